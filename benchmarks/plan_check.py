@@ -11,7 +11,7 @@ Each run is `dsft train` with random weights of a real architecture (no download
 corpus cut into full sequences. Training itself compares: the figures are those of `plan_check` in its run.json. Memory
 is not fitted to anything. In the grid `cpu` glibc is told to give freed memory back at once: else it keeps up to a
 fifth more than is held under ZeRO-3, whose gathered layers come and go, and resident memory would show that instead
-(seen with a model of 0.1 B; a GPU's allocator has its own share, `FRAGMENTATION` in dsft/planner/terms.py). For the
+(seen with a model of 0.1 B; a GPU's allocator has its own share, `FRAGMENTATION` in dsft/planner/plans.py). For the
 time of a step the machine is calibrated first (`dsft plan --calibrate`). What it does not do: several nodes, hpZ, NVMe,
 quantised bases.
 """
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoTokenizer, Qwen3Config
 
-from dsft.planner.terms import FULL_TRAINING
+from dsft.planner.zero_layout import FULL_TRAINING
 from dsft.quickstart.make_data import write_demo_data
 from dsft.runtime.hardware import GiB
 

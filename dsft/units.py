@@ -1,5 +1,6 @@
 """What every room shares: units as dsft writes them, a batch, the padded width of rows, the label of ignored tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +61,9 @@ def in_gib(num_bytes: float) -> str:
 def plural(number: int, noun: str) -> str:
     """Write "1 node", "2 nodes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def one_of(choices: Iterable[Any]) -> str:
+    """Write "1", "1 or 2", "1, 2 or 4"."""
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last

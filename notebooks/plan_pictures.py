@@ -9,6 +9,7 @@ from typing import Any
 from checkpoint_tools import finished
 
 from dsft.planner.plans import Plan
+from dsft.planner.zero_layout import bytes_by_phase
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
@@ -18,7 +19,7 @@ SMALLEST_SHARE = 0.01
 
 def memory_at_peak(plan: Plan) -> dict[str, int]:
     """Bytes on one GPU (one rank, on CPU) by component, when most are held: in forward and backward, or in the step."""
-    phase = max(("compute", "step"), key=plan.part_bytes)
+    phase = max(("compute", "step"), key=bytes_by_phase(plan.terms, "device").get)
     parts: dict[str, int] = {}
     for term in plan.terms:
         if term.place == "device" and term.phase in ("always", phase):

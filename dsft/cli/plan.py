@@ -16,7 +16,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.planner.gpus import GPUS, choose_gpu, named_gpus, same_memory
+from dsft.planner.gpus import GPUS, choose_gpu, named_gpus
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
 from dsft.runtime import quick_imports
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
@@ -193,7 +193,8 @@ def assumed_card(options: PlanOptions, machine: Machine) -> str:
     """Say for which card the time is, where only a size was given and others have it too; else ""."""
     if not options.gpus or options.gpu_type or named_gpus(split_gpus(options.gpus)[1]):
         return ""
-    others = ", ".join(same_memory(machine.gpu_type))
+    card, memory_gb = machine.gpu_type, GPUS[machine.gpu_type].memory_gb
+    others = ", ".join(name for name, gpu in GPUS.items() if name != card and gpu.memory_gb == memory_gb)
     return f"{machine.gpu_type} assumed, {others} have as much memory (--gpu_type); " if others else ""
 
 

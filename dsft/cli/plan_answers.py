@@ -23,9 +23,9 @@ from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
-from dsft.planner.plans import Plan, RunCost, as_dict, run_cost, shortlist, write_plan
+from dsft.planner.plans import MEMORY_ERROR, Plan, RunCost, as_dict, run_cost, shortlist, write_plan
 from dsft.planner.step_time import TIME_RANGE
-from dsft.planner.terms import MEMORY_ERROR
+from dsft.planner.zero_layout import bytes_by_phase
 from dsft.run_setup.alternatives import Alternative, Largest, largest_models, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
@@ -237,7 +237,7 @@ def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> Epoch | Non
         fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
     else:
         fed = tokens / data.counts["fill_rate"]
-    per_step = plan.batch(machine.world_size).sequences
+    per_step = Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences
     mean_len = min(options.seq_len, max(1, round(fed / items)))
     return Epoch(tokens=tokens, steps=-(-items // per_step), mean_len=mean_len)
 
@@ -390,12 +390,12 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
 
 
 def _plan_row(plan: Plan, machine: Machine) -> list[str]:
-    states, compute, step = (plan.part_bytes(phase) for phase in ("always", "compute", "step"))
+    parts = bytes_by_phase(plan.terms, "device")
     sizes = (
-        states,
-        compute - plan.activation_bytes,
+        parts["always"],
+        parts["compute"] - plan.activation_bytes,
         plan.activation_bytes,
-        step,
+        parts["step"],
         plan.device_bytes,
         plan.host_bytes,
     )

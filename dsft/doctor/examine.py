@@ -348,16 +348,17 @@ def _measure(
             between = [link.seconds for name, link in connections if link.kind == "open" and {name, link.name} == ends]
             rates["seconds"] = min(between, default=rates["seconds"])
     if report.links.pairs:
-        from dsft.planner.calibration import keep_links  # with torch, which DeepSpeed's reader of host files has loaded
+        # with torch, which DeepSpeed's reader of host files has loaded
+        from dsft.planner.calibration import keep, links_key
 
+        rates = {
+            "network_bytes": report.links.network_bytes,
+            "link_bytes": min(report.links.inside.values(), default=0.0),
+            "collective_seconds": report.links.collective_seconds,
+        }
         # For later plans, under the hosts' own names and under those of the host file.
         for hosts in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
-            keep_links(
-                hosts,
-                network_bytes=report.links.network_bytes,
-                link_bytes=min(report.links.inside.values(), default=0.0),
-                collective_seconds=report.links.collective_seconds,
-            )
+            keep("links", links_key(hosts), rates)
     return list(check_measured(report.links, node_of, report.facts, used))
 
 

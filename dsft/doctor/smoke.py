@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dsft.doctor.links import SLOW, combine, slow_keys
 from dsft.doctor.phases import say
-from dsft.planner.calibration import all_reduce_bytes, exchange_rate, matmul_flops, median_seconds
+from dsft.planner.calibration import all_reduce_bytes, exchange_rate, matmul_flops, seconds_of
 
 LIFE_SECONDS = 40  # a rank that has not finished by then ends, wherever it waits; the head names it by the last it said
 CHECKED = 2**18  # numbers in the sum that must be right
@@ -123,7 +123,7 @@ def measure_all(place: Place, report: Callable[[str], None]) -> list[dict[str, A
     dist.all_reduce(total)
     mine["wrong"] = not torch.equal(total.cpu().to(torch.int64), expected)
     few = torch.zeros(16, device=place.device)
-    mine["collective_seconds"] = median_seconds(lambda: dist.all_reduce(few), place.device)
+    mine["collective_seconds"] = statistics.median(seconds_of(lambda: dist.all_reduce(few), place.device, 10))
     report("exchanging with other nodes")
     for pair in (pair for pairs in place.rounds for pair in pairs if place.node in pair):
         _measure_pair(place, pair, mine)

@@ -25,6 +25,7 @@ from dsft.data.tokenization import Tokens, closes_texts, encode, tokenise
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
 from dsft.perplexity.windows import Windows
+from dsft.units import one_of
 
 Sample = Text | Pair | Chat | None
 """A document in its canonical form; None for a row without an answer."""
@@ -202,9 +203,8 @@ def build_windows(
     fitting = [name for name in NAMED_BY["mode"] if MODES[name].is_text == is_text]
     name = fitting[0] if config.mode == "auto" else config.mode
     if name not in fitting:
-        *first, last = fitting
-        names = f"{', '.join(first)} or {last}" if first else last
-        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {names}")
+        use = one_of(fitting)
+        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {use}")
     if is_text and config.bos == "on" and tokenizer.bos_token_id is None:
         raise UserError(f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off")
     if config.protocol and find_mode(config.protocol).windows:

@@ -28,8 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dsft.models.size import ModelFacts
 from dsft.models.trials import rope_types, small_model
-from dsft.planner.evaluation_plan import refused_heads
-from dsft.planner.job import attention_of
+from dsft.planner.evaluation_plan import refused_team
+from dsft.planner.fake_model import attention_of
 from dsft.runtime import distributed
 from dsft.units import IGNORED
 
@@ -189,7 +189,7 @@ def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, tru
     implementation = facts.attn_implementation
     if implementation != "sdpa" and "flash" not in implementation:
         return f"{where}: attn_implementation {implementation} is not supported; use sdpa or flash_attention_2"
-    if heads := refused_heads(facts.size, size=size, world=distributed.world_size()):
+    if heads := refused_team(size, distributed.world_size(), facts.size):
         return f"{where}: {heads}"
     if attention_of(facts, seq_len=seq_len, masked=False) != "flash":
         return (

@@ -19,18 +19,20 @@ A trace is kept: in this process, and on disk in `~/.cache/dsft/activations/` (X
 of everything that it depends on.
 """
 
-import dataclasses
+import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import weakref
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+import peft
 import torch
+import transformers
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,27 +44,17 @@ from dsft.models.size import ModelSize
 from dsft.planner.fake_model import (
     Attention,
     decoder_layers,
-    enable_checkpointing,
     fake_model,
     layer_kinds,
     meta_model,
 )
-from dsft.planner.terms import Term
+from dsft.planner.zero_layout import Term
 from dsft.runtime.disk import user_cache, write_json
 from dsft.units import DTYPE_BYTES
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
 """Products of matrices: their time is that of their arithmetic, not of the memory they read."""
-
-
-def moved_bytes(func: torch._ops.OpOverload, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    """Return what an operator that is no product reads and writes; a view moves nothing."""
-    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-    is_view = not func._schema.is_mutable and all(out.untyped_storage()._cdata in storages for out in outputs)
-    if func.overloadpacket in PRODUCTS or is_view:
-        return 0
-    return sum(min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()) for tensor in inputs + outputs)
 
 
 class StorageLog(TorchDispatchMode):
@@ -96,38 +88,32 @@ class StorageLog(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-        self.traffic += moved_bytes(func, inputs, outputs)
+        # What an operator reads and writes; a view moves nothing.
+        read = {tensor.untyped_storage()._cdata for tensor in inputs}
+        is_view = not func._schema.is_mutable and all(out.untyped_storage()._cdata in read for out in outputs)
+        if func.overloadpacket not in PRODUCTS and not is_view:
+            for tensor in inputs + outputs:
+                self.traffic += min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
         for tensor in outputs:
-            self._see(tensor)
+            storage = tensor.untyped_storage()
+            address, num_bytes, index = storage._cdata, storage.nbytes(), len(self.events)
+            if address not in self.indices:
+                self.indices[address] = index
+                self.events.append((index, num_bytes))
+                if "head" in self.marks and tensor.shape == self.gradient_shape:
+                    self.gradients.add(index)
+                gone = functools.partial(self._forget, address, index, num_bytes)
+                self.references[address] = weakref.ref(storage, gone)
         return output
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self.indices:
-            return
-        index, num_bytes = len(self.events), storage.nbytes()
-        self.indices[address] = index
-        self.events.append((index, num_bytes))
-        if "head" in self.marks and tensor.shape == self.gradient_shape:
-            self.gradients.add(index)
-        self.references[address] = weakref.ref(storage, lambda _: self._forget(address, index, num_bytes))
-
-    def _forget(self, address: int, index: int, num_bytes: int) -> None:
+    def _forget(self, address: int, index: int, num_bytes: int, reference: weakref.ref) -> None:
+        """Note that a storage has vanished: torch calls this."""
         self.events.append((index, -num_bytes))
         del self.indices[address], self.references[address]
 
     def mark(self, name: str) -> None:
         """Call this moment `name`; the first time counts."""
         self.marks.setdefault(name, len(self.events))
-
-    def leave_out(self, gradient: torch.Tensor) -> None:
-        """Leave out, as a hook of parameters, what arrives there: it is a gradient, not an activation."""
-        self.gradients.add(self.indices[gradient.untyped_storage()._cdata])
-
-    def bytes_of(self, numbers: Collection[int], *, alive_at: str) -> int:
-        """Return the bytes of these storages at the mark."""
-        return sum(change for index, change in self.events[: self.marks[alive_at]] if index in numbers)
 
     def live_bytes(self) -> list[int]:
         """Return the bytes alive after each event, without gradients."""
@@ -164,7 +150,6 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
     inputs = _inputs(batch, seq_len, attention)
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
     log = StorageLog(known, gradient_shape=model.get_input_embeddings().weight.shape)
-    last_layer = decoder_layers(model)[-1]
     last_output = []
 
     def at_last_layer(module, args, output):
@@ -173,8 +158,11 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
         log.mark("head")
         hidden_BTH.register_hook(lambda gradient: log.mark("layers"))
 
-    handles = [last_layer.register_forward_hook(at_last_layer)]
-    handles += [parameter.register_hook(log.leave_out) for parameter in model.parameters() if parameter.requires_grad]
+    def leave_out(gradient):  # what arrives at a parameter is no activation
+        log.gradients.add(log.indices[gradient.untyped_storage()._cdata])
+
+    handles = [decoder_layers(model)[-1].register_forward_hook(at_last_layer)]
+    handles += [parameter.register_hook(leave_out) for parameter in model.parameters() if parameter.requires_grad]
     with log:
         loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
         log.mark("loss")
@@ -182,9 +170,8 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
     for handle in handles:
         handle.remove()
     model.zero_grad()
-    live = log.live_bytes()
-    head, layers = log.marks["head"], log.marks["layers"]
-    kept = log.bytes_of(range(head), alive_at="loss") - log.bytes_of(last_output, alive_at="loss")
+    live, head, layers = log.live_bytes(), log.marks["head"], log.marks["layers"]
+    kept = sum(change for index, change in log.events[: log.marks["loss"]] if index < head and index not in last_output)
     return StepTrace(
         kept=kept,
         head=max(live[head : layers + 1]) - kept,
@@ -198,46 +185,6 @@ def _inputs(batch: int, seq_len: int, attention: Attention) -> dict[str, torch.T
     return {"input_ids": ids_BT} | ({} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)})
 
 
-def trace_forward(model: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention) -> int:
-    """Peak bytes of the backbone without gradients, as scoring calls it: the head on one position only."""
-    inputs = _inputs(batch, seq_len, attention)
-    log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()])
-    model.eval()
-    with torch.no_grad(), log:
-        model(**inputs, use_cache=False, logits_to_keep=1)
-    model.train()
-    return max(log.live_bytes())
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingTrace:
-    """Bytes of one micro batch in training, for the complete model."""
-
-    once: int
-    """Held besides the layers' own: embedding output, rotary angles, mask."""
-    layers_saved: int
-    """Saved by all layers without checkpointing."""
-    layers_input: int
-    """Kept by all layers with checkpointing."""
-    layer_transient: int
-    """The most that one layer needs in its recompute and backward, with checkpointing."""
-    layer_backward: int
-    """The most that one layer needs in its backward without checkpointing, above what is saved."""
-    head: int
-    traffic: int
-    """Read and written by operators other than products, in one forward and backward without checkpointing."""
-    traffic_checkpointed: int
-    """With it: the recompute included."""
-
-    def peak_bytes(self, checkpointing: bool) -> int:
-        """The head's peak and that of a layer's backward come at different moments, both while all layers hold
-        theirs.
-        """
-        if checkpointing:
-            return self.once + self.layers_input + max(self.head, self.layer_transient)
-        return self.once + self.layers_saved + max(self.head, self.layer_backward)
-
-
 def trace_training(
     model_config: PreTrainedConfig,
     *,
@@ -248,13 +195,18 @@ def trace_training(
     adapters: LoraConfig | None = None,
     liger: bool = False,
     tiled: bool = False,
-) -> list[TrainingTrace]:
-    """Trace one and two layers of each kind and add up as many as there are; one result for each size of batch.
+) -> list[dict[str, int]]:
+    """Trace one and two layers of each kind and add up as many as there are.
 
     Args:
         tiled: the loss is of tiles, each of one sequence.
+
+    Returns:
+        for each size of batch, the bytes of one micro batch as `TrainingActivations` names them, but for `layers_saved`
+        and `layers_input`, which are those of all layers.
     """
-    blueprint, kinds = meta_model(model_config, dtype=dtype, attention=attention), []
+    blueprint = meta_model(model_config, dtype=dtype, attention=attention)
+    totals: list[Counter[str]] = [Counter() for _ in batches]
     for layers in layer_kinds(blueprint):
         steps: dict[tuple[int, bool, int], StepTrace] = {}
         for number in (1, 2):
@@ -262,50 +214,26 @@ def trace_training(
             with fake_model(blueprint, adapters=adapters, **parts) as model:
                 for checkpointing in (False, True):
                     if checkpointing:
-                        enable_checkpointing(model)
+                        model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
                     for batch in batches:
                         steps[number, checkpointing, batch] = trace_step(
                             model, batch=batch, seq_len=seq_len, attention=attention
                         )
-        kinds.append((len(layers), steps))
-    return [_add_up(kinds, batch) for batch in batches]
-
-
-def _add_up(kinds: list[tuple[int, dict[tuple[int, bool, int], StepTrace]]], batch: int) -> TrainingTrace:
-    """Add up the kinds: (number of layers, (traced layers, checkpointing, batch) -> their step)."""
-    once = saved = inputs = transient = backward = head = 0
-    traffic = dict.fromkeys((False, True), 0)
-    for number, steps in kinds:
-        plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
-        layer_input = checkpointed.kept - steps[1, True, batch].kept
-        saved += number * (plain.kept - steps[1, False, batch].kept)
-        inputs += number * layer_input
-        once += checkpointed.kept - 2 * layer_input  # rotary angles and masks are a kind's own
-        transient = max(transient, checkpointed.layers)
-        backward = max(backward, plain.layers)
-        head = max(head, checkpointed.head)
-        for checkpointing, total in traffic.items():
-            layer = steps[2, checkpointing, batch].traffic - steps[1, checkpointing, batch].traffic
-            outside = 0 if total else steps[1, checkpointing, batch].traffic - layer  # embedding, norm, head and loss
-            traffic[checkpointing] = total + outside + number * layer
-    return TrainingTrace(
-        once=once,
-        layers_saved=saved,
-        layers_input=inputs,
-        layer_transient=transient,
-        layer_backward=backward,
-        head=head,
-        traffic=traffic[False],
-        traffic_checkpointed=traffic[True],
-    )
-
-
-@dataclass(frozen=True)
-class EvaluationTrace:
-    """Bytes of one batch without gradients, for the complete model."""
-
-    backbone: int
-    """The peak without the head."""
+        for batch, total in zip(batches, totals, strict=True):
+            plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
+            layer_input = checkpointed.kept - steps[1, True, batch].kept
+            total["once"] += checkpointed.kept - 2 * layer_input  # rotary angles and masks are a kind's own
+            total["layers_saved"] += len(layers) * (plain.kept - steps[1, False, batch].kept)
+            total["layers_input"] += len(layers) * layer_input
+            total["layer_transient"] = max(total["layer_transient"], checkpointed.layers)
+            total["layer_backward"] = max(total["layer_backward"], plain.layers)
+            total["head"] = max(total["head"], checkpointed.head)
+            for checkpointing, name in ((False, "traffic"), (True, "traffic_checkpointed")):
+                layer = steps[2, checkpointing, batch].traffic - steps[1, checkpointing, batch].traffic
+                if not total[name]:  # of the first kind also embedding, norm, head and loss
+                    total[name] = steps[1, checkpointing, batch].traffic - layer
+                total[name] += len(layers) * layer
+    return [dict(total) for total in totals]
 
 
 def trace_evaluation(
@@ -316,16 +244,22 @@ def trace_evaluation(
     dtype: torch.dtype,
     attention: Attention,
     adapters: LoraConfig | None = None,
-) -> list[EvaluationTrace]:
-    """Trace three layers of each kind without gradients; one result for each size of batch."""
+) -> list[dict[str, int]]:
+    """Trace three layers of each kind without gradients, as scoring calls them: the head on one position only. Returns
+    for each size of batch the peak of the `backbone`.
+    """
     peaks = [0] * len(batches)
     blueprint = meta_model(model_config, dtype=dtype, attention=attention)
     for layers in layer_kinds(blueprint):
         with fake_model(blueprint, adapters=adapters, layers=layers[:1] * 3) as model:
+            model.eval()
             for number, batch in enumerate(batches):
-                forward = trace_forward(model, batch=batch, seq_len=seq_len, attention=attention)
-                peaks[number] = max(peaks[number], forward)
-    return [EvaluationTrace(backbone=peak) for peak in peaks]
+                inputs = _inputs(batch, seq_len, attention)
+                log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()])
+                with torch.no_grad(), log:
+                    model(**inputs, use_cache=False, logits_to_keep=1)
+                peaks[number] = max(peaks[number], max(log.live_bytes()))
+    return [{"backbone": peak} for peak in peaks]
 
 
 Loss = Literal["hf", "tiled", "fused"]
@@ -350,15 +284,13 @@ class Cost:
     """Entries of a vocabulary whose logits are made in tiles: the fixed bytes are then those of each row of a tile."""
 
     def num_bytes(self, num_tokens: int) -> int:
-        return int(self._rows(num_tokens) * self.fixed + num_tokens * self.per_token)
+        rows = tile_rows(self.tiled_vocab, num_tokens) if self.tiled_vocab else 1
+        return int(rows * self.fixed + num_tokens * self.per_token)
 
     def formula(self, num_tokens: int) -> str:
         parts = [f"{num_tokens:,} tokens x {self.per_token:,.0f} B"] if self.per_token else []
-        rows = f"{self._rows(num_tokens):,} rows of a tile x " if self.tiled_vocab else ""
+        rows = f"{tile_rows(self.tiled_vocab, num_tokens):,} rows of a tile x " if self.tiled_vocab else ""
         return " + ".join(parts + ([f"{rows}{self.fixed:,.0f} B"] if self.fixed >= 1 else []))
-
-    def _rows(self, num_tokens: int) -> int:
-        return tile_rows(self.tiled_vocab, num_tokens) if self.tiled_vocab else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,32 +327,20 @@ class TrainingActivations:
         Args:
             num_tokens: of one micro batch on one rank, padding included.
         """
-        layer, layer_name = (
-            (self.layer_input, "layer inputs (checkpointing)")
-            if checkpointing
-            else (self.layer_saved, "saved activations")
-        )
-        backward = self.layer_transient if checkpointing else self.layer_backward
-        last, last_name = max(
-            (self.head, "logits and loss"),
-            (backward, "backward of one layer"),
-            key=lambda pair: pair[0].num_bytes(num_tokens),
-        )
+        layer, layer_name, backward = self.layer_saved, "saved activations", self.layer_backward
+        if checkpointing:
+            layer, layer_name, backward = self.layer_input, "layer inputs (checkpointing)", self.layer_transient
+        last, last_name = self.head, "logits and loss"
+        if backward.num_bytes(num_tokens) > last.num_bytes(num_tokens):
+            last, last_name = backward, "backward of one layer"
         layers_bytes = int(self.num_layers * (layer.fixed + num_tokens * layer.per_token))
-        parts = [
-            ("rotary angles and masks", self.once.num_bytes(num_tokens), self.once.formula(num_tokens)),
-            (layer_name, layers_bytes, f"{self.num_layers} layers x ({layer.formula(num_tokens)})"),
-            (last_name, last.num_bytes(num_tokens), last.formula(num_tokens)),
-        ]
+        layers = f"{self.num_layers} layers x ({layer.formula(num_tokens)})"
+        once = (self.once.num_bytes(num_tokens), self.once.formula(num_tokens))
         return [
-            Term(name=name, num_bytes=num_bytes, formula=formula, phase="compute") for name, num_bytes, formula in parts
+            Term("rotary angles and masks", *once, "compute"),
+            Term(layer_name, layers_bytes, layers, "compute"),
+            Term(last_name, last.num_bytes(num_tokens), last.formula(num_tokens), "compute"),
         ]
-
-    def peak_bytes(self, num_tokens: int, checkpointing: bool) -> int:
-        return sum(term.num_bytes for term in self.terms(num_tokens, checkpointing))
-
-    def traffic_bytes(self, num_tokens: int, checkpointing: bool) -> int:
-        return (self.traffic_checkpointed if checkpointing else self.traffic).num_bytes(num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,7 +350,7 @@ class EvaluationActivations:
     backbone: Cost
     """Peak of the model without its head and without gradients, with the same attention (dsft feeds no mask)."""
     hidden: Cost
-    """Hidden states of all positions, and of the scored ones once more."""
+    """Hidden states of all positions, and of the scored ones again."""
     logit_bytes: int
     """Of one row and word of a tile, ROW_TILE by VOCAB_TILE: in the model's dtype (twice with a softcap, around tanh),
     beside the last tile or its own copy in fp32.
@@ -440,6 +360,13 @@ class EvaluationActivations:
     def peak_bytes(self, num_tokens: int, device: Literal["cpu", "cuda"]) -> int:
         tile = min(num_tokens, ROW_TILE[device]) * min(self.vocab_size, VOCAB_TILE[device]) * self.logit_bytes
         return max(self.backbone.num_bytes(num_tokens), self.hidden.num_bytes(num_tokens) + tile)
+
+
+def _line(traces: list[dict[str, int]], name: str, seq_len: int, divisor: int = 1) -> Cost:
+    """Return the cost that gives this field of the traces at BATCHES, divided by `divisor`."""
+    (few, many), (less, more) = BATCHES, (trace[name] / divisor for trace in traces)
+    per_sequence = (more - less) / (many - few)
+    return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
 
 
 def training_activations(
@@ -463,34 +390,24 @@ def training_activations(
     """
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
     options |= {"tiled": True} if loss == "tiled" else {}
-    source = "fake-tensor trace"
-    try:
-        traces = _cached(trace_training, TrainingTrace, model_config, attention=attention, **options)
-    except UNTRACEABLE as error:
-        traces = _cached(trace_training, TrainingTrace, _like_llama(size), attention="flash", **options)
-        source += f" of llama, since {size.model_type} could not be traced ({one_line(error)[:100]})"
+    traces, source = _traced(trace_training, size, model_config, attention=attention, **options)
 
-    def fit(name: str, divisor: int = 1) -> Cost:
-        return _line([getattr(trace, name) / divisor for trace in traces], seq_len)
-
-    head = fit("head")
+    kept, inputs = (_line(traces, name, seq_len, size.num_layers) for name in ("layers_saved", "layers_input"))
+    head = _line(traces, "head", seq_len)
     if loss == "fused":
         # What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py): the final
         # norm's input and output; the gradient of the hidden states; logits of as many tokens as take up to twice that.
         head = Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
     if loss == "tiled":
         head = replace(head, fixed=head.fixed / seq_len, tiled_vocab=size.vocab_size)  # a traced tile is one sequence
+    names = ("once", "layer_transient", "layer_backward", "traffic", "traffic_checkpointed")
     return TrainingActivations(
         num_layers=size.num_layers,
-        once=fit("once"),
-        layer_saved=fit("layers_saved", size.num_layers),
-        layer_input=fit("layers_input", size.num_layers),
-        layer_transient=fit("layer_transient"),
-        layer_backward=fit("layer_backward"),
+        layer_saved=kept,
+        layer_input=inputs,
         head=head,
-        traffic=fit("traffic"),
-        traffic_checkpointed=fit("traffic_checkpointed"),
         source=source,
+        **{name: _line(traces, name, seq_len) for name in names},
     )
 
 
@@ -505,29 +422,36 @@ def evaluation_activations(
 ) -> EvaluationActivations:
     """Trace a model's forward; arguments and fallback as for `training_activations`."""
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters}
-    try:
-        traces = _cached(trace_evaluation, EvaluationTrace, model_config, attention=attention, **options)
-    except UNTRACEABLE:
-        traces = _cached(trace_evaluation, EvaluationTrace, _like_llama(size), attention="flash", **options)
+    traces, _ = _traced(trace_evaluation, size, model_config, attention=attention, **options)
     itemsize = DTYPE_BYTES[dtype]
     softcap = getattr(model_config.get_text_config(), "final_logit_softcapping", None)
     return EvaluationActivations(
-        backbone=_line([trace.backbone for trace in traces], seq_len),
+        backbone=_line(traces, "backbone", seq_len),
         hidden=Cost(per_token=2 * itemsize * size.hidden_size),
         logit_bytes=4 + itemsize * (2 if softcap else 1),
         vocab_size=size.vocab_size,
     )
 
 
-def _line(values: list[float], seq_len: int) -> Cost:
-    """The cost that gives these values at BATCHES."""
-    (few, many), (less, more) = BATCHES, values
-    per_sequence = (more - less) / (many - few)
-    return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
+_known: dict[str, list] = {}
+"""Traces of this process, by key."""
 
 
-def _like_llama(size: ModelSize) -> LlamaConfig:
-    return LlamaConfig(
+def _traced(
+    trace: Callable[..., list[dict[str, int]]],
+    size: ModelSize,
+    model_config: PreTrainedConfig,
+    *,
+    attention: Attention,
+    **options: Any,
+) -> tuple[list[dict[str, int]], str]:
+    """Trace this model, or a Llama of its widths where its code does not run over fake tensors. Returns also
+    the source."""
+    try:
+        return _cached(trace, model_config, attention=attention, **options), "fake-tensor trace"
+    except UNTRACEABLE as error:
+        reason = f"since {size.model_type} could not be traced ({one_line(error)[:100]})"
+    llama = LlamaConfig(
         hidden_size=size.hidden_size,
         intermediate_size=size.ffn_size,
         num_hidden_layers=size.num_layers,
@@ -536,68 +460,49 @@ def _like_llama(size: ModelSize) -> LlamaConfig:
         head_dim=size.head_dim,
         vocab_size=size.vocab_size,
     )
-
-
-Result = TypeVar("Result", TrainingTrace, EvaluationTrace)
-_known: dict[str, list] = {}
-"""Traces of this process, by key."""
+    traces = _cached(trace, llama, attention="flash", **options)
+    return traces, f"fake-tensor trace of llama, {reason}"
 
 
 def _cached(
-    trace: Callable[..., list[Result]],
-    result_type: type[Result],
+    trace: Callable[..., list[dict[str, int]]],
     model_config: PreTrainedConfig,
     *,
     dtype: str,
     adapters: LoraConfig | None,
     **options: Any,
-) -> list[Result]:
+) -> list[dict[str, int]]:
     """Trace this model at BATCHES, or take it from this process or from disk; what is new is kept in both."""
+    # A hash of the tracing code itself, and the versions of what it runs through.
+    folder, files = Path(__file__).parent, ("activations.py", "fake_model.py", "../models/head.py")
+    source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     facts = {
         "trace": trace.__name__,
         "model": model_config.get_text_config().to_dict(),
         "adapters": adapters and adapters.to_dict(),
         "dtype": dtype,
-        "code": _code_versions(),
+        "code": [torch.__version__, transformers.__version__, peft.__version__, source, str(BATCHES)],
     }
-    key = hashlib.sha256(json.dumps(facts | options, sort_keys=True, default=_as_text).encode()).hexdigest()[:32]
+    text = json.dumps(
+        facts | options,
+        sort_keys=True,
+        # Sets in one order: their own differs from process to process.
+        default=lambda value: sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value),
+    )
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if key in _known:
+        return _known[key]
     path = user_cache() / "activations" / f"{key}.json"
-    results = _known.get(key) or _read(path, result_type)
-    if results is None:
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        are_numbers = all(type(number) is int for result in results for number in result.values())
+        is_whole = len(results) == len(BATCHES) and are_numbers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is damaged
+        is_whole = False
+    if not is_whole:
         results = trace(model_config, batches=BATCHES, dtype=getattr(torch, dtype), adapters=adapters, **options)
-        _write(path, results)
+        with contextlib.suppress(OSError):  # without a cache the next plan is only slower
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"results": results})
     _known[key] = results
     return results
-
-
-@functools.cache
-def _code_versions() -> list[str]:
-    """List the versions of what a trace runs through, and a hash of the tracing code itself."""
-    folder = Path(__file__).parent
-    files = ("activations.py", "fake_model.py", "../models/head.py")
-    source = b"".join((folder / name).read_bytes() for name in files)
-    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")]
-    return [*versions, hashlib.sha256(source).hexdigest(), str(BATCHES)]
-
-
-def _as_text(value: Any) -> Any:
-    """Make JSON of sets, in one order (their own differs from process to process), and text of anything else."""
-    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
-
-
-def _read(path: Path, result_type: type[Result]) -> list[Result] | None:
-    """Read traces from this file; None where there is none or it is damaged."""
-    try:
-        results = [result_type(**values) for values in json.loads(path.read_text(encoding="utf-8"))["results"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    are_numbers = all(type(number) is int for result in results for number in vars(result).values())
-    return results if len(results) == len(BATCHES) and are_numbers else None
-
-
-def _write(path: Path, results: list[Result]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"results": [dataclasses.asdict(result) for result in results]})
-    except OSError:
-        pass  # without a cache the next plan is only slower

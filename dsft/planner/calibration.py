@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from dsft.planner.optimizers import OPTIMIZERS
-from dsft.planner.step_time import Speeds, speeds_of
-from dsft.planner.terms import ASSUMED
+from dsft.planner.step_time import ASSUMED, Speeds, speeds_of
 from dsft.runtime.disk import user_cache, write_json
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes
@@ -39,31 +38,30 @@ from dsft.units import DTYPE_BYTES, MiB
 REPEATS = 5
 EXCHANGE_SECONDS = 0.12
 """Aimed at for one timed exchange; its size follows from a first small one, so that slow links do not take minutes."""
-FEWEST_BYTES, MOST_BYTES = MiB // 4, 32 * MiB
-MOST_GPU_BYTES = 128 * MiB
+FEWEST_BYTES = MiB // 4
+MOST_BYTES = {"cuda": 128 * MiB, "cpu": 32 * MiB}
+COLLECTIVE_NUMBERS = {"cuda": 64 * MiB // 4, "cpu": 16 * MiB // 4}
+"""Of fp32, in a rank's part of a timed collective."""
 
 
-def seconds_of(run: Callable[[], object], place: torch.device) -> float:
-    """Time one run, the GPU's work included."""
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-    start = time.perf_counter()
-    run()
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-    return time.perf_counter() - start
-
-
-def best_seconds(run: Callable[[], object], place: torch.device, repeats: int = REPEATS) -> float:
-    """Time the fastest of some runs, after one that warms up."""
-    run()
-    return min(seconds_of(run, place) for _ in range(repeats))
-
-
-def median_seconds(run: Callable[[], object], place: torch.device) -> float:
-    """Time the median of ten runs, after one that warms up: the latency of a small message."""
-    run()
-    return statistics.median(seconds_of(run, place) for _ in range(10))
+def seconds_of(
+    run: Callable[[], object], place: torch.device, repeats: int = REPEATS, *, warm_up: bool = True
+) -> list[float]:
+    """Time some runs, the GPU's work included, after one that warms up. The fastest is a rate; the median of ten the
+    latency of a small message.
+    """
+    if warm_up:
+        run()
+    seconds = []
+    for _ in range(repeats):
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        start = time.perf_counter()
+        run()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def matmul_flops(place: torch.device) -> float:
@@ -75,51 +73,35 @@ def matmul_flops(place: torch.device) -> float:
     if place.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         dtype = torch.float16
     matrix = torch.randn(size, size, device=place, dtype=dtype)
-    return 2 * size**3 / best_seconds(lambda: matrix @ matrix, place, repeats)
-
-
-def product_flops() -> float:
-    """Operations per second of a matrix product on this process's GPU; 0 where it has none, or none of its memory."""
-    if not has_gpu():
-        return 0.0
-    try:
-        return matmul_flops(device())
-    except RuntimeError:  # torch.OutOfMemoryError and cuBLAS's own
-        return 0.0
-    finally:
-        torch.cuda.empty_cache()
+    return 2 * size**3 / min(seconds_of(lambda: matrix @ matrix, place, repeats))
 
 
 def all_reduce_bytes(place: torch.device, group: dist.ProcessGroup | None = None) -> float:
     """Bytes per second that a rank gets in an all-reduce over its group, everything twice."""
     ranks = dist.get_world_size(group)
-    numbers = torch.ones(_most_bytes(place) // 4, device=place)
-    best = best_seconds(lambda: dist.all_reduce(numbers, group=group), place, 3)
+    numbers = torch.ones(MOST_BYTES[place.type] // 4, device=place)
+    best = min(seconds_of(lambda: dist.all_reduce(numbers, group=group), place, 3))
     return 2 * 4 * numbers.numel() * (ranks - 1) / ranks / best
 
 
 def exchange_rate(peer: int, place: torch.device) -> tuple[float, float]:
     """(bytes per second received while as much is sent, seconds of the smallest message) with one other rank.
 
-    With gloo, whose sends torch waits for in steps of milliseconds, the latter says nothing of the network.
+    With gloo, whose sends torch waits for in steps of milliseconds, the latter is not that of the network.
     """
     small = (torch.zeros(16, device=place), torch.zeros(16, device=place))
     _exchange(peer, *small)  # connects, and waits until the other is there
-    latency = median_seconds(lambda: _exchange(peer, *small), place)
-    most = _most_bytes(place)
+    latency = statistics.median(seconds_of(lambda: _exchange(peer, *small), place, 10))
+    most = MOST_BYTES[place.type]
     sent, received = torch.ones(most // 4, device=place), torch.zeros(most // 4, device=place)
     few = FEWEST_BYTES // 4
-    first = seconds_of(lambda: _exchange(peer, sent[:few], received[:few]), place)
+    (first,) = seconds_of(lambda: _exchange(peer, sent[:few], received[:few]), place, 1, warm_up=False)
     wanted = torch.tensor([EXCHANGE_SECONDS * FEWEST_BYTES / first], dtype=torch.float64)
     peer_wants = torch.zeros(1, dtype=torch.float64)
     _exchange(peer, wanted, peer_wants)
     count = int(min(most, max(FEWEST_BYTES, min(wanted.item(), peer_wants.item())))) // 4
-    best = min(seconds_of(lambda: _exchange(peer, sent[:count], received[:count]), place) for _ in range(3))
+    best = min(seconds_of(lambda: _exchange(peer, sent[:count], received[:count]), place, 3, warm_up=False))
     return 4 * count / best, latency
-
-
-def _most_bytes(place: torch.device) -> int:
-    return MOST_GPU_BYTES if place.type == "cuda" else MOST_BYTES
 
 
 def _exchange(peer: int, sent: torch.Tensor, received: torch.Tensor) -> None:
@@ -137,12 +119,14 @@ def calibrate(machine: Machine, *, dtype: str) -> tuple[Path, int]:
     measured: dict[str, float] = {}
     for ranks in sorted({1, machine.ranks_per_node}):
         measured |= on_new_ranks(_measure_rank, ranks, dtype)  # one rank alone measures copies from the host, for both
-        path = keep_ranks(dataclasses.replace(machine, ranks_per_node=ranks), measured, dtype=dtype)
+        alike = dataclasses.replace(machine, ranks_per_node=ranks)
+        path = keep("ranks", ranks_key(alike, dtype), measured)
     if not machine.has_gpu:
         return path, 0
     others, context, *after = measure_outside(machine.ranks_per_node)
     if not others:
-        keep_outside(machine, context_bytes=context, communicators_bytes=[held - context for held in after])
+        outside = {"context_bytes": context, "communicators_bytes": [held - context for held in after]}
+        keep("outside", gpus_key(machine), outside)
     return path, others
 
 
@@ -183,27 +167,35 @@ def _begin(rank: int, ranks: int, port: int, results: Any, function: Callable[..
 
 
 def _measure_rank(dtype: str) -> dict[str, float]:
-    """Measure all ranks at once, since they share cores, memory and links; each returns the slowest of them."""
+    """Measure all ranks at once, since they share cores, memory and links; each returns the best run of the slowest of
+    them, which all ranks of a training wait for, as fields of `Speeds`.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
     start_ranks()
     place, ranks = device(), dist.get_world_size()
-    measured = {"flops": _training_flops(place, getattr(torch, dtype)), "device_bytes": _adam_bytes(place)}
+    measured = {"flops": _training_flops(place, getattr(torch, dtype))}
+    # A rank's own memory, in an update by fused AdamW.
+    weights = torch.nn.Parameter(torch.randn(COLLECTIVE_NUMBERS[place.type], device=place))
+    weights.grad = torch.randn_like(weights)
+    adam = torch.optim.AdamW([weights], fused=True)
+    moved = weights.numel() * OPTIMIZERS["adamw_torch_fused"].update_bytes
+    measured["device_bytes"] = moved / max_over_ranks(min(seconds_of(adam.step, place)))
     if ranks > 1:
         measured |= _collectives(place, ranks)
-    elif place.type == "cuda":
-        measured["host_link_bytes"] = host_link_bytes(place)
+    elif place.type == "cuda":  # from pinned host memory
+        host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(host, device=place, pin_memory=False)
+        copying = min(seconds_of(lambda: there.copy_(host, non_blocking=True), place))
+        measured["host_link_bytes"] = host.numel() / copying
     wait_for_all()
     dist.destroy_process_group()
     return measured
 
 
-def _slowest_seconds(run: Callable[[], object], place: torch.device) -> float:
-    """Time the slowest rank's best run: all ranks of a training wait for it."""
-    return max_over_ranks(best_seconds(run, place))
-
-
 def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second in training a few layers: what matrix products reach between norms, attention and loss."""
+    """Operations per second in training a few layers: what matrix products reach between norms, attention and loss. The
+    model is gone when this returns.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     widths, (batch, seq_len) = (
@@ -217,54 +209,35 @@ def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
     labels_BT = torch.randint(0, config.vocab_size, (batch, seq_len), device=place)
     active = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
     per_token = 3 * (2 * active + 2 * seq_len * config.hidden_size * config.num_hidden_layers)
-    seconds = _slowest_seconds(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward(), place)
+    seconds = max_over_ranks(
+        min(seconds_of(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward(), place))
+    )
     return batch * seq_len * per_token / seconds
-
-
-def _adam_bytes(place: torch.device) -> float:
-    """Bytes per second of a rank's own memory in an update by fused AdamW."""
-    weights = torch.nn.Parameter(torch.randn(_collective_numbers(place), device=place))
-    weights.grad = torch.randn_like(weights)
-    adam = torch.optim.AdamW([weights], fused=True)
-    traffic = OPTIMIZERS["adamw_torch_fused"].update_bytes
-    return weights.numel() * traffic / _slowest_seconds(adam.step, place)
 
 
 def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
     """Rates of DeepSpeed's collectives over all ranks, as `Speeds` names them. On CPUs they are not torch's."""
     import deepspeed.comm as comm
 
-    numbers = _collective_numbers(place) // ranks * ranks
+    numbers = COLLECTIVE_NUMBERS[place.type] // ranks * ranks
     mine, gathered, scattered = (
         torch.ones(count, device=place) for count in (numbers, numbers * ranks, numbers // ranks)
     )
     few, few_gathered = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
     received = 4 * numbers * (ranks - 1) / ranks
-
-    def rate(num_bytes: float, run: Callable[[], object]) -> float:
-        return num_bytes / _slowest_seconds(run, place)
-
-    return {
-        "collective_seconds": _slowest_seconds(lambda: comm.all_gather_into_tensor(few_gathered, few), place),
-        "link_bytes": rate(received * ranks, lambda: comm.all_gather_into_tensor(gathered, mine)),
-        "reduce_bytes": rate(received, lambda: comm.reduce_scatter_tensor(scattered, mine)),
-        "all_reduce_bytes": rate(2 * received, lambda: comm.all_reduce(mine)),
+    timed = {
+        "link_bytes": (received * ranks, lambda: comm.all_gather_into_tensor(gathered, mine)),
+        "reduce_bytes": (received, lambda: comm.reduce_scatter_tensor(scattered, mine)),
+        "all_reduce_bytes": (2 * received, lambda: comm.all_reduce(mine)),
     }
-
-
-def host_link_bytes(place: torch.device) -> float:
-    """Bytes per second from pinned host memory to the GPU."""
-    host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=place.type == "cuda")
-    there = torch.empty_like(host, device=place, pin_memory=False)
-    return host.numel() / best_seconds(lambda: there.copy_(host, non_blocking=True), place)
-
-
-def _collective_numbers(place: torch.device) -> int:
-    return (64 if place.type == "cuda" else 16) * MiB // 4
+    latency = max_over_ranks(min(seconds_of(lambda: comm.all_gather_into_tensor(few_gathered, few), place)))
+    rates = {name: num_bytes / max_over_ranks(min(seconds_of(run, place))) for name, (num_bytes, run) in timed.items()}
+    return {"collective_seconds": latency} | rates
 
 
 def _outside_of_rank(held: list[int]) -> list[int]:
-    """Measure on each rank, collectively; returns bytes after the context, and after each communicator.
+    """Measure on each rank, collectively; returns bytes of the GPU that this process's allocator does not hold (without
+    a GPU, the peak of resident memory) after the context, and after each communicator.
 
     Args:
         held: bytes of each GPU before the ranks began.
@@ -272,29 +245,23 @@ def _outside_of_rank(held: list[int]) -> list[int]:
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     if has_gpu():
         torch.cuda.set_device(rank)
-    place = device()
+    place, counts = device(), []
     numbers = torch.ones(1024, 1024, device=place)
     numbers @ numbers
-    counts = [_outside_bytes(place) - held[rank]]
+    for communicators in range(1 + (len(ASSUMED.communicators_bytes) if ranks > 1 else 0)):
+        if communicators == 1:
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        if communicators:
+            dist.all_reduce(numbers, group=dist.new_group() if communicators > 1 else None)
+        taken = peak_resident_bytes()
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+            free, total = torch.cuda.mem_get_info(place)
+            taken = total - free - torch.cuda.memory_reserved(place)
+        counts.append(taken - held[rank])
     if ranks > 1:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        for number in range(len(ASSUMED.communicators_bytes)):
-            dist.all_reduce(numbers, group=dist.new_group() if number else None)
-            counts.append(_outside_bytes(place) - held[rank])
         dist.destroy_process_group()
     return counts
-
-
-def _outside_bytes(place: torch.device) -> int:
-    """Bytes of the GPU that this process's allocator does not hold; without a GPU, the peak of resident memory."""
-    if place.type == "cpu":
-        return peak_resident_bytes()
-    torch.cuda.synchronize(place)
-    free, total = torch.cuda.mem_get_info(place)
-    return total - free - torch.cuda.memory_reserved(place)
-
-
-# --- kept in one file ---
 
 
 def speeds_file() -> Path:
@@ -302,122 +269,93 @@ def speeds_file() -> Path:
 
 
 def speeds_for(machine: Machine, *, dtype: str) -> Speeds:
-    """Return the speeds that a plan counts on: measured ones where there are some, else assumed ones."""
-    return calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
-
-
-def calibrated(speeds: Speeds, machine: Machine, *, dtype: str) -> Speeds:
-    """Put what was measured in the place of what was assumed: this machine's ranks in this precision, and the links
-    between its nodes. A GPU that is in no table multiplies once for it.
+    """Return the speeds that a plan counts on: assumed ones, and in their place what was measured of this machine's
+    ranks in this precision, of its GPUs, and of the links between its nodes. A GPU that is in no table multiplies once
+    for it. A damaged entry counts as none.
     """
-    speeds = _with_product(_with_ranks(speeds, machine, dtype=dtype), machine, dtype=dtype)
-    return with_links(_with_outside(speeds, machine), machine)
+    path, speeds = speeds_file(), speeds_of(machine, dtype=dtype)
+    kept, damaged = _read(path), (AttributeError, KeyError, TypeError, ValueError)
 
+    # Ranks.
+    measured = None
+    if machine.carried:
+        measured = machine.carried["ranks"] if machine.carried["bits"] == 8 * DTYPE_BYTES[dtype] else None
+    elif machine.measured:
+        measured = kept.get("ranks", {}).get(ranks_key(machine, dtype))
+        if not kept and path.is_file():
+            note = f"{path} cannot be read; remove it, or measure again with --calibrate"
+            speeds = dataclasses.replace(speeds, source=f"{speeds.source} ({note})")
+    with contextlib.suppress(*damaged):
+        values = {name: float(value) for name, value in measured.items() if name != "date"}
+        source = f"measured {'there' if machine.carried else 'on this machine'} on {measured['date']}"
+        speeds = dataclasses.replace(speeds, **values, source=source, has_time_estimate=True)
 
-def keep_ranks(machine: Machine, measured: dict[str, float], *, dtype: str) -> Path:
-    """Keep what the ranks of this machine reach: fields of `Speeds` by name. Returns the file."""
-    return _keep("ranks", _ranks_key(machine, dtype), measured)
+    # A product, where this machine's GPU is in no table: timed once, and kept for later plans. Where it cannot be timed
+    # no time is estimated.
+    if not speeds.has_time_estimate and machine.has_gpu and machine.measured:
+        key = f"{socket.gethostname()}, {machine.gpu_type}"
+        try:
+            products = float(kept["products"][key]["matmul_flops"])
+        except damaged:
+            products = 0.0
+            if has_gpu():
+                with contextlib.suppress(RuntimeError):  # torch.OutOfMemoryError and cuBLAS's own
+                    products = matmul_flops(device())
+                torch.cuda.empty_cache()
+            if products:
+                with contextlib.suppress(OSError):  # a cache that cannot be written
+                    keep("products", key, {"matmul_flops": products})
+        speeds = speeds_of(machine, dtype=dtype, products=products)
 
+    # Memory outside of torch, on one node: between nodes NCCL has other buffers.
+    if machine.exists and machine.nodes == 1:
+        carried = machine.carried.get("outside")
+        measured = carried if machine.carried else kept.get("outside", {}).get(gpus_key(machine))
+        with contextlib.suppress(*damaged):
+            context_bytes, each = int(measured["context_bytes"]), tuple(map(int, measured["communicators_bytes"]))
+            values = {"communicators_bytes": each} if len(each) == len(ASSUMED.communicators_bytes) else {}
+            outside = dataclasses.replace(speeds.outside, context_bytes=context_bytes, measured=True, **values)
+            speeds = dataclasses.replace(speeds, outside=outside)
 
-def keep_outside(machine: Machine, *, context_bytes: int, communicators_bytes: Iterable[int]) -> Path:
-    """Keep what this machine's GPUs hold outside of torch: fields of `OutsideMemory`. Returns the file."""
-    measured = {"context_bytes": context_bytes, "communicators_bytes": list(communicators_bytes)}
-    return _keep("outside", _outside_key(machine), measured)
-
-
-def keep_links(
-    host_names: Iterable[str], *, network_bytes: float, link_bytes: float, collective_seconds: float
-) -> None:
-    """Keep what was measured between these hosts.
-
-    Args:
-        network_bytes: bytes per second that a node gets from another over the slowest link.
-        link_bytes: bytes per second that a rank gets inside its node, in the slowest node; 0 with one rank per node.
-    """
-    measured = {
-        "network_bytes": network_bytes,
-        "link_bytes": link_bytes,
-        "collective_seconds": collective_seconds,
-    }
-    _keep("links", _links_key(host_names), measured)
-
-
-def with_links(speeds: Speeds, machine: Machine) -> Speeds:
-    """Put in the rates measured between the nodes of `machine`, where they were; a single node keeps its own."""
-    if machine.nodes == 1 or not machine.host_names:
-        return speeds
-    measured = _look_up("links", _links_key(machine.host_names))
-    try:
-        values = {name: float(measured[name]) for name in ("network_bytes", "collective_seconds")}
-        if measured["link_bytes"] > 0 and machine.ranks_per_node > 1:
-            values |= dict.fromkeys(("link_bytes", "reduce_bytes", "all_reduce_bytes"), float(measured["link_bytes"]))
-        source = f"{speeds.source}; links between these nodes measured by dsft doctor on {measured['date']}"
-    except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
-        return speeds
-    return dataclasses.replace(speeds, **values, source=source)
+    # Links between these nodes; a single node keeps its own.
+    if machine.nodes > 1 and machine.host_names:
+        measured = kept.get("links", {}).get(links_key(machine.host_names))
+        with contextlib.suppress(*damaged):
+            values = {name: float(measured[name]) for name in ("network_bytes", "collective_seconds")}
+            if measured["link_bytes"] > 0 and machine.ranks_per_node > 1:
+                inside = float(measured["link_bytes"])
+                values |= dict.fromkeys(("link_bytes", "reduce_bytes", "all_reduce_bytes"), inside)
+            date = measured["date"]
+            source = f"{speeds.source}; links between these nodes measured by dsft doctor on {date}"
+            speeds = dataclasses.replace(speeds, **values, source=source)
+    return speeds
 
 
 def to_carry(machine: Machine, *, dtype: str) -> dict[str, Any]:
     """Return what is kept of this machine, without its name: `Machine.carried` on another."""
-    ranks = _look_up("ranks", _ranks_key(machine, dtype))
-    return {"bits": 8 * DTYPE_BYTES[dtype], "ranks": ranks, "outside": _look_up("outside", _outside_key(machine))}
+    kept = _read(speeds_file())
+    ranks = kept.get("ranks", {}).get(ranks_key(machine, dtype))
+    return {"bits": 8 * DTYPE_BYTES[dtype], "ranks": ranks, "outside": kept.get("outside", {}).get(gpus_key(machine))}
 
 
-def _with_ranks(speeds: Speeds, machine: Machine, *, dtype: str) -> Speeds:
-    path = speeds_file()
-    if machine.carried:
-        measured = machine.carried["ranks"] if machine.carried["bits"] == 8 * DTYPE_BYTES[dtype] else None
-    elif not machine.measured or not path.is_file():
-        return speeds
-    elif not _read(path):
-        note = f"{path} cannot be read; remove it, or measure again with --calibrate"
-        return dataclasses.replace(speeds, source=f"{speeds.source} ({note})")
-    else:
-        measured = _look_up("ranks", _ranks_key(machine, dtype))
-    try:
-        values = {name: float(value) for name, value in measured.items() if name != "date"}
-        source = f"measured {'there' if machine.carried else 'on this machine'} on {measured['date']}"
-        return dataclasses.replace(speeds, **values, source=source, has_time_estimate=True)
-    except (AttributeError, KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
-        return speeds
+def keep(section: str, key: str, measured: dict[str, Any]) -> Path:
+    """Keep what was measured; returns the file.
 
-
-def _with_product(speeds: Speeds, machine: Machine, *, dtype: str) -> Speeds:
-    """Time a product where this machine's GPU is in no table, once: it is kept for later plans. Where it cannot be
-    timed, no time is estimated.
+    Args:
+        section: ranks, with fields of `Speeds`, under `ranks_key`. outside, with fields of `OutsideMemory`, under
+            `gpus_key`. links, under `links_key`: network_bytes that a node gets from another each second over the
+            slowest link; link_bytes that a rank gets inside the slowest node, 0 with one rank per node;
+            collective_seconds. products: matmul_flops of a GPU that is in no table.
     """
-    if speeds.has_time_estimate or not (machine.has_gpu and machine.measured):
-        return speeds
-    key = f"{socket.gethostname()}, {machine.gpu_type}"
-    try:
-        products = float(_look_up("products", key)["matmul_flops"])
-    except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
-        products = product_flops()
-        if products:
-            with contextlib.suppress(OSError):  # a cache that cannot be written
-                _keep("products", key, {"matmul_flops": products})
-    return speeds_of(machine, dtype=dtype, products=products)
+    path = speeds_file()
+    content = _read(path)
+    content[section] = content.get(section, {}) | {key: measured | {"date": datetime.now(UTC).date().isoformat()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
+    return path
 
 
-def _with_outside(speeds: Speeds, machine: Machine) -> Speeds:
-    """Put in the memory measured outside of torch, on one node: between nodes NCCL has other buffers."""
-    if not machine.exists or machine.nodes > 1:
-        return speeds
-    measured = machine.carried["outside"] if machine.carried else _look_up("outside", _outside_key(machine))
-    try:
-        context_bytes, each = int(measured["context_bytes"]), tuple(map(int, measured["communicators_bytes"]))
-    except (KeyError, TypeError, ValueError):  # nothing measured, or a damaged entry
-        return speeds
-    values = {"communicators_bytes": each} if len(each) == len(speeds.outside.communicators_bytes) else {}
-    outside = dataclasses.replace(speeds.outside, context_bytes=context_bytes, measured=True, **values)
-    return dataclasses.replace(speeds, outside=outside)
-
-
-def _outside_key(machine: Machine) -> str:
-    return f"{socket.gethostname()}, {machine.gpu_type}: {machine.ranks_per_node} ranks"
-
-
-def _ranks_key(machine: Machine, dtype: str) -> str:
+def ranks_key(machine: Machine, dtype: str) -> str:
     """Name this host, its CPU, the cores that may be used and GPU, how many ranks share them, and in how many bits they
     compute.
     """
@@ -433,21 +371,12 @@ def _ranks_key(machine: Machine, dtype: str) -> str:
     )
 
 
-def _links_key(host_names: Iterable[str]) -> str:
+def gpus_key(machine: Machine) -> str:
+    return f"{socket.gethostname()}, {machine.gpu_type}: {machine.ranks_per_node} ranks"
+
+
+def links_key(host_names: Iterable[str]) -> str:
     return ",".join(sorted(set(host_names)))
-
-
-def _keep(section: str, key: str, measured: dict[str, Any]) -> Path:
-    path = speeds_file()
-    content = _read(path)
-    content[section] = content.get(section, {}) | {key: measured | {"date": datetime.now(UTC).date().isoformat()}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, content)
-    return path
-
-
-def _look_up(section: str, key: str) -> Any:
-    return _read(speeds_file()).get(section, {}).get(key)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -1,17 +1,29 @@
-"""Which configurations a plan tries: ZeRO files, the numbers in them, micro batches."""
+"""The job that is planned, and the configurations that are tried for it: ZeRO files, numbers in them, micro batches."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+from peft import LoraConfig
+from transformers import PreTrainedConfig
 
 from dsft.config.deepspeed import compose, get_value, read_zero_file, stage
 from dsft.models.size import ModelSize
-from dsft.planner.job import Job
-from dsft.planner.optimizers import optimizer_memory
+from dsft.planner.activations import (
+    EvaluationActivations,
+    TrainingActivations,
+    evaluation_activations,
+    training_activations,
+)
+from dsft.planner.fake_model import LIGER_MODELS, Attention
+from dsft.planner.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, PLANNED_AS, optimizer_memory
+from dsft.planner.zero_layout import sums_in_fp32
 from dsft.runtime.hardware import Machine
 from dsft.units import Batch
 
 SEQUENCES_PER_RANK = 8
-"""Sequences of one optimizer step on each rank where nothing is said: TrainingArguments' own
+"""Sequences of one optimizer step on each rank where no option sets them: TrainingArguments' own
 per_device_train_batch_size. The plan cuts them into micro batches.
 """
 LARGEST_MICRO_BATCH = 64
@@ -34,19 +46,102 @@ PERSISTENT_SHARE = 0.05
 NO_FP32_SUMS = ("0", "1")
 """Candidates that add up gradients in the model's type alone (`gradient_types`)."""
 NAMES = (
-    "0",
-    "1",
-    "2",
-    "3",
-    "3-hpz",
-    "2-offload",
-    "3-offload-partial",
-    "3-offload-optimizer",
-    "3-offload-param",
-    "3-offload",
-    "3-nvme",
+    *("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-partial", "3-offload-optimizer", "3-offload-param"),
+    *("3-offload", "3-nvme"),
 )
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
+
+
+UNMODELLED = {
+    "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
+    "zero_optimization.zero_quantized_gradients": "4-bit gradients",
+    "torch_autocast.enabled": "torch autocast",
+    "fp16.fp16_master_weights_and_grads": "fp16 master weights",
+    "bf16.bf16_master_weights_and_grads": "bfloat16 master weights",
+    "compression_training": "compression",
+    "compile.deepcompile": "DeepCompile",
+}
+"""Settings of a DeepSpeed JSON that change memory or time and are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, as far as memory and time depend on it."""
+
+    size: ModelSize
+    model_config: PreTrainedConfig
+    dtype: str = "bfloat16"
+    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
+    seq_len: int = 1024
+    attention: Attention = "flash"
+    adapters: LoraConfig | None = None
+    optimizer: str = DEFAULT_OPTIMIZER
+    """As transformers names it (the option `optim`); a key of OPTIMIZERS."""
+    micro_batch: int | None = None
+    """Sequences of one forward on one rank; None lets the plan choose."""
+    accumulation: int | None = None
+    sequences_per_step: int | None = None
+    """Of one optimizer step over all ranks."""
+    checkpointing: bool | None = None
+    """As the user set it; None lets the plan decide."""
+
+    liger: bool = False
+    """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
+
+    tiled_loss: bool = False
+    """Whether logits of some tokens at a time exist (models/head.py)."""
+
+    fp32_accumulation: bool | None = None
+    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
+
+    fp32_reduction: bool = False
+    """Whether gradients are sent in fp32."""
+
+    compiled: bool = False
+    """Whether torch.compile is asked for."""
+
+    @cached_property
+    def activations(self) -> TrainingActivations:
+        liger = self.liger and self.size.model_type in LIGER_MODELS
+        return training_activations(
+            self.size,
+            self.model_config,
+            dtype=self.dtype,
+            attention=self.attention,
+            seq_len=self.seq_len,
+            adapters=self.adapters,
+            loss="fused" if liger else "tiled" if self.tiled_loss else "hf",
+            liger=liger,
+        )
+
+    @cached_property
+    def evaluation_activations(self) -> EvaluationActivations:
+        return evaluation_activations(
+            self.size,
+            self.model_config,
+            dtype=self.dtype,
+            attention=self.attention,
+            seq_len=self.seq_len,
+            adapters=self.adapters,
+        )
+
+
+def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
+    """What a job and its configuration ask for and the plan does not count, a sentence each."""
+    notes = []
+    if job.optimizer not in OPTIMIZERS:
+        notes.append(f"optim {job.optimizer} is not modelled: planned with the states of {PLANNED_AS}.")
+    if job.liger and job.size.model_type not in LIGER_MODELS:
+        notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {job.size.model_type}.")
+    if job.compiled:
+        notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
+    if job.size.unadapted_expert_params:
+        notes.append(f"{job.size.unadapted_expert_params / 1e9:,.1f} B parameters of experts get no adapters.")
+    asked = [key for key in UNMODELLED if (get_value(deepspeed_config, key) or -1) != -1]
+    notes += [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
+    if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
+        notes.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
+    return notes
 
 
 def candidate_names(job: Job, machine: Machine) -> list[str]:
@@ -54,7 +149,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     left_out = set()
     if optimizer_memory({}, job.optimizer).counts_steps:
         in_fp32, sums = job.dtype == "float32", job.fp32_accumulation
-        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # run_setup/arguments.py says why
+        return ["0", "1", "2"] if in_fp32 else ["2"] if sums else ["1", "2"]  # arguments.py has the reason
     if job.fp32_accumulation and job.dtype != "float32":
         left_out |= set(NO_FP32_SUMS)
     elif machine.world_size == 1:
@@ -72,14 +167,6 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
-
-
-def batches_of(name: str, job: Job, machine: Machine) -> list[tuple[int, int]]:
-    """List (micro batch, accumulation) to try with one of several candidates: none whose gradients should be added up
-    in fp32 where it cannot.
-    """
-    tried = batches(job, machine.world_size)
-    return [pair for pair in tried if name not in NO_FP32_SUMS or not wants_fp32_sums(job, pair[1])]
 
 
 def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
@@ -102,10 +189,15 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     stands there at "auto" is chosen.
     """
     config = compose(zero_file or read_zero_file(name, []), ranks_per_node=machine.ranks_per_node)
-    _make_room_for_largest(config, job.size, machine.world_size)
-    zero = config["zero_optimization"]
+    zero, ranks, size = config["zero_optimization"], machine.world_size, job.size
+    offload_param = get_value(config, "zero_optimization.offload_param") or {}
+    if offload_param.get("device") == "nvme":
+        # DeepSpeed asserts that the shard of the largest parameter fits (swap_tensor/partitioned_param_swapper.py).
+        shard = -(-max(numel for numel, _ in size.numels) // ranks)
+        given = offload_param.get("buffer_size")
+        offload_param["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)
     if zero_file is not None:
-        if zero.get("stage") == 3 and (numbers := stage_3_buckets(zero, job.size)):
+        if zero.get("stage") == 3 and (numbers := stage_3_buckets(zero, size)):
             yield config | {"zero_optimization": zero | numbers}
         yield config
         return
@@ -113,29 +205,32 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     for part in ("offload_optimizer", "offload_param"):
         if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):
             zero[part]["nvme_path"] = machine.nvme_path
-    if zero.get("stage") == 3:
-        zero["sub_group_size"] = sub_group_size(job.size, machine.world_size)
-    if machine.world_size == 1 and zero.get("stage") in (1, 2) and "offload_optimizer" not in zero:
-        zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
+    largest_trained = max(numel for numel, _ in size.trainable_numels)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
-            enough = max(job.size.num_trainable // 8, max(numel for numel, _ in job.size.trainable_numels))
+            enough = max(size.num_trainable // 8, largest_trained)
             zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
+    if ranks == 1 and zero.get("stage") in (1, 2) and "offload_optimizer" not in zero:
+        zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
     if zero.get("stage") == 3:
-        zero |= stage_3_buckets(zero, job.size)
-    shares = [1.0]
+        # A rank's shard is updated in sub-groups that just about fill a power of two, which pinned memory is rounded up
+        # to. DeepSpeed closes one once it has reached the number: the largest shard of a parameter is left as margin.
+        margin, power_of_two = -(-largest_trained // ranks), 2**28
+        while power_of_two < 4 * margin:
+            power_of_two *= 2
+        zero["sub_group_size"] = power_of_two - margin
+        zero |= stage_3_buckets(zero, size)
     if "ratio" in (zero.get("offload_optimizer") or {}):
-        shares = [0.2, 0.4, 0.6, 0.8]
-        zero["sub_group_size"] = min(
-            zero["sub_group_size"], max(1, job.size.num_trainable // machine.world_size // 10)
-        )  # full sub-groups go to one side
-    for share in shares:
-        if "ratio" in (zero.get("offload_optimizer") or {}):
-            zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": share}}
+        # full sub-groups go to one side
+        zero["sub_group_size"] = min(zero["sub_group_size"], max(1, size.num_trainable // ranks // 10))
+        for ratio in (0.2, 0.4, 0.6, 0.8):
+            zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": ratio}}
+            yield config | {"zero_optimization": zero}
+    else:
         yield config | {"zero_optimization": zero}
     if zero.get("stage") == 3:
         small = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
-        zero = zero | dict.fromkeys(stage_3_buckets(read, job.size), "auto") | small
+        zero = zero | dict.fromkeys(stage_3_buckets(read, size), "auto") | small
         yield config | {"zero_optimization": zero}
     offloaded = [part for part in ("offload_optimizer", "offload_param") if get_value(zero, f"{part}.pin_memory")]
     if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
@@ -197,40 +292,3 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
         "stage3_param_persistence_threshold": max(10 * size.hidden_size, LEAST_PERSISTENT, adapters),
     }
     return {key: number for key, number in numbers.items() if zero.get(key) == "auto"}
-
-
-def _make_room_for_largest(config: dict[str, Any], size: ModelSize, world_size: int) -> None:
-    """Raise a `buffer_size` of offload to NVMe to the shard of the largest parameter."""
-    offload = get_value(config, "zero_optimization.offload_param") or {}
-    if offload.get("device") == "nvme":
-        # DeepSpeed asserts that it fits (swap_tensor/partitioned_param_swapper.py).
-        shard = -(-max(numel for numel, _ in size.numels) // world_size)
-        given = offload.get("buffer_size")
-        offload["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)
-
-
-def leaner_settings(config: dict[str, Any]) -> str:
-    """Say what a configuration changes to fit, besides its name: "" where nothing."""
-    zero = config.get("zero_optimization", {})
-    changes = []
-    if zero.get("stage3_max_live_parameters") == SMALL_LIVE_PARAMS:
-        changes.append("fewer live parameters")
-    parts = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
-    if (share := parts[0].get("ratio", 1)) < 1:
-        changes.append(f"{share:.0%} of the optimizer offloaded")
-    if any(part.get("device", "none") != "none" and part.get("pin_memory") is False for part in parts):
-        changes.append("memory not pinned")
-    return f" ({', '.join(changes)})" if changes else ""
-
-
-def sub_group_size(size: ModelSize, world_size: int) -> int:
-    """Choose the elements of the pieces in which a rank's shard is updated: they just about fill a power of two, which
-    pinned memory is rounded up to.
-
-    DeepSpeed closes a group once it has reached the number, so the largest shard of one parameter is left as margin.
-    """
-    margin = -(-max(numel for numel, _ in size.trainable_numels) // world_size)
-    power_of_two = 2**28
-    while power_of_two < 4 * margin:
-        power_of_two *= 2
-    return power_of_two - margin

@@ -9,7 +9,6 @@ Shape suffixes: B batch, N heads, T time, D head dim.
 
 import contextlib
 import copy
-import functools
 import math
 import warnings
 from collections.abc import Iterator
@@ -31,13 +30,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
-from dsft.models.size import without_zero_init
+from dsft.models.size import ModelFacts, without_zero_init
 from dsft.runtime import patches
 
 Attention = Literal["flash", "sdpa", "eager"]
 """flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:
 plain products.
 """
+
+
+def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:
+    """Returns what attention holds: transformers leaves sdpa's mask out only where a batch asks for none and no sliding
+    window is reached.
+    """
+    if facts.attn_implementation != "sdpa":
+        return "eager" if facts.attn_implementation == "eager" else "flash"
+    window = getattr(facts.config.get_text_config(), "sliding_window", None)
+    return "sdpa" if masked or (window and seq_len >= window) else "flash"
 
 
 class FusedAttention(torch.autograd.Function):
@@ -69,11 +78,7 @@ class FusedAttention(torch.autograd.Function):
         return *gradients, None
 
 
-def _flash_attention(module, query, key, value, attention_mask, **_):
-    return FusedAttention.apply(query, key, value, None), None
-
-
-def _masked_attention(module, query, key, value, attention_mask, **_):
+def _fused_attention(module, query, key, value, attention_mask, **_):
     """Do as transformers/integrations/sdpa_attention.py, which repeats keys and values where there is a mask; torch
     turns a bool mask into one of the query's dtype, in every layer.
     """
@@ -91,15 +96,10 @@ def _masked_attention(module, query, key, value, attention_mask, **_):
 
 # A name with "flash" in it would make transformers look for that library.
 _IMPLEMENTATIONS = {"flash": "dsft_traced_unmasked", "sdpa": "dsft_traced_masked", "eager": "eager"}
-AttentionInterface.register(_IMPLEMENTATIONS["flash"], _flash_attention)
+AttentionInterface.register(_IMPLEMENTATIONS["flash"], _fused_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["flash"], lambda *args, **kwargs: None)
-AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _masked_attention)
+AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _fused_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["sdpa"], sdpa_mask)
-
-
-def _dropout_of_cuda(dropout: nn.Dropout, tensor: torch.Tensor) -> torch.Tensor:
-    """Keep a mask of bools, as on a GPU; a CPU keeps one in the activations' dtype."""
-    return torch.native_dropout(tensor, dropout.p, dropout.training)[0] if dropout.p else tensor
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -132,11 +132,21 @@ def fake_model(
 
     Args:
         layers: only these, a number twice being two layers alike; by default all.
-        liger: with Liger's norms and feed-forwards.
+        liger: with Liger's norms and feed-forwards of gate, up and down: what all architectures share of it.
         tile_rows: with the loss of tiles of so many rows.
     """
     dtype = blueprint.dtype
-    model = copy.deepcopy(blueprint) if layers is None else _with_layers(blueprint, layers)
+    if layers is None:
+        model = copy.deepcopy(blueprint)
+    else:  # the others are not copied
+        there = decoder_layers(blueprint)
+        kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
+        whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
+        model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
+        text = model.config.get_text_config()
+        for name, values in _per_layer_lists(text).items():
+            setattr(text, name, [values[index] for index in layers])
+        text.num_hidden_layers = len(layers)
     if adapters is not None:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of towers that adapters leave out, which are not there
@@ -148,41 +158,31 @@ def fake_model(
         if dtype != torch.bfloat16:
             # transformers' own operator for where there are no grouped products keeps the same tensors.
             stack.enter_context(patches.replaced("grouped_products", lambda _: lambda *_: False))
-        _leave_meta(model, dtype)
-        if liger:
-            use_liger_operators(model)
+        # Meta tensors become fake ones "on a CPU", tied weights staying tied: transformers asks meta tensors for
+        # values, and peft cannot move fake parameters. All get `dtype`, as DeepSpeed gives it to adapters too.
+        made: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    fake = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
+                    module._parameters[name] = made.setdefault(id(parameter), fake)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            if isinstance(module, nn.Dropout):
+                # As on a GPU, which keeps a mask of bools; a CPU keeps one in the activations' dtype.
+                module.forward = lambda tensor, *, drop=module: (
+                    torch.native_dropout(tensor, drop.p, drop.training)[0] if drop.p else tensor
+                )
+            elif liger and type(module).__name__.endswith("RMSNorm"):
+                module.forward = lambda hidden, *, norm=module: _RMSNorm.apply(hidden, norm.weight)
+            elif liger and all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+                module.forward = lambda hidden, *, mlp=module: mlp.down_proj(
+                    _GatedProduct.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden))
+                )
         if tile_rows and not tile_loss(model, rows=tile_rows):
             raise ValueError("its loss cannot be tiled")
         yield model.train()
-
-
-def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turn meta tensors into fake ones "on a CPU", tied weights staying tied: transformers asks meta tensors for
-    values, and peft cannot move fake parameters.
-
-    Parameters get `dtype`, as DeepSpeed gives it to all of them, adapters included.
-    """
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.forward = functools.partial(_dropout_of_cuda, module)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                fake = made.setdefault(
-                    id(parameter),
-                    nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad),
-                )
-                module._parameters[name] = fake
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in its backward, as the Trainer sets it up."""
-    # The second is the name before transformers 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def layer_kinds(blueprint: PreTrainedModel) -> list[list[int]]:
@@ -197,19 +197,6 @@ def layer_kinds(blueprint: PreTrainedModel) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _with_layers(blueprint: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """Copy a model and its config with these of its layers; the others are not copied."""
-    there = decoder_layers(blueprint)
-    kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
-    whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
-    model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
-    text = model.config.get_text_config()
-    for name, values in _per_layer_lists(text).items():
-        setattr(text, name, [values[index] for index in layers])
-    text.num_hidden_layers = len(layers)
-    return model
-
-
 def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:
     number = text.num_hidden_layers
     return {
@@ -221,43 +208,27 @@ def _per_layer_lists(text: PreTrainedConfig) -> dict[str, list]:
 
 
 LIGER_MODELS = {
-    "exaone4",
-    "falcon_h1",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "llama",
-    "llama4_text",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "smollm3",
+    *("exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "llama", "llama4_text", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2"),
+    *("qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
 }
 """Language models that Liger has kernels for (MODEL_TYPE_TO_APPLY_LIGER_FN); in others it changes nothing."""
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and one fp32 number per row; the gradient takes the place of the one that came."""
+    """Keeps its input and one fp32 number per row; the gradient takes the place of the one that came, beside that of
+    the norm's weight, which Liger makes in its backward.
+    """
 
     @staticmethod
-    def forward(ctx, hidden):
+    def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32))
+        ctx.weight = weight
         return torch.empty_like(hidden)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient
+        return gradient, torch.empty_like(ctx.weight) if ctx.weight.requires_grad else None
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -272,35 +243,3 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx, gradient):
         gate, up = ctx.saved_tensors
         return gate, up
-
-
-class _Scaled(torch.autograd.Function):
-    """The gradient of a norm's weight, which Liger makes in its backward."""
-
-    @staticmethod
-    def forward(ctx, normalised, weight):
-        ctx.weight = weight
-        return normalised.view_as(normalised)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, torch.empty_like(ctx.weight) if ctx.weight.requires_grad else None
-
-
-def _normalise(norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return _Scaled.apply(_RMSNorm.apply(hidden), norm.weight)
-
-
-def _feed_forward(mlp: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return mlp.down_proj(_GatedProduct.apply(mlp.gate_proj(hidden), mlp.up_proj(hidden)))
-
-
-def use_liger_operators(model: PreTrainedModel) -> None:
-    """Puts these operators into a model over fake tensors, as far as Liger does and all architectures share them: norms
-    and feed-forwards of gate, up and down.
-    """
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_normalise, module)
-        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            module.forward = functools.partial(_feed_forward, module)

@@ -1,6 +1,6 @@
 """GPUs by name (gpus.toml): the memory that programs see, the rates of the data sheet, and what matrix products reach.
 
-A name says which card; where two cards share it (A100, V100), the memory decides.
+A name selects the card; where two cards share it (A100, V100), the memory decides.
 """
 
 import re
@@ -26,22 +26,13 @@ TRAINING_SHARES, OTHERS = {"ampere": 0.88, "hopper": 0.73, "ada": 1.0}, 0.85
 and H200, and of a 4090 (tests/planner/published_steps.json); OTHERS is assumed for the rest.
 """
 
-ATTENTION_SHARE = 0.6
-"""Of the data sheet's rate, what attention reaches: 0.5 to 0.73 on an A100 (FlashAttention-2, arXiv 2307.08691), with
-the kernels that transformers takes for flash_attention_2, and torch for sdpa.
-"""
-ATTENTION_FLOPS = 0.35 * 989e12
-"""That these kernels reach at most: 35 % on an H100, since they use no instruction that is newer than Ampere's
-(FlashAttention-3, arXiv 2407.08608).
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One kind of GPU."""
 
     memory_gb: int
-    """As its name says: GB of the data sheet."""
+    """GB, as the data sheet and its name have it."""
     usable_gib: float
     """What torch sees as the card's total: without what the driver and ECC keep."""
     memory_source: str
@@ -71,11 +62,6 @@ class Gpu:
         """Of large bf16 products per second: measured, or a share of the data sheet."""
         return 1e12 * (self.matmul_tflops or MATMUL_SHARE * self.tflops)
 
-    @property
-    def attention_flops(self) -> float:
-        """Of attention per second, forward and backward."""
-        return min(ATTENTION_SHARE * 1e12 * self.tflops, ATTENTION_FLOPS)
-
 
 GPUS = {
     name: Gpu(training_share=TRAINING_SHARES.get(values.pop("generation", ""), OTHERS), **values)
@@ -99,11 +85,8 @@ def named_gpus(text: str) -> list[str]:
 def sized_gpus(num_bytes: int) -> list[str]:
     """Keys of the GPUS that a user or a driver may give this memory, in GB, GiB, or as the card's own total."""
 
-    def agrees(gpu: Gpu) -> bool:
-        names = (gpu.memory_gb * GB, gpu.memory_gb * GiB, gpu.usable_bytes)
-        return any(abs(num_bytes - size) <= 0.012 * size for size in names)
-
-    return [key for key, gpu in GPUS.items() if agrees(gpu)]
+    sizes = {key: (gpu.memory_gb * GB, gpu.memory_gb * GiB, gpu.usable_bytes) for key, gpu in GPUS.items()}
+    return [key for key, names in sizes.items() if any(abs(num_bytes - size) <= 0.012 * size for size in names)]
 
 
 def choose_gpu(gpu_type: str, num_bytes: int) -> str:
@@ -142,17 +125,12 @@ def choose_gpu(gpu_type: str, num_bytes: int) -> str:
     return names[0]
 
 
-def same_memory(name: str) -> list[str]:
-    """The other cards of this size."""
-    return [key for key, gpu in GPUS.items() if key != name and gpu.memory_gb == GPUS[name].memory_gb]
-
-
 def _typical(names: list[str]) -> str:
     return next((name for name in TYPICAL if name in names), names[0])
 
 
 def gpu_name(machine: Machine) -> str:
-    """Key of GPUS for a machine's GPU: by its name, or where that says nothing by its memory.
+    """Key of GPUS for a machine's GPU: by its name, or where that is no known name by its memory.
 
     Raises:
         UserError: where a user's name is not in the table.

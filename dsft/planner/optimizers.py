@@ -75,7 +75,7 @@ OPTIMIZERS = {
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 """Where the user names none: transformers' own."""
 PLANNED_AS = "adamw_torch"
-"""As which an optimizer is planned that is not in OPTIMIZERS; the plan says so (`Job.unmodelled`)."""
+"""As which an optimizer is planned that is not in OPTIMIZERS; the plan notes it (`candidates.unmodelled`)."""
 
 
 def optimizer_memory(deepspeed_config: dict[str, Any], name: str | None) -> OptimizerMemory:

@@ -13,32 +13,106 @@ every number in it, and the accelerate YAML that starts it.
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from dsft.errors import UserError
 from dsft.models.size import ModelSize
-from dsft.planner.candidates import batches, batches_of, candidate_names, gradient_types, leaner_settings, settings
-from dsft.planner.job import Job
+from dsft.planner.candidates import (
+    NO_FP32_SUMS,
+    SMALL_LIVE_PARAMS,
+    Job,
+    batches,
+    candidate_names,
+    gradient_types,
+    settings,
+    wants_fp32_sums,
+)
 from dsft.planner.states import load_terms, state_terms
-from dsft.planner.step_time import TIME_RANGE, Speeds, StepTime, step_time
-from dsft.planner.terms import FRAGMENTATION, HOST_SHARE, OVERHEAD, Term, add_up, bytes_by_phase, peak_bytes, with_room
-from dsft.planner.zero_layout import describe_layout, resolve_auto
+from dsft.planner.step_time import TIME_RANGE, OutsideMemory, Speeds, StepTime, step_time
+from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch, in_gib
+from dsft.units import Batch, GiB, in_gib, plural
 
 WORTH_IT = 1.15
 """The predicted gain from which offload, hpZ or more memory are worth their trouble: less is within the predictions'
 error.
 """
-
 ROOMY = 0.8
 """Share of a GPU's memory up to which a plan leaves enough free; a fuller one gives way to a roomier one that takes at
 most 5 % longer.
 """
+HOST_SHARE = 0.95
+"""Of a node's memory; the rest is the system's."""
+FRAGMENTATION = 0.03
+"""Of what torch allocates, what its allocator holds beyond it where memory is short (with expandable segments)."""
+ZERO_3_FRAGMENTATION = 0.07
+"""The same under ZeRO-3 while memory lasts: gathered parameters of many sizes come and go."""
+RESERVE_BYTES = 2**29
+"""Left free on a GPU, where a plan can be had that does."""
+MEMORY_ERROR = 0.1
+"""Largest difference of a published peak from its prediction (tests/planner/test_published.py)."""
+BEST = 3
+"""Plans that fit and are shown."""
+
+
+def add_up(
+    terms: list[Term], machine: Machine, outside: OutsideMemory, *, communicators: int, stage: int
+) -> dict[str, Any]:
+    """Return what the terms add up to on a machine, as fields of a plan of training or of evaluation: `terms` with what
+    a GPU holds beyond them, the peaks `device_bytes` and `host_bytes`, `fits`, `limiting_resource`, `low_headroom`.
+
+    Args:
+        communicators: of NCCL, that the GPUs of a run make; 0 with one GPU.
+        stage: of ZeRO.
+    """
+    allocated = peak_bytes(terms, "device")
+    if machine.has_gpu:
+        num_bytes = outside.total_bytes(communicators)
+        how = (
+            f"{outside.context_bytes / GiB:.1f} GiB context + {(num_bytes - outside.context_bytes) / GiB:.1f} GiB"
+            f" for {plural(communicators, 'communicator')} of NCCL, {'measured' if outside.measured else 'assumed'}"
+            f" + {FRAGMENTATION:.0%} of what is allocated"
+        )
+        terms = [*terms, Term(OVERHEAD, num_bytes + int(FRAGMENTATION * allocated), how)]
+    device, host, nvme = (peak_bytes(terms, place) for place in ("device", "host", "nvme"))
+    if not machine.has_gpu:
+        host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
+    locked = sum(term.num_bytes for term in terms if term.name.startswith("swap buffers")) // machine.ranks_per_node
+    limit = machine.memlock_bytes
+    missing = {
+        "GPU memory": machine.has_gpu and device > machine.device_bytes,
+        "host memory": host > HOST_SHARE * machine.host_bytes,
+        "NVMe": nvme > machine.nvme_bytes,
+        "locked memory": bool(nvme) and limit is not None and locked > limit,  # of one rank, for transfers to NVMe
+    }
+    fits = not any(missing.values())
+    # What fragmentation under ZeRO-3 and the reserve may take.
+    reserve = RESERVE_BYTES + (int((ZERO_3_FRAGMENTATION - FRAGMENTATION) * allocated) if stage == 3 else 0)
+    return {
+        "terms": tuple(terms),
+        "device_bytes": device,
+        "host_bytes": host,
+        "fits": fits,
+        "low_headroom": machine.has_gpu and fits and device + reserve > machine.device_bytes,
+        "limiting_resource": " and ".join(name for name, is_missing in missing.items() if is_missing),
+    }
+
+
+P = TypeVar("P")
+
+
+def with_room(plans: Iterable[P]) -> list[P]:
+    """Return the plans (of training or of evaluation) that fit and leave the reserve; where none does, those that
+    fit.
+    """
+    fitting = [plan for plan in plans if plan.fits]
+    return [plan for plan in fitting if not plan.low_headroom] or fitting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,32 +143,11 @@ class Plan:
     """Whether `time` is good for more than an order (Speeds.has_time_estimate)."""
     fits: bool
     low_headroom: bool
-    """Whether it fits without the room that is left where it can be (terms.py)."""
+    """Whether it fits, but leaves less on the GPU than fragmentation under ZeRO-3 and the reserve may take."""
     limiting_resource: str
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
     fits.
     """
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Peak that torch itself allocates on one device: `device_bytes` without context, NCCL and fragmentation."""
-        return peak_bytes((term for term in self.terms if term.name != OVERHEAD), "device")
-
-    @property
-    def held_bytes(self) -> int:
-        """What torch holds on one device between two steps: what is always there."""
-        return bytes_by_phase((term for term in self.terms if term.name != OVERHEAD), "device")["always"]
-
-    @property
-    def training_host_bytes(self) -> int:
-        """`host_bytes` without loading."""
-        terms = [term for term in self.terms if term.phase != "load"]
-        return peak_bytes(terms, "host") + (0 if self.has_gpu else self.ranks_per_node * peak_bytes(terms, "device"))
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What torch's allocator then holds on one device."""
-        return int((1 + FRAGMENTATION) * self.allocated_bytes)
 
     @property
     def is_unbenchmarked(self) -> bool:
@@ -103,18 +156,24 @@ class Plan:
 
     @property
     def label(self) -> str:
+        """Name, what was changed to fit, and batch."""
+        changes, zero = [], self.deepspeed_config.get("zero_optimization", {})
+        if not self.zero.endswith(".json"):
+            if zero.get("stage3_max_live_parameters") == SMALL_LIVE_PARAMS:
+                changes.append("fewer live parameters")
+            parts = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
+            if (share := parts[0].get("ratio", 1)) < 1:
+                changes.append(f"{share:.0%} of the optimizer offloaded")
+            if any(part.get("device", "none") != "none" and part.get("pin_memory") is False for part in parts):
+                changes.append("memory not pinned")
+        changed = f" ({', '.join(changes)})" if changes else ""
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
-        changes = "" if self.zero.endswith(".json") else leaner_settings(self.deepspeed_config)
-        return (
-            f"ZeRO {self.zero}{checkpointing}{changes},"
-            f" micro batch {self.micro_batch} x {self.accumulation} accumulated"
-        )
+        batch = f"micro batch {self.micro_batch} x {self.accumulation} accumulated"
+        return f"ZeRO {self.zero}{checkpointing}{changed}, {batch}"
 
-    def batch(self, ranks: int) -> Batch:
-        return Batch(self.micro_batch, self.accumulation, ranks)
 
-    def part_bytes(self, phase: str) -> int:
-        return bytes_by_phase(self.terms, "device")[phase]
+speed_of = attrgetter("time.tokens_per_second")
+"""Of a plan, over all ranks."""
 
 
 def all_plans(
@@ -123,41 +182,30 @@ def all_plans(
     """The best plan of each candidate (configuration, activation checkpointing): over its micro batches, the fastest
     that fits, else the smallest.
 
+    One that leaves a fifth of the memory free is preferred up to a loss of 5 %. Of equally fast ones it is the largest
+    of these, else the smallest.
+
     Args:
         zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-    candidates = {zero: list(batches(job, machine.world_size))}
-    if zero == "auto":
-        candidates = {name: batches_of(name, job, machine) for name in candidate_names(job, machine)}
-    choices = [False, True] if job.checkpointing is None else [job.checkpointing]
-    plans = []
-    for name, pairs in candidates.items():
-        for checkpointing in choices if pairs else []:
-            of_batches = [
-                _fitted(name, zero_file, checkpointing, micro_batch, accumulation, job, machine, speeds)
-                for micro_batch, accumulation in pairs
-            ]
-            plans.append(_best_batch(of_batches, machine))
-    return plans
-
-
-def _best_batch(plans: list[Plan], machine: Machine) -> Plan:
-    """Return the fastest that fits, else the smallest.
-
-    One that leaves a fifth of the memory free is preferred up to a loss of 5 %. Of equally fast ones it is the largest
-    of these, else the smallest.
-    """
-    fitting = with_room(plans)
-    if not fitting:
-        return plans[0]
-    roomy = [plan for plan in fitting if plan.device_bytes <= ROOMY * machine.device_bytes]
-    fastest, fastest_roomy = (
-        max((plan.time.tokens_per_second for plan in some), default=0.0) for some in (fitting, roomy)
-    )
-    if fastest_roomy >= 0.95 * fastest:
-        return [plan for plan in roomy if plan.time.tokens_per_second >= 0.99 * fastest_roomy][-1]
-    return next(plan for plan in fitting if plan.time.tokens_per_second >= 0.99 * fastest)
+    best, tried = [], list(batches(job, machine.world_size))
+    for name in candidate_names(job, machine) if zero == "auto" else [zero]:
+        pairs = tried
+        if zero == "auto" and name in NO_FP32_SUMS:  # none whose gradients should be added up in fp32
+            pairs = [(micro, number) for micro, number in tried if not wants_fp32_sums(job, number)]
+        for checkpointing in ([False, True] if job.checkpointing is None else [job.checkpointing]) if pairs else []:
+            plans = [_fitted(name, zero_file, checkpointing, *pair, job, machine, speeds) for pair in pairs]
+            fitting = with_room(plans)
+            roomy = [plan for plan in fitting if plan.device_bytes <= ROOMY * machine.device_bytes]
+            fastest, fastest_roomy = (max(map(speed_of, some), default=0.0) for some in (fitting, roomy))
+            if not fitting:
+                best.append(plans[0])
+            elif fastest_roomy >= 0.95 * fastest:
+                best.append([plan for plan in roomy if speed_of(plan) >= 0.99 * fastest_roomy][-1])
+            else:
+                best.append(next(plan for plan in fitting if speed_of(plan) >= 0.99 * fastest))
+    return best
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
@@ -169,21 +217,21 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
     fitting = with_room(plans)
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
-    fastest = max(plan.time.tokens_per_second for plan in fitting)
+    fastest = max(map(speed_of, fitting))
     measured = [plan for plan in fitting if not plan.is_unbenchmarked]
     if measured:
-        fastest_measured = max(plan.time.tokens_per_second for plan in measured)
+        fastest_measured = max(map(speed_of, measured))
         if fastest < WORTH_IT * fastest_measured:
             fitting, fastest = measured, fastest_measured
-    simplest = next(plan for plan in fitting if plan.time.tokens_per_second >= 0.99 * fastest)
+    simplest = next(plan for plan in fitting if speed_of(plan) >= 0.99 * fastest)
     if simplest.device_bytes <= ROOMY * machine.device_bytes:
         return simplest
-    close = [plan for plan in fitting if plan.time.tokens_per_second >= 0.95 * fastest]
+    close = [plan for plan in fitting if speed_of(plan) >= 0.95 * fastest]
     roomy = [plan for plan in close if plan.device_bytes <= ROOMY * machine.device_bytes]
     if not roomy:
         return min(close, key=lambda plan: plan.device_bytes)
-    fastest = max(plan.time.tokens_per_second for plan in roomy)
-    return next(plan for plan in roomy if plan.time.tokens_per_second >= 0.99 * fastest)
+    fastest = max(map(speed_of, roomy))
+    return next(plan for plan in roomy if speed_of(plan) >= 0.99 * fastest)
 
 
 def _fitted(
@@ -199,8 +247,10 @@ def _fitted(
     """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
     leanest.
     """
-    plans, tokens = [], micro_batch * job.seq_len
-    activations = job.activations.terms(tokens, checkpointing)
+    plans, traced, tokens = [], job.activations, micro_batch * job.seq_len
+    activations, traffic = traced.terms(tokens, checkpointing), traced.traffic
+    if checkpointing:
+        traffic = traced.traffic_checkpointed
     for deepspeed_config in (
         typed
         for config in settings(name, zero_file, job, machine)
@@ -215,20 +265,13 @@ def _fitted(
             has_gpu=machine.has_gpu,
             optimizer=job.optimizer,
         )
-        terms, needs = add_up(
-            state_terms(layout) + load_terms(layout, device_bytes=machine.device_bytes) + activations,
-            machine,
-            speeds.outside,
-            communicators=layout.communicators,
-            stage=layout.stage,
-        )
+        terms = state_terms(layout) + load_terms(layout, device_bytes=machine.device_bytes) + activations
         plan = Plan(
             zero=name,
             activation_checkpointing=checkpointing,
             micro_batch=micro_batch,
             accumulation=accumulation,
             deepspeed_config=deepspeed_config,
-            terms=tuple(terms),
             activation_bytes=sum(term.num_bytes for term in activations),
             time=step_time(
                 layout,
@@ -238,16 +281,12 @@ def _fitted(
                 accumulation=accumulation,
                 seq_len=job.seq_len,
                 checkpointing=checkpointing,
-                traffic_bytes=job.activations.traffic_bytes(tokens, checkpointing),
+                traffic_bytes=traffic.num_bytes(tokens),
             ),
-            device_bytes=needs.device_bytes,
-            host_bytes=needs.host_bytes,
             ranks_per_node=machine.ranks_per_node,
             has_gpu=machine.has_gpu,
             has_time_estimate=speeds.has_time_estimate,
-            fits=not needs.limiting_resource,
-            low_headroom=needs.low_headroom,
-            limiting_resource=needs.limiting_resource,
+            **add_up(terms, machine, speeds.outside, communicators=layout.communicators, stage=layout.stage),
         )
         plans.append(plan)
         if plan.fits and not plan.low_headroom:
@@ -264,8 +303,7 @@ def shortage(plan: Plan, machine: Machine) -> float:
 
 def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | None:
     """Find the closest to fitting of those that do not fit and would be worth more memory, if there is one."""
-    least = WORTH_IT * chosen.time.tokens_per_second
-    misses = [plan for plan in plans if not plan.fits and plan.time.tokens_per_second >= least]
+    misses = [plan for plan in plans if not plan.fits and speed_of(plan) >= WORTH_IT * speed_of(chosen)]
     return min(misses, key=lambda plan: shortage(plan, machine), default=None)
 
 
@@ -288,8 +326,8 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
         per_gpu = f", {time.tokens_per_second / machine.world_size:,.0f} per GPU" if machine.has_gpu else ""
         speed = f" ({seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted)"
     why = f"{chosen.label} is the fastest that fits{speed}"
-    fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.time.tokens_per_second)
-    gain = fastest.time.tokens_per_second / chosen.time.tokens_per_second
+    fastest = max((plan for plan in plans if plan.fits), key=speed_of)
+    gain = speed_of(fastest) / speed_of(chosen)
     if gain > 1.01:
         if fastest.low_headroom and not chosen.low_headroom:
             doubt = "with little headroom"
@@ -305,7 +343,7 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
     nearest = nearest_miss(chosen, plans, machine)
     if nearest is None:
         return f"{why}; {have}."
-    gain = nearest.time.tokens_per_second / chosen.time.tokens_per_second
+    gain = speed_of(nearest) / speed_of(chosen)
     return f"{why}; {have}. With {need(nearest)}, {nearest.label} would fit, {gain:.1f} times as fast."
 
 
@@ -340,11 +378,11 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
     config = plan.deepspeed_config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": plan.batch(machine.world_size).sequences,
+        "train_batch_size": Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences,
         "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
         "bf16": {"enabled": dtype == "bfloat16"},
         "fp16": {"enabled": dtype == "float16"},
-        "zero_optimization": {key: value for key, value in resolve_auto(zero, size).items() if key in zero},
+        "zero_optimization": {key: value for key, value in resolve_auto(zero, size.hidden_size).items() if key in zero},
     }
     launcher = {
         "compute_environment": "LOCAL_MACHINE",
@@ -377,19 +415,11 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
     return paths
 
 
-BEST = 3
-"""Plans that fit and are shown."""
-
-
 def shortlist(chosen: Plan, plans: list[Plan], machine: Machine) -> list[Plan]:
     """The choice, the next fastest that fit, and the nearest that does not fit and is worth it; where nothing fits, the
     two closest to fitting. In the order of `plans`.
     """
-
-    def speed(plan: Plan) -> float:
-        return plan.time.tokens_per_second
-
-    others = sorted((plan for plan in plans if plan.fits and plan is not chosen), key=speed, reverse=True)
+    others = sorted((plan for plan in plans if plan.fits and plan is not chosen), key=speed_of, reverse=True)
     shown = [chosen, *others[: BEST - 1]]
     if chosen.fits:
         shown.append(nearest_miss(chosen, plans, machine))

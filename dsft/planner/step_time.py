@@ -5,7 +5,7 @@ Speeds come from data sheets by the GPU's name and from `--interconnect`; what w
 `Speeds.outside`.
 
 Products of matrices per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no
-weight gradients), once more forward with activation checkpointing. Attention is slower than these, and its backward
+weight gradients), forward again with activation checkpointing. Attention is slower than these, and its backward
 multiplies five times where its forward does twice (FlashAttention-2, arXiv 2307.08691).
 
 Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters'):
@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 
 from dsft.errors import UserError
 from dsft.planner.gpus import GPUS, MATMUL_SHARE, OTHERS, Gpu, gpu_name, named_gpus
-from dsft.planner.terms import ASSUMED, OutsideMemory
-from dsft.runtime.hardware import Machine
+from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from dsft.units import GB, Batch
 
 if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test would wait for
@@ -36,6 +35,14 @@ if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test w
 
 MEMORY_SHARE = 0.6
 """Share of the data sheet's memory bandwidth that pointwise operators reach: by the published steps."""
+ATTENTION_SHARE = 0.6
+"""Of the data sheet's rate, what attention reaches: 0.5 to 0.73 on an A100 (FlashAttention-2, arXiv 2307.08691), with
+the kernels that transformers takes for flash_attention_2, and torch for sdpa.
+"""
+ATTENTION_FLOPS = 0.35 * 989e12
+"""That these kernels reach at most: 35 % on an H100, since they use no instruction that is newer than Ampere's
+(FlashAttention-3, arXiv 2407.08608).
+"""
 PCIE_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
 
@@ -53,6 +60,25 @@ BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
 """GB/s of an NVLink bridge in one direction, on cards without NVLink between all, by their generation of PCIe: Quadro
 RTX 8000, RTX A6000 and H100 NVL by their data sheets.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideMemory:
+    """Bytes that one GPU holds outside of torch's allocator: assumed (docs/planner.md has the sources), until
+    `dsft plan --calibrate` has measured them.
+    """
+
+    context_bytes: int = CONTEXT_BYTES
+    """CUDA's context with the libraries' kernels."""
+    communicators_bytes: tuple[int, ...] = tuple(number * COMMUNICATOR_BYTES for number in (1, 2, 3))
+    """NCCL's buffers with one communicator, two, and three."""
+    measured: bool = False
+
+    def total_bytes(self, communicators: int) -> int:
+        return self.context_bytes + (self.communicators_bytes[communicators - 1] if communicators else 0)
+
+
+ASSUMED = OutsideMemory()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,23 +154,24 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         )
     name = gpu_name(machine)
     gpu, is_known = GPUS[name], bool(named_gpus(machine.gpu_type)) or not machine.exists
-    source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {_links(machine)}"
+    network_gbps = UNREAD_NETWORK_GBPS if machine.exists else ASSUMED_NETWORK_GBPS
+    links = machine.interconnect or "interconnect assumed"
+    if machine.nodes > 1 and not re.search(NETWORK, machine.interconnect.lower()):
+        links += f", {8 * network_gbps:g} Gbit/s between nodes assumed (--interconnect says otherwise)"
+    source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {links}"
     if not is_known:
-        if products:  # a card of this memory with other products
-            tflops = products / 1e12
-            gpu = dataclasses.replace(gpu, tflops=tflops / MATMUL_SHARE, matmul_tflops=tflops, training_share=OTHERS)
-        source = (
-            f"{machine.gpu_type or 'this GPU'} is in no table: a product timed here, memory as of {name}"
-            if products
-            else f"{machine.gpu_type or 'this GPU'} is in no table, so no time is estimated"
-        )
-        source += f", {_links(machine)}; dsft plan --calibrate measures this machine"
-    link, network = parse_interconnect(machine.interconnect, gpu, assumed_gbps=_assumed_network(machine))
+        source = f"{machine.gpu_type or 'this GPU'} is in no table"
+        source += f": a product timed here, memory as of {name}" if products else ", so no time is estimated"
+        source += f", {links}; dsft plan --calibrate measures this machine"
+    if products and not is_known:  # a card of this memory with other products
+        tflops = products / 1e12
+        gpu = dataclasses.replace(gpu, tflops=tflops / MATMUL_SHARE, matmul_tflops=tflops, training_share=OTHERS)
+    link, network = parse_interconnect(machine.interconnect, gpu, assumed_gbps=network_gbps)
     reached = gpu.training_share * gpu.matmul_flops
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
         flops=reached / (8 if dtype == "float32" else 1),
-        attention_share=min(1.0, gpu.attention_flops / reached),
+        attention_share=min(1.0, min(ATTENTION_SHARE * 1e12 * gpu.tflops, ATTENTION_FLOPS) / reached),
         device_bytes=MEMORY_SHARE * gpu.memory_gbps * GB,
         link_bytes=link,
         reduce_bytes=link,
@@ -158,19 +185,6 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
         source=source,
         has_time_estimate=is_known or bool(products),
     )
-
-
-def _assumed_network(machine: Machine) -> float:
-    """Return the GB/s of a node's network where `machine.interconnect` names none."""
-    return UNREAD_NETWORK_GBPS if machine.exists else ASSUMED_NETWORK_GBPS
-
-
-def _links(machine: Machine) -> str:
-    """Say what is known of the links, and between several nodes what is assumed."""
-    links = machine.interconnect or "interconnect assumed"
-    if machine.nodes == 1 or re.search(NETWORK, machine.interconnect.lower()):
-        return links
-    return f"{links}, {8 * _assumed_network(machine):g} Gbit/s between nodes assumed (--interconnect says otherwise)"
 
 
 def parse_interconnect(text: str, gpu: Gpu, *, assumed_gbps: float = ASSUMED_NETWORK_GBPS) -> tuple[float, float]:
@@ -254,11 +268,6 @@ def flops_per_token(size: "ModelSize", seq_len: int, *, checkpointing: bool) -> 
     return passes * (2 * size.active_params + attention_flops_per_token(size, seq_len))
 
 
-def forward_seconds_per_token(size: "ModelSize", seq_len: int, speeds: Speeds) -> float:
-    """Predict products and attention of one forward on one token."""
-    return 2 * size.active_params / speeds.flops + attention_flops_per_token(size, seq_len) / speeds.attention_flops
-
-
 def step_time(
     layout: "ZeroLayout",
     machine: Machine,
@@ -275,25 +284,61 @@ def step_time(
     Args:
         traffic_bytes: what operators other than products read and write in one micro step.
     """
-    tokens = micro_batch * seq_len
-    size = layout.size
+    size, zero, tokens = layout.size, layout.zero, micro_batch * seq_len
+    # Products, attention (whose backward multiplies five times where its forward does twice) and all other operators.
     passes = (2 if size.lora_r else 3) + checkpointing
     attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
-    # An attention's backward multiplies five times where its forward does twice.
     products = tokens * (passes * 2 * size.active_params / speeds.flops + (3.5 + checkpointing) * attention)
     micro_step = products + traffic_bytes / speeds.device_bytes
     if layout.has_gpu:  # else the same cores launch and compute
         per_pass = LAUNCH_SECONDS_LORA if size.lora_r else LAUNCH_SECONDS
         micro_step = max(micro_step, (2 + checkpointing) * size.num_layers * per_pass)
     compute = accumulation * micro_step
-    communication = _communication_seconds(layout, machine, speeds, accumulation)
-    offload, optimizer = _update_seconds(layout, machine, speeds, accumulation)
-    if speeds.overlaps and layout.zero["overlap_comm"]:
-        # Parameter transfers of offload are prefetched like gathers.
+
+    # Collectives.
+    weights, gradients = layout.weight_bytes * size.num_params, layout.sent_bytes * size.num_trainable
+    buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
+    reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
+    if layout.stage == 0:
+        communication = collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
+    elif layout.stage < 3:
+        updated = layout.weight_bytes * size.num_trainable
+        gather = collective_seconds(updated, buckets, machine, speeds, speeds.link_bytes)
+        communication = (accumulation if layout.stage == 2 else 1) * reduce + gather
+    else:
+        calls = GATHERS_PER_LAYER * size.num_layers
+        forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
+        # With hpZ the forward's gather fills a second partition within the node, which the backward gathers from.
+        backward = collective_seconds(
+            weights, calls, machine, speeds, speeds.link_bytes, inside_node=zero["zero_hpz_partition_size"] > 1
+        )
+        communication = accumulation * (forward + backward + reduce)
+
+    # The update: a rank has only its own shard; stage 0 updates everything on every rank.
+    updated = size.num_trainable / (machine.world_size if layout.stage else 1)
+    ratio = zero["offload_optimizer"]["ratio"] if layout.optimizer_device != "none" else 0.0
+    optimizer = (1 - ratio) * updated * layout.optimizer.update_bytes / speeds.device_bytes
+    offload = 0.0
+    if ratio:
+        on_host = ratio * updated
+        if machine.has_gpu:  # gradients down each micro step (once where the device adds them up), weights up once
+            down = (1 if layout.keeps_fp32_share else accumulation) * layout.sum_bytes
+            offload += (down + layout.weight_bytes) * on_host / speeds.host_link_bytes
+        optimizer = max(optimizer, on_host * machine.ranks_per_node / speeds.adam_params)
+    if layout.optimizer_device == "nvme":  # master and moments, read and written
+        moved = 2 * layout.optimizer.checkpoint_bytes * updated * machine.ranks_per_node
+        offload += moved / speeds.nvme_bytes
+    if layout.param_device != "none":  # this rank's shard, for forward and backward
+        moved = 2 * accumulation * layout.weight_bytes * size.num_params / machine.world_size
+        if machine.has_gpu:
+            offload += moved / speeds.host_link_bytes
+        if layout.param_device == "nvme":
+            offload += moved * machine.ranks_per_node / speeds.nvme_bytes
+
+    busy = compute + communication + offload
+    if speeds.overlaps and zero["overlap_comm"]:  # parameter transfers of offload are prefetched like gathers
         moving = communication + offload
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
-    else:
-        busy = compute + communication + offload
     return StepTime(
         compute_seconds=compute,
         communication_seconds=communication,
@@ -320,50 +365,3 @@ def collective_seconds(
     inside = num_bytes * (ranks - 1) / ranks / link_bytes if machine.ranks_per_node > 1 else 0.0
     across = num_bytes * (nodes - 1) / nodes / speeds.network_bytes
     return max(inside, across) + calls * speeds.collective_seconds
-
-
-def _communication_seconds(layout: "ZeroLayout", machine: Machine, speeds: Speeds, accumulation: int) -> float:
-    size, zero = layout.size, layout.zero
-    weights, gradients = layout.weight_bytes * size.num_params, layout.sent_bytes * size.num_trainable
-    buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
-    if layout.stage == 0:
-        return collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
-    reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
-    if layout.stage < 3:
-        updated = layout.weight_bytes * size.num_trainable
-        gather = collective_seconds(updated, buckets, machine, speeds, speeds.link_bytes)
-        return (accumulation if layout.stage == 2 else 1) * reduce + gather
-    calls = GATHERS_PER_LAYER * size.num_layers
-    forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
-    # With hpZ the forward's gather fills a second partition within the node, which the backward gathers from.
-    backward = collective_seconds(
-        weights, calls, machine, speeds, speeds.link_bytes, inside_node=zero["zero_hpz_partition_size"] > 1
-    )
-    return accumulation * (forward + backward + reduce)
-
-
-def _update_seconds(layout: "ZeroLayout", machine: Machine, speeds: Speeds, accumulation: int) -> tuple[float, float]:
-    """Predict (transfers, optimizer) of one step. A rank moves only its own shard; stage 0 updates everything on every
-    rank.
-    """
-    size, optimizer = layout.size, layout.optimizer
-    updated = size.num_trainable / (machine.world_size if layout.stage else 1)
-    ratio = layout.zero["offload_optimizer"]["ratio"] if layout.optimizer_device != "none" else 0.0
-    transfers = 0.0
-    seconds = (1 - ratio) * updated * optimizer.update_bytes / speeds.device_bytes
-    if ratio:
-        on_host = ratio * updated
-        if machine.has_gpu:  # gradients down each micro step (once where the device adds them up), weights up once
-            gradients = (1 if layout.keeps_fp32_share else accumulation) * layout.sum_bytes
-            transfers += (gradients + layout.weight_bytes) * on_host / speeds.host_link_bytes
-        seconds = max(seconds, on_host * machine.ranks_per_node / speeds.adam_params)
-    if layout.optimizer_device == "nvme":  # master and moments, read and written
-        moved = 2 * optimizer.checkpoint_bytes * updated * machine.ranks_per_node
-        transfers += moved / speeds.nvme_bytes
-    if layout.param_device != "none":  # this rank's shard, for forward and backward
-        moved = 2 * accumulation * layout.weight_bytes * size.num_params / machine.world_size
-        if machine.has_gpu:
-            transfers += moved / speeds.host_link_bytes
-        if layout.param_device == "nvme":
-            transfers += moved * machine.ranks_per_node / speeds.nvme_bytes
-    return transfers, seconds

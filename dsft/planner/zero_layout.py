@@ -1,39 +1,63 @@
-"""What the memory formulas read of model, DeepSpeed configuration and machine, and the counts they share."""
+"""What the memory formulas share: the terms of a prediction, and how ZeRO spreads a model over the ranks."""
 
-import functools
 import json
 import math
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dsft.config.deepspeed import get_value, stage
-from dsft.models.quantization import Quantization
-from dsft.models.size import ModelSize
+from dsft.config.deepspeed import get_value
 from dsft.planner.optimizers import OptimizerMemory, optimizer_memory
 from dsft.units import DTYPE_BYTES
 
-UNMODELLED = {
-    "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
-    "zero_optimization.zero_quantized_gradients": "4-bit gradients",
-    "torch_autocast.enabled": "torch autocast",
-    "fp16.fp16_master_weights_and_grads": "fp16 master weights",
-    "bf16.bf16_master_weights_and_grads": "bfloat16 master weights",
-    "compression_training": "compression",
-    "compile.deepcompile": "DeepCompile",
-}
-"""Settings of a DeepSpeed JSON that change memory or time and are not counted."""
+if TYPE_CHECKING:  # they import transformers, which the report would wait for
+    from dsft.models.quantization import Quantization
+    from dsft.models.size import ModelSize
+
+Phase = Literal["always", "compute", "step", "save", "load"]
+"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's. save:
+while a checkpoint is written. load: before training.
+"""
+OVERHEAD = "context, NCCL and fragmentation"
+"""Name of the term that a GPU holds beyond what torch allocates."""
+FULL_TRAINING = "over the full training"
+"""The comparison of a plan with what was measured at the end, in `plan_check` of run.json."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """Memory of one kind."""
+
+    name: str
+    """What it holds: "bf16 weights", "gathered parameters", "logits and loss" ..."""
+    num_bytes: int
+    """place device: on one GPU (one rank, where ranks run on CPU). place host, nvme: on one node, all its ranks
+    together.
+    """
+    formula: str
+    """The arithmetic with its numbers, for `dsft plan --explain`."""
+    phase: Phase = "always"
+    place: Literal["device", "host", "nvme"] = "device"
+
+
+def bytes_by_phase(terms: Iterable[Term], place: str) -> dict[Phase, int]:
+    """The sums of the terms of each phase in one place."""
+    sums: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)
+    for term in terms:
+        if term.place == place:
+            sums[term.phase] += term.num_bytes
+    return sums
+
+
+def peak_bytes(terms: Iterable[Term], place: str) -> int:
+    """The largest sum of what is alive together: the terms of "always" and those of one other phase."""
+    sums = bytes_by_phase(terms, place)
+    # Loading comes before optimizer states and buffers exist, so it stands alone.
+    return max(sums["always"] + max(sums["compute"], sums["step"], sums["save"]), sums["load"])
+
+
 FP32 = ("fp32", "float32")
 """As a DeepSpeed JSON names the type."""
-
-
-def unmodelled_settings(deepspeed_config: dict[str, Any]) -> list[str]:
-    """What this configuration asks for and the plan does not count, a sentence each."""
-    asked = [key for key in UNMODELLED if (get_value(deepspeed_config, key) or -1) != -1]
-    notes = [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
-    if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
-        notes.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
-    return notes
 
 
 def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
@@ -41,179 +65,89 @@ def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
     return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
 
 
-def resolve_auto(zero_section: dict[str, Any], size: ModelSize) -> dict[str, Any]:
+_resolved: dict[tuple[str, int], dict[str, Any]] = {}
+"""Sections by their JSON and the hidden size: a plan asks for the same one for each micro batch."""
+
+
+def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     """Read the section zero_optimization as DeepSpeed will: "auto" filled from the hidden size, defaults for what is
-    missing.
+    missing. The result is shared, and not to be changed.
 
     Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and
         DeepSpeedZeroConfig.
     """
-    return json.loads(_resolved(json.dumps(zero_section), size.hidden_size))
+    key = (json.dumps(zero_section), hidden_size)
+    if key not in _resolved:
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
 
-
-@functools.cache
-def _resolved(zero_section: str, hidden: int) -> str:
-    """Fill a section, as JSON: a plan asks for the same one for each micro batch."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    filled = {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
-    section = {key: filled.get(key) if value == "auto" else value for key, value in json.loads(zero_section).items()}
-    given = DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value is not None})
-    return json.dumps(given.model_dump(mode="json", by_alias=True))
+        filled = {
+            "reduce_bucket_size": hidden_size * hidden_size,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        }
+        section = {name: filled.get(name) if value == "auto" else value for name, value in zero_section.items()}
+        given = DeepSpeedZeroConfig(**{name: value for name, value in section.items() if value is not None})
+        _resolved[key] = given.model_dump(mode="json", by_alias=True)
+    return _resolved[key]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroLayout:
-    """How ZeRO spreads a model over the ranks, as far as memory depends on it."""
+    """How ZeRO spreads a model over the ranks, as far as memory depends on it; `describe_layout` makes it."""
 
-    size: ModelSize
+    size: "ModelSize"
     zero: dict[str, Any]
     """The section zero_optimization, resolved."""
     stage: int
     world_size: int
     ranks_per_node: int
-    dtype: str
     has_gpu: bool
     accumulates: bool
     """More than one micro batch per optimizer step, or not known."""
     optimizer: OptimizerMemory
-    sums_in_fp32: bool
-    """Whether gradients of micro batches are added up in fp32 whatever the model's dtype; stages 2 and 3 can."""
-    reduces_in_fp32: bool
-    """Whether gradients are sent to other ranks in fp32, likewise."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/lora.py), and
-        DeepSpeed accumulates and communicates in the model's unless it is set otherwise.
-        """
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def sum_bytes(self) -> int:
-        """Of a gradient summed over micro batches."""
-        return 4 if self.sums_in_fp32 and self.stage >= 2 else self.weight_bytes
-
-    @property
-    def keeps_fp32_share(self) -> bool:
-        """Whether stage 2 adds what is reduced into an fp32 buffer of this rank's share, on the device with offload too
-        (`_build_compact_grad_partition_buffer` in stage_1_and_2.py).
-        """
-        return self.stage == 2 and self.sum_bytes > self.weight_bytes
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of a gradient as other ranks get it."""
-        return 4 if self.reduces_in_fp32 else self.weight_bytes
-
-    @property
-    def copy_to_send_bytes(self) -> int:
-        """Of a gradient's copies while it is reduced under stages 0 to 2: a flat one, and one as it is sent."""
-        return self.weight_bytes + (self.sent_bytes if self.sent_bytes > self.weight_bytes else 0)
-
-    @property
-    def has_fp32_master(self) -> bool:
-        """Whether the optimizer updates fp32 copies of the weights: in bf16 and fp16."""
-        return self.dtype != "float32"
-
-    @property
-    def flat_gradient_bytes(self) -> int:
-        """Of a gradient on its way into the optimizer: a flat copy and one in the master's type (where that is the
-        weights' the flat copy is it), and the optimizer's own copies.
-        """
-        flat = self.sum_bytes if self.optimizer.master_bytes != self.sum_bytes else 0
-        return flat + self.optimizer.master_bytes + self.optimizer.step_bytes
-
-    @property
-    def packed(self) -> Quantization | None:
-        """Format of the base where its weights stay in it on this device."""
-        quantization, device = self.size.quantization, "cuda" if self.has_gpu else "cpu"
-        return quantization if quantization and device not in quantization.unpacked_on else None
-
-    @property
-    def num_trainable(self) -> int:
-        return self.size.num_trainable
-
-    @property
-    def num_frozen(self) -> int:
-        return self.size.num_params - self.size.num_trainable
-
-    @property
-    def share(self) -> int:
-        """Trained parameters whose optimizer states this rank holds."""
-        return math.ceil(self.size.num_trainable / self.world_size)
-
-    @property
-    def num_buckets(self) -> int:
-        """Buffers of reduce_bucket_size that stages 1 and 2 allocate."""
-        if not self.zero["contiguous_gradients"] and self.optimizer_device == "none":
-            return 0
-        return 2 if self.zero["overlap_comm"] else 1
-
-    @property
-    def largest_trained(self) -> int:
-        return max(self.trained_numels)
-
-    @property
-    def largest_inner(self) -> int:
-        """The largest trained parameter between embedding and head, which come first and last."""
-        ends = {self.size.embedding_params, self.size.head_params}
-        return max((numel for numel in self.trained_numels if numel not in ends), default=0)
-
-    @property
-    def optimizer_device(self) -> str:
-        return (self.zero["offload_optimizer"] or {}).get("device", "none")
-
-    @property
-    def param_device(self) -> str:
-        return (self.zero["offload_param"] or {}).get("device", "none")
-
-    @property
-    def trained_numels(self) -> Counter[int]:
-        return Counter(dict(self.size.trainable_numels))
-
-    @property
-    def frozen_numels(self) -> Counter[int]:
-        return Counter(dict(self.size.numels)) - self.trained_numels
-
-    @property
-    def sub_groups(self) -> list[int]:
-        """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it
-        (`_create_fp16_sub_groups`).
-        """
-        full = self.zero["sub_group_size"]
-        if full >= self.share or full == 0:
-            return [self.share]
-        number, rest = divmod(self.share, full)
-        return [full] * number + ([rest] if rest else [])
-
-    @property
-    def device_sub_groups(self) -> list[int]:
-        """Sub-groups that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
-        groups = self.sub_groups
-        if self.optimizer_device == "none":
-            return groups
-        return groups[: int((1 - self.zero["offload_optimizer"]["ratio"]) * len(groups))]
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ZeRO-3 builds full parameters beside its partitions (`NoGatherHandle` on one rank)."""
-        return self.world_size > 1 or self.param_device != "none"
-
-    @property
-    def communicators(self) -> int:
-        """NCCL's on one GPU: of all ranks, of ZeRO (`groups._clone_world_group`) and of hpZ."""
-        if self.world_size == 1:
-            return 0
-        return 2 + (self.zero["zero_hpz_partition_size"] > 1)
+    optimizer_device: str
+    """Where offload puts optimizer states: cpu or nvme; none without offload."""
+    param_device: str
+    """The same of the weights."""
+    packed: "Quantization | None"
+    """Format of the base where its weights stay in it on this device."""
+    weight_bytes: int
+    """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/lora.py), and DeepSpeed
+    accumulates and communicates in the model's unless it is set otherwise.
+    """
+    sum_bytes: int
+    """Of a gradient summed over micro batches."""
+    keeps_fp32_share: bool
+    """Whether stage 2 adds what is reduced into an fp32 buffer of this rank's share, on the device with offload too
+    (`_build_compact_grad_partition_buffer` in stage_1_and_2.py).
+    """
+    sent_bytes: int
+    """Of a gradient as other ranks get it."""
+    reduced_bytes: int
+    """Of a gradient's copies while it is reduced under stages 0 to 2: a flat one, and one as it is sent."""
+    carried_bytes: int
+    """Of a gradient on its way into the optimizer of stages 1 to 3: a flat copy and one in the master's type (where
+    that is the weights' the flat copy is it), and the optimizer's own copies.
+    """
+    num_frozen: int
+    share: int
+    """Trained parameters whose optimizer states this rank holds."""
+    largest_trained: int
+    """Elements of the largest trained parameter."""
+    largest_inner: int
+    """The same between embedding and head, which come first and last."""
+    sub_groups: list[int]
+    """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it
+    (`_create_fp16_sub_groups`).
+    """
+    device_sub_groups: list[int]
+    """Those that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
+    communicators: int
+    """NCCL's on one GPU: of all ranks, of ZeRO (`groups._clone_world_group`) and of hpZ."""
 
 
 def describe_layout(
-    size: ModelSize,
+    size: "ModelSize",
     deepspeed_config: dict[str, Any],
     *,
     world_size: int,
@@ -234,54 +168,49 @@ def describe_layout(
     Raises:
         ValueError: where ZeRO-3 is asked for with a quantised base, which transformers does not shard.
     """
-    zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size)
+    zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size.hidden_size)
     if size.quantization and zero["stage"] == 3:
         raise ValueError(
             "a quantised base is not sharded by ZeRO-3: transformers loads all of it on every GPU first (DeepSpeed"
             " issue 5637); use stage 0, 1 or 2"
         )
+    weight_bytes, offload = DTYPE_BYTES[dtype], zero["offload_optimizer"] or {}
+    # Stages 2 and 3 can add gradients up in fp32 whatever the model's dtype.
+    sum_bytes = 4 if sums_in_fp32(deepspeed_config) and zero["stage"] >= 2 else weight_bytes
+    sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else weight_bytes
+    memory = optimizer_memory(deepspeed_config, optimizer)
+    flat_bytes = sum_bytes if memory.master_bytes != sum_bytes else 0
+    is_packed = size.quantization and ("cuda" if has_gpu else "cpu") not in size.quantization.unpacked_on
+    share, full = math.ceil(size.num_trainable / world_size), zero["sub_group_size"]
+    groups = [share]
+    if 0 < full < share:
+        groups = [full] * (share // full) + ([share % full] if share % full else [])
+    optimizer_device = offload.get("device", "none")
+    on_device = len(groups) if optimizer_device == "none" else int((1 - offload["ratio"]) * len(groups))
+    trained, ends = [numel for numel, _ in size.trainable_numels], (size.embedding_params, size.head_params)
     return ZeroLayout(
         size=size,
         zero=zero,
         stage=zero["stage"],
         world_size=world_size,
         ranks_per_node=ranks_per_node,
-        dtype=dtype,
         has_gpu=has_gpu,
         accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
-        optimizer=optimizer_memory(deepspeed_config, optimizer),
-        sums_in_fp32=sums_in_fp32(deepspeed_config),
-        reduces_in_fp32=get_value(deepspeed_config, "communication_data_type") in FP32,
+        optimizer=memory,
+        optimizer_device=optimizer_device,
+        param_device=(zero["offload_param"] or {}).get("device", "none"),
+        packed=size.quantization if is_packed else None,
+        weight_bytes=weight_bytes,
+        sum_bytes=sum_bytes,
+        keeps_fp32_share=zero["stage"] == 2 and sum_bytes > weight_bytes,
+        sent_bytes=sent_bytes,
+        reduced_bytes=weight_bytes + (sent_bytes if sent_bytes > weight_bytes else 0),
+        carried_bytes=flat_bytes + memory.master_bytes + memory.step_bytes,
+        num_frozen=size.num_params - size.num_trainable,
+        share=share,
+        largest_trained=max(trained, default=0),
+        largest_inner=max((numel for numel in trained if numel not in ends), default=0),
+        sub_groups=groups,
+        device_sub_groups=groups[:on_device],
+        communicators=0 if world_size == 1 else 2 + (zero["zero_hpz_partition_size"] > 1),
     )
-
-
-def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
-    """Return the bytes of the base that adapters stand on, unsharded, and their arithmetic.
-
-    Quantised, only linear layers are; bitsandbytes leaves embedding and head.
-    """
-    weight_bytes, quantization = layout.weight_bytes, layout.packed
-    if not quantization:
-        return weight_bytes * layout.num_frozen, f"{weight_bytes} x {layout.num_frozen:,} frozen"
-    if quantization.disk_bytes:
-        return quantization.disk_bytes, f"{quantization.format} files of the weights"
-    plain = layout.size.embedding_params + layout.size.head_params
-    quantized = layout.num_frozen - plain
-    per_weight = quantization.weight_bytes
-    return (
-        int(weight_bytes * plain + per_weight * quantized),
-        f"{weight_bytes} x {plain:,} embedding and head + {per_weight:.3f} x {quantized:,} quantised",
-    )
-
-
-def partition_gradients(layout: ZeroLayout) -> int:
-    """Count the elements of the parameters that lie in one rank's share, each in full, on the rank that has most
-    (`copy_grads_in_partition`).
-
-    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across
-    the share's border.
-    """
-    share = layout.share
-    first = 0 if layout.size.lora_r else layout.size.embedding_params
-    before = first - first % share if first > share else 0  # of the embedding, in the shares before
-    return min(layout.num_trainable, before + share + layout.largest_inner)

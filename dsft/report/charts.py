@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.terms import FULL_TRAINING, OVERHEAD
+from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD
 from dsft.report.runs import Report, Run
 from dsft.units import GiB
 
@@ -225,7 +225,7 @@ def memory_parts(run: Run) -> list[dict[str, Any]]:
 
 
 def _peak_terms(plan: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """As planner/terms.py: what is always there, with the larger of a micro batch and the optimizer's step."""
+    """As planner/zero_layout.py: what is always there, with the larger of a micro batch and the optimizer's step."""
     terms = [term for term in plan["terms"] if term["place"] == place]
     by_phase = {phase: [term for term in terms if term["phase"] == phase] for phase in ("always", "compute", "step")}
     peak = max(by_phase["compute"], by_phase["step"], key=lambda terms: sum(term["num_bytes"] for term in terms))

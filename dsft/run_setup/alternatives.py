@@ -14,10 +14,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.planner.activations import Cost, TrainingActivations
+from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention
-from dsft.planner.job import Job
-from dsft.planner.plans import Plan
-from dsft.planner.terms import HOST_SHARE
+from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, Batch

@@ -24,7 +24,7 @@ from dsft.models.size import check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import architecture_problems
 from dsft.models.weights import adapter_problems, weight_problems
-from dsft.planner.evaluation_plan import refused_number
+from dsft.planner.evaluation_plan import refused_team
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
@@ -52,8 +52,8 @@ def check_evaluation(
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     if config.output_dir:
         check_writable(config.output_dir, problems)
-    if refusal := refused_number(config.sequence_parallel, distributed.world_size()):
-        problems.append(refusal)
+    if refusal := refused_team(config.sequence_parallel, distributed.world_size()):
+        problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
         zero_file = read_sound_file(config.zero, problems)
         problems += check_nvme(zero_file, config.zero)

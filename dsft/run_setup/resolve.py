@@ -47,14 +47,13 @@ from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import Packing, architecture_problems, needs_mask, try_packing
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import NO_FP32_SUMS, candidate_names, wants_fp32_sums
-from dsft.planner.fake_model import Attention
+from dsft.planner.candidates import NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
+from dsft.planner.fake_model import Attention, attention_of
 from dsft.planner.gpus import GPUS, gpu_name
-from dsft.planner.job import Job, attention_of
 from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import Plan, all_plans, choose, reason
 from dsft.planner.step_time import Speeds
-from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
+from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import check_machine, check_training_arguments, check_zero_file, ignored_options
 from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
 from dsft.run_setup.decisions import (
@@ -74,7 +73,7 @@ from dsft.runtime.console import say
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
-from dsft.units import PADDED_MULTIPLE
+from dsft.units import PADDED_MULTIPLE, Batch
 
 BUFFER = "zero_optimization.offload_param.buffer_size"
 """Number of a DeepSpeed JSON that may be too small for the model."""
@@ -510,7 +509,7 @@ def choose_plan(
                 f" {choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in"
                 " bfloat16 (--fp32_accumulation false)."
             )
-    parts = [why, *job.unmodelled, *unmodelled_settings(config)]
+    parts = [why, *unmodelled(job, config)]
     return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(parts), speeds=speeds)
 
 
@@ -577,7 +576,7 @@ def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:
     """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of `plan`, if
     any.
     """
-    per_step = job.sequences_per_step or plan.batch(machine.world_size).sequences
+    per_step = job.sequences_per_step or Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences
     job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
     best = choose_plan(job, smaller).plan

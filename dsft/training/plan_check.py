@@ -17,8 +17,8 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
-from dsft.planner.plans import Plan
-from dsft.planner.terms import FULL_TRAINING
+from dsft.planner.plans import FRAGMENTATION, Plan
+from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, bytes_by_phase, peak_bytes
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all
 from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
@@ -93,12 +93,20 @@ class PlanCheck(TrainerCallback):
         for host, host_bytes, _ in ranks:
             nodes[host] += host_bytes
         largest = {name: max(figures[name] for _, _, figures in ranks) for name in mine}
-        plan, rows = self.plan, [("host memory of a node", self.plan.training_host_bytes, max(nodes.values()), "GiB")]
+        plan = self.plan
+        terms = [term for term in plan.terms if term.phase != "load"]
+        planned = peak_bytes(terms, "host")
+        if not plan.has_gpu:
+            planned += plan.ranks_per_node * peak_bytes(terms, "device")
+        rows = [("host memory of a node", planned, max(nodes.values()), "GiB")]
         if has_gpu():
+            of_torch = [term for term in plan.terms if term.name != OVERHEAD]
+            allocated = peak_bytes(of_torch, "device")
             if largest["held"]:
-                rows.append(("GPU memory between steps", plan.held_bytes, largest["held"], "GiB"))
-            rows.append(("GPU memory allocated", plan.allocated_bytes, largest["allocated"], "GiB"))
-            rows.append(("GPU memory reserved", plan.reserved_bytes, largest["reserved"], "GiB"))
+                held = bytes_by_phase(of_torch, "device")["always"]
+                rows.append(("GPU memory between steps", held, largest["held"], "GiB"))
+            rows.append(("GPU memory allocated", allocated, largest["allocated"], "GiB"))
+            rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))
         if plan.has_time_estimate:
             rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
         figures, shown = {}, []

@@ -8,7 +8,7 @@ import pytest
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import describe_machine, read_machine, read_machines
 from dsft.errors import UserError
-from dsft.planner.calibration import calibrated, keep_outside, keep_ranks
+from dsft.planner.calibration import gpus_key, keep, ranks_key, speeds_for
 from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
@@ -20,19 +20,19 @@ H100 = Machine(nodes=1, ranks_per_node=2, device_bytes=79 * GiB, host_bytes=500 
 def test_a_plan_elsewhere_counts_on_what_the_json_says(tmp_path, monkeypatch, card):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     here = dataclasses.replace(H100, gpu_type=card)
-    keep_ranks(here, {"flops": 3e14, "link_bytes": 2e11}, dtype="bfloat16")
-    keep_outside(here, context_bytes=100, communicators_bytes=[10, 20, 30])
+    keep("ranks", ranks_key(here, "bfloat16"), {"flops": 3e14, "link_bytes": 2e11})
+    keep("outside", gpus_key(here), {"context_bytes": 100, "communicators_bytes": [10, 20, 30]})
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"machine": describe_machine(here, dtype="bfloat16")}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine's cache"))
     machine = read_machine(path)
     assert dataclasses.replace(machine, carried={}) == dataclasses.replace(here, measured=False)
     assumed = speeds_of(machine, dtype="bfloat16")
-    speeds = calibrated(assumed, machine, dtype="bfloat16")
+    speeds = speeds_for(machine, dtype="bfloat16")
     assert (speeds.flops, speeds.link_bytes, speeds.nvme_bytes) == (3e14, 2e11, assumed.nvme_bytes)
     assert speeds.has_time_estimate and "measured there on" in speeds.source
     assert speeds.outside.measured and speeds.outside.total_bytes(2) == 120
-    assert calibrated(assumed, machine, dtype="float32").flops == assumed.flops
+    assert speeds_for(machine, dtype="float32").flops == speeds_of(machine, dtype="float32").flops
     with pytest.raises(UserError, match="--gpus 8xH100: --machine"):
         read_machines(PlanOptions(machine=str(path), gpus="8xH100"))
     (two,) = read_machines(PlanOptions(machine=str(path), nodes="2"))

@@ -46,7 +46,7 @@ from dsft.doctor.links import (
 )
 from dsft.doctor.phases import Connection, FileContent, Reached, reach
 from dsft.errors import UserError
-from dsft.planner.calibration import keep_links, speeds_file, with_links
+from dsft.planner.calibration import keep, links_key, speeds_file, speeds_for
 from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
@@ -503,9 +503,10 @@ def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, mon
         host_names=("a", "b"),
     )
     assumed = speeds_of(machine, dtype="float32")
-    assert with_links(assumed, machine) == assumed
-    keep_links(["b", "a"], network_bytes=3e8, link_bytes=2e9, collective_seconds=1e-3)
-    speeds = with_links(assumed, machine)
+    assert speeds_for(machine, dtype="float32") == assumed
+    rates = {"network_bytes": 3e8, "link_bytes": 2e9, "collective_seconds": 1e-3}
+    keep("links", links_key(["b", "a"]), rates)
+    speeds = speeds_for(machine, dtype="float32")
     assert (speeds.network_bytes, speeds.link_bytes, speeds.all_reduce_bytes, speeds.collective_seconds) == (
         3e8,
         2e9,
@@ -513,9 +514,9 @@ def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, mon
         1e-3,
     ) and "measured by dsft doctor" in speeds.source
     for other in ({"host_names": ("a", "c")}, {"nodes": 1, "host_names": ("a",)}, {"host_names": ()}):
-        assert with_links(assumed, Machine(**vars(machine) | other)) == assumed
+        assert speeds_for(Machine(**vars(machine) | other), dtype="float32") == assumed
     speeds_file().write_text('{"links": {"a,b": {"network_bytes": "?"}}}')
-    assert with_links(assumed, machine) == assumed
+    assert speeds_for(machine, dtype="float32") == assumed
 
 
 def _machine_of_uneven_nodes() -> tuple[int, int, tuple[str, ...]]:

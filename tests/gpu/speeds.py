@@ -9,18 +9,18 @@ from transformers import AutoConfig
 from dsft.models.build import DTYPES, resolve_dtype
 from dsft.models.trials import isolation_problem, needs_mask
 from dsft.planner.calibration import (
-    best_seconds,
     calibrate,
-    calibrated,
-    keep_outside,
+    gpus_key,
+    keep,
     matmul_flops,
     measure_outside,
+    seconds_of,
     speeds_file,
+    speeds_for,
     to_carry,
 )
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
-from dsft.planner.step_time import Speeds, speeds_of
-from dsft.planner.terms import ASSUMED
+from dsft.planner.step_time import ASSUMED, Speeds, speeds_of
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, this_machine
 from dsft.units import in_gib
@@ -105,9 +105,9 @@ def speeds(setting: Setting) -> Iterator[Row]:
     yield rate("attention", planned.attention_flops, attention_flops(place), "TFLOP/s", told=planned.has_time_estimate)
     torch.cuda.empty_cache()
     calibrate(machine, dtype=dtype)
-    yield from planned_rates(planned, calibrated(planned, machine, dtype=dtype), machine)
+    yield from planned_rates(planned, speeds_for(machine, dtype=dtype), machine)
     kept = {name: rate for name, rate in (to_carry(machine, dtype=dtype)["ranks"] or {}).items() if name != "date"}
-    later = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
+    later = speeds_for(machine, dtype=dtype)
     yield Row(
         claim="dsft plan reads these rates",
         measured=speeds_file().name,
@@ -151,7 +151,7 @@ def attention_flops(place: torch.device) -> float:
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).backward(gradient)
 
     # 4 T^2 d per head, half of it masked; the backward takes 2.5 times the forward.
-    return 3.5 * 4 * length**2 * width * heads * batch / 2 / best_seconds(run, place)
+    return 3.5 * 4 * length**2 * width * heads * batch / 2 / min(seconds_of(run, place))
 
 
 def outside_memory(setting: Setting) -> Iterator[Row]:
@@ -176,8 +176,8 @@ def outside_memory(setting: Setting) -> Iterator[Row]:
         )
     if claims:
         machine, dtype = this_machine(ranks_per_node=setting.ranks), resolve_dtype("auto")
-        path = keep_outside(machine, context_bytes=context, communicators_bytes=taken)
-        planned = calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype).outside
+        path = keep("outside", gpus_key(machine), {"context_bytes": context, "communicators_bytes": taken})
+        planned = speeds_for(machine, dtype=dtype).outside
         yield Row(claim="dsft plan reads these bytes", measured=path.name, ok=planned.context_bytes == context)
 
 

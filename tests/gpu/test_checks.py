@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
 from dsft.planner import calibration
-from dsft.planner.calibration import calibrated
+from dsft.planner.calibration import speeds_for
 from dsft.planner.step_time import speeds_of
 from dsft.run_setup.resolve import job_over_data, plan_run
 from dsft.runtime.hardware import Machine
@@ -139,12 +139,12 @@ def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
     assert rate("attention", 1e12, 1e3, "TFLOP/s", told=False).ok is None
     unknown = speeds_of(dataclasses.replace(H100, gpu_type="RTX 4060", measured=True), dtype="bfloat16")
     assert {row.ok for row in planned_rates(unknown, unknown, H100)} == {None}
-    assert calibrated(planned, H100, dtype="bfloat16") is planned
+    assert speeds_for(H100, dtype="bfloat16") == planned
 
 
 def test_products_are_timed_on_numbers_that_differ(monkeypatch):
     products = []
-    monkeypatch.setattr(calibration, "best_seconds", lambda run, *_: products.append(run()) or 1.0)
+    monkeypatch.setattr(calibration, "seconds_of", lambda run, *_: products.append(run()) or [1.0])
     calibration.matmul_flops(torch.device("cpu"))
     assert products[0].unique().numel() > 1000, "equal numbers take less power, and a GPU is faster with them"
 

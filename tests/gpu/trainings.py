@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dsft.planner.plans import MEMORY_ERROR
 from dsft.planner.step_time import TIME_RANGE
-from dsft.planner.terms import MEMORY_ERROR
 from dsft.units import in_gib
 from gpu.check import Failed, Row, Setting, command, launch
 from gpu.ranks import OwnMemory

@@ -19,8 +19,8 @@ from dsft.errors import UserError
 from dsft.models import build
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.models.size import measure_model
-from dsft.planner.states import load_terms
-from dsft.planner.zero_layout import describe_layout, frozen_bytes
+from dsft.planner.states import frozen_bytes, load_terms
+from dsft.planner.zero_layout import describe_layout
 from dsft.run_setup.evaluation_checks import candidate_of
 
 SECTIONS = {

@@ -21,9 +21,7 @@ from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.evaluation import model_identity
-from dsft.planner.evaluation_plan import all_evaluation_plans
-from dsft.planner.job import Job, attention_of
-from dsft.planner.step_time import speeds_of
+from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import this_machine
 
@@ -188,10 +186,7 @@ def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, t
     plans = {}
     for model in (tiny / "model", folder):
         facts = candidate_of(EvalConfig(**options_for(tiny)), str(model), []).facts
-        attention = attention_of(facts, seq_len=32, masked=False)
-        job = Job(size=facts.size, model_config=facts.config, dtype="float32", seq_len=32, attention=attention)
-        machine = this_machine()
-        plans[model] = all_evaluation_plans(job, machine, speeds_of(machine, dtype="float32"))
+        plans[model] = plan_evaluation(facts, this_machine(), dtype="float32", seq_len=32).candidates
     assert [plan.zero for plan in plans[folder]] == ["0"] and len(plans[tiny / "model"]) > 1
     terms = {term.name: term for term in plans[folder][0].terms}
     assert terms["weights"].num_bytes == (folder / "model.safetensors").stat().st_size

@@ -14,7 +14,7 @@ from dsft.models.size import measure_model
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.sequence_parallel import refused_model
-from dsft.planner.evaluation_plan import refused_number
+from dsft.planner.evaluation_plan import refused_team
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -161,9 +161,9 @@ def test_what_the_engine_cannot_spread_is_refused_before_weights_load(tmp_path):
 
 
 def test_ranks_that_cannot_form_teams_are_told_which_numbers_can():
-    assert refused_number(1, 3) == refused_number(4, 8) == ""
-    assert "divide the number of ranks, which is 6; use 1, 2, 3 or 6" in refused_number(4, 6)
-    assert refused_number(2, 1).endswith("use 1")
+    assert refused_team(1, 3) == refused_team(4, 8) == ""
+    assert "divide the number of ranks, which is 6; use 1, 2, 3 or 6" in refused_team(4, 6)
+    assert refused_team(2, 1).endswith("use 1")
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.errors import UserError
 from dsft.planner import calibration
-from dsft.planner.calibration import calibrated, keep_ranks
+from dsft.planner.calibration import keep, ranks_key, speeds_for
 from dsft.planner.gpus import GPUS, OTHERS, gpu_name, named_gpus
 from dsft.planner.step_time import Speeds, speeds_of
 from dsft.runtime.hardware import Machine
@@ -155,7 +155,7 @@ def test_a_product_is_timed_once_on_an_unknown_card_of_this_machine(tmp_path, mo
     machine = unknown_gpu("NVIDIA GB200")
 
     def speeds(machine: Machine, dtype: str = "bfloat16") -> Speeds:
-        return calibrated(speeds_of(machine, dtype=dtype), machine, dtype=dtype)
+        return speeds_for(machine, dtype=dtype)
 
     first = speeds(machine)
     assert (
@@ -168,7 +168,7 @@ def test_a_product_is_timed_once_on_an_unknown_card_of_this_machine(tmp_path, mo
     speeds(unknown_gpu("NVIDIA H100 80GB HBM3"))
     speeds(unknown_gpu("H100", measured=False))
     assert len(runs) == 1, "known cards are not timed"
-    keep_ranks(machine, {"flops": 7e14}, dtype="bfloat16")
+    keep("ranks", ranks_key(machine, "bfloat16"), {"flops": 7e14})
     assert speeds(machine).flops == 7e14, "calibrated"
 
 
@@ -181,7 +181,7 @@ def test_where_an_unknown_card_has_no_room_for_a_product_no_time_is_told(tmp_pat
 
     monkeypatch.setattr(calibration, "device", full)
     machine = unknown_gpu("NVIDIA GB200")
-    speeds = calibrated(speeds_of(machine, dtype="bfloat16"), machine, dtype="bfloat16")
+    speeds = speeds_for(machine, dtype="bfloat16")
     assert not speeds.has_time_estimate and not (tmp_path / "dsft").exists()
 
 

@@ -15,8 +15,7 @@ from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner.optimizers import OPTIMIZERS, OptimizerMemory
 from dsft.planner.states import load_terms, state_terms
-from dsft.planner.terms import peak_bytes
-from dsft.planner.zero_layout import describe_layout, resolve_auto
+from dsft.planner.zero_layout import describe_layout, peak_bytes, resolve_auto
 from dsft.units import GiB
 
 MODEL = {
@@ -304,7 +303,7 @@ def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
         SimpleNamespace(get_warmup_steps=lambda steps: 1), SimpleNamespace(config=LlamaConfig(**MODEL)), 10
     )
     filled = {key: value for key, value in theirs.config["zero_optimization"].items() if value != "auto"}
-    ours = resolve_auto(section, sizes[False, 0])
+    ours = resolve_auto(section, sizes[False, 0].hidden_size)
     assert {key: ours[key] for key in filled} == filled
     assert ours["sub_group_size"] == 10**9 and ours["overlap_comm"] is (stage == 3)  # DeepSpeed's defaults
 

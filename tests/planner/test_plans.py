@@ -26,11 +26,11 @@ from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import calibrate
-from dsft.planner.candidates import NAMES, candidate_names, sub_group_size
+from dsft.planner.candidates import NAMES, candidate_names, settings, unmodelled
 from dsft.planner.gpus import GPUS
 from dsft.planner.plans import Plan, all_plans, choose, reason, shortlist
 from dsft.planner.step_time import collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import sums_in_fp32, unmodelled_settings
+from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.resolve import choose_plan, job_over_data, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
@@ -211,17 +211,16 @@ def test_more_of_anything_never_needs_less(configs):
 
 
 def test_what_is_not_modelled_is_said(configs):
-    def unmodelled(model: str = configs["8b"], method: str = "full", **training) -> str:
-        return " ".join(paper_job(TrainConfig(model=model, method=method, training=training)).unmodelled)
+    def notes(zero: dict | None = None, **training) -> list[str]:
+        return unmodelled(paper_job(TrainConfig(model=configs["8b"], training=training)), zero or {})
 
-    assert unmodelled() == unmodelled(optim="adamw_8bit") == unmodelled(use_liger_kernel=True) == ""
-    assert "optim ademamix is not modelled: planned with the states of adamw_torch" in unmodelled(optim="ademamix")
-    assert "torch.compile is not modelled" in unmodelled(torch_compile=True)
+    assert notes() == notes(optim="adamw_8bit") == notes(use_liger_kernel=True) == notes(read_zero_file("3", [])) == []
+    assert notes(optim="ademamix")[0].startswith("optim ademamix is not modelled: planned with the states of adamw_")
+    assert notes(torch_compile=True)[0].startswith("torch.compile is not modelled")
     settings = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}, "data_types": {}}
-    assert unmodelled_settings(settings) == [
+    assert notes(settings) == [
         "zero_optimization.zero_quantized_weights is not modelled: planned without gathers of 8-bit weights."
     ]
-    assert unmodelled_settings(read_zero_file("3", [])) == []
 
 
 def test_experts_without_adapters_and_kernels_that_are_missing_are_said(tmp_path):
@@ -229,11 +228,11 @@ def test_experts_without_adapters_and_kernels_that_are_missing_are_said(tmp_path
         cls, values = ARCHITECTURES[architecture]
         cls(**values).save_pretrained(tmp_path / architecture)
     moe = TrainConfig(model=str(tmp_path / "qwen2_moe"), method="lora", lora_target_modules=["q_proj"])
-    assert any("of experts get no adapters" in said for said in paper_job(moe, seq_len=64).unmodelled)
+    assert any("of experts get no adapters" in note for note in unmodelled(paper_job(moe, seq_len=64), {}))
     gpt2 = TrainConfig(model=str(tmp_path / "gpt2"), training={"use_liger_kernel": True})
     plain = TrainConfig(model=str(tmp_path / "gpt2"))
     with_kernels, without = (paper_job(options, seq_len=64) for options in (gpt2, plain))
-    assert with_kernels.unmodelled == ["use_liger_kernel changes nothing: Liger has no kernels for gpt2."]
+    assert unmodelled(with_kernels, {}) == ["use_liger_kernel changes nothing: Liger has no kernels for gpt2."]
     assert with_kernels.activations == without.activations
 
 
@@ -386,9 +385,9 @@ def test_a_single_rank_overlaps_no_communication(configs):
 
 
 def test_sub_groups_fill_a_power_of_two(configs):
-    size = measure_model(TrainConfig(model=configs["70b"])).size
+    job = paper_job(TrainConfig(model=configs["70b"]))
     for world_size in (1, 8, 16):
-        elements = sub_group_size(size, world_size)
+        elements = next(settings("3", None, job, gpus(world_size)))["zero_optimization"]["sub_group_size"]
         largest = elements + math.ceil(128256 * 8192 / world_size)  # the group that the embedding's shard closes
         assert math.log2(largest) == int(math.log2(largest)) and elements > 0.7 * largest
 
@@ -582,7 +581,7 @@ def test_this_machine_is_measured_by_its_ranks(tmp_path, monkeypatch, ranks):
     assumed = speeds_of(machine, dtype="float32")
     file, _ = calibrate(machine, dtype="float32")
     assert file.is_file()
-    measured = calibration.calibrated(assumed, machine, dtype="float32")
+    measured = calibration.speeds_for(machine, dtype="float32")
     assert (
         measured.flops > 1e9
         and measured.flops != assumed.flops
@@ -595,10 +594,10 @@ def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = dataclasses.replace(this_machine(ranks_per_node=1), has_gpu=False, gpu_type="")
     assumed = speeds_of(machine, dtype="float32")
-    assert calibration.calibrated(assumed, machine, dtype="float32") == assumed and not assumed.has_time_estimate
+    assert calibration.speeds_for(machine, dtype="float32") == assumed and not assumed.has_time_estimate
     job = paper_job(TrainConfig(model=configs["8b"]))
-    path = calibration.keep_ranks(machine, {"flops": 3e10, "device_bytes": 4e9}, dtype="float32")
-    measured = calibration.calibrated(assumed, machine, dtype="float32")
+    path = calibration.keep("ranks", calibration.ranks_key(machine, "float32"), {"flops": 3e10, "device_bytes": 4e9})
+    measured = calibration.speeds_for(machine, dtype="float32")
     assert "measured on this machine" in measured.source and measured.has_time_estimate
     assert measured.flops == 3e10 and measured.link_bytes == assumed.link_bytes
     larger = dataclasses.replace(machine, host_bytes=10**12, device_bytes=10**12)
@@ -613,26 +612,27 @@ def test_measured_speeds_take_the_place_of_assumed_ones_and_tell_time(configs, t
         (more_cores, "float32"),
         (machine, "bfloat16"),
     ):
-        assert calibration.calibrated(assumed, other, dtype=dtype) == assumed
+        assert calibration.speeds_for(other, dtype=dtype) == speeds_of(other, dtype=dtype)
     monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
-    assert calibration.calibrated(assumed, machine, dtype="float32") == assumed
+    assert calibration.speeds_for(machine, dtype="float32") == assumed
     path.write_text("{")
-    assert "cannot be read" in calibration.calibrated(assumed, machine, dtype="float32").source
+    assert "cannot be read" in calibration.speeds_for(machine, dtype="float32").source
 
 
 def test_measured_memory_outside_of_torch_takes_the_place_of_the_assumed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = gpus(2, gpu_type="H100", measured=True)
     assumed = speeds_of(machine, dtype="bfloat16")
-    calibration.keep_outside(machine, context_bytes=100, communicators_bytes=[10, 20, 30])
-    outside = calibration.calibrated(assumed, machine, dtype="bfloat16").outside
+    outside = {"context_bytes": 100, "communicators_bytes": [10, 20, 30]}
+    calibration.keep("outside", calibration.gpus_key(machine), outside)
+    outside = calibration.speeds_for(machine, dtype="bfloat16").outside
     assert outside.measured and outside.total_bytes(2) == 120 and outside.total_bytes(0) == 100
     for other in ({"measured": False}, {"nodes": 2}, {"ranks_per_node": 4}, {"gpu_type": "A100-80GB"}):
         elsewhere = dataclasses.replace(machine, **other)
-        assert calibration.calibrated(assumed, elsewhere, dtype="bfloat16").outside == assumed.outside
+        assert calibration.speeds_for(elsewhere, dtype="bfloat16").outside == assumed.outside
     alone = gpus(1, gpu_type="H100", measured=True)
-    calibration.keep_outside(alone, context_bytes=100, communicators_bytes=[])
-    outside = calibration.calibrated(assumed, alone, dtype="bfloat16").outside
+    calibration.keep("outside", calibration.gpus_key(alone), {"context_bytes": 100, "communicators_bytes": []})
+    outside = calibration.speeds_for(alone, dtype="bfloat16").outside
     assert outside.context_bytes == 100 and outside.communicators_bytes == assumed.outside.communicators_bytes
 
 

@@ -18,9 +18,8 @@ from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
 from dsft.planner.activations import Cost, TrainingActivations
-from dsft.planner.candidates import candidate_names
+from dsft.planner.candidates import Job, candidate_names
 from dsft.planner.gpus import GPUS
-from dsft.planner.job import Job
 from dsft.planner.plans import ROOMY, WORTH_IT, all_plans, choose, reason, shortage
 from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine

@@ -16,21 +16,10 @@ from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
 from dsft.planner.activations import training_activations
+from dsft.planner.plans import FRAGMENTATION, HOST_SHARE, MEMORY_ERROR, RESERVE_BYTES, add_up, with_room
 from dsft.planner.states import state_terms
-from dsft.planner.terms import (
-    ASSUMED,
-    FRAGMENTATION,
-    HOST_SHARE,
-    MEMORY_ERROR,
-    RESERVE_BYTES,
-    Needs,
-    OutsideMemory,
-    Term,
-    add_up,
-    peak_bytes,
-    with_room,
-)
-from dsft.planner.zero_layout import describe_layout
+from dsft.planner.step_time import ASSUMED, OutsideMemory
+from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -341,17 +330,17 @@ def test_published_peaks_are_met_within_10_percent(name):
 )
 def test_what_ran_is_accepted_and_what_failed_is_refused(run, gpu_bytes, fits):
     machine = Machine(nodes=1, ranks_per_node=run.gpus, device_bytes=int(gpu_bytes), host_bytes=10**12, has_gpu=True)
-    _, needs = add_up(predicted(run), machine, ASSUMED, communicators=2, stage=3)
-    assert ("GPU memory" not in needs.limiting_resource) == fits, f"{needs.device_bytes / GiB:.1f} GiB predicted"
-    assert needs.low_headroom == fits, "what ran did so at the limit"
+    needs = add_up(predicted(run), machine, ASSUMED, communicators=2, stage=3)
+    assert ("GPU memory" not in needs["limiting_resource"]) == fits, f"{needs['device_bytes'] / GiB:.1f} GiB predicted"
+    assert needs["low_headroom"] == fits, "what ran did so at the limit"
 
 
 def test_plans_that_leave_room_go_before_those_that_fit_without():
     machine = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GiB, host_bytes=10**12, has_gpu=True)
 
-    def needs(gib: float, *, stage: int, outside: OutsideMemory = ASSUMED) -> Needs:
+    def needs(gib: float, *, stage: int, outside: OutsideMemory = ASSUMED) -> SimpleNamespace:
         terms = [Term(name="states", num_bytes=int(gib * GiB), formula="")]
-        return add_up(terms, machine, outside, communicators=2, stage=stage)[1]
+        return SimpleNamespace(**add_up(terms, machine, outside, communicators=2, stage=stage))
 
     # 80 GiB = (1 + 3 %) of 75 + 2.7 outside; 0.5 stay free, and under ZeRO-3 4 % more of 75
     assert [needs(gib, stage=2).low_headroom for gib in (74, 75)] == [False, True]

@@ -8,7 +8,7 @@ import torch
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.planner.terms import ASSUMED
+from dsft.planner.step_time import ASSUMED
 from dsft.runtime import hardware
 from dsft.runtime.hardware import ask_gpu, wait_for_freed_gpu
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsft.planner.terms import FULL_TRAINING
+from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, Term
 from dsft.training import plan_check
 from dsft.training.plan_check import FIRST_STEPS, PlanCheck
 
@@ -35,11 +35,17 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
     monkeypatch.setattr(plan_check, "mark", clock.mark)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 7)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append(clock.asked) or clock.synchronize())
-    for name, num_bytes in (("allocated", 20), ("reserved", 40)):
+    for name, num_bytes in (("allocated", 200), ("reserved", 103)):
         monkeypatch.setattr(f"torch.cuda.max_memory_{name}", lambda num_bytes=num_bytes: num_bytes)
-    predicted = {"training_host_bytes": 1, "held_bytes": 14, "allocated_bytes": 10, "reserved_bytes": 40}
+    terms = [
+        Term("states", 14, ""),
+        Term("activations", 86, "", "compute"),
+        Term("step", 80, "", "step"),
+        Term(OVERHEAD, 1000, ""),
+        Term("weights while they load", 5000, "", "load", "host"),
+    ]
     time = SimpleNamespace(step_seconds=3.0)
-    check = PlanCheck(SimpleNamespace(**predicted, time=time, has_time_estimate=True))
+    check = PlanCheck(SimpleNamespace(terms=terms, has_gpu=True, time=time, has_time_estimate=True))
     for step in range(1, 7):
         check.on_step_begin(None, None, None)
         clock.asked += 2.0
@@ -55,5 +61,6 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
     assert list(check.comparisons) == [f"after {FIRST_STEPS} steps", FULL_TRAINING]
     for figures in check.comparisons.values():
         assert figures["time of a step"] == {"predicted": 3.0, "measured": 2.0, "error": 0.5}
+        assert figures["host memory of a node"]["predicted"] == 0, "loading is left out"
         errors = {name: figure["error"] for name, figure in figures.items() if name.startswith("GPU")}
         assert list(errors.values()) == [1.0, -0.5, 0.0], errors
