@@ -314,12 +314,8 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     """Lets `model(..., labels=..., num_items_in_batch=..., label_weights=...)` return the loss of tiles, and no logits.
 
     Without labels it computes as before. `nats` of the outputs are without the weights, and not divided.
-
-    Args:
-        rows: of one tile; by default as many as `tile_rows` returns.
-
-    Returns:
-        False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
+    Returns False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
+    `rows`: of one tile; by default as many as `tile_rows` returns.
     """
     inner = unwrapped(model)
     backbone, head = backbone_of(inner), inner.get_output_embeddings()
