@@ -161,7 +161,7 @@ PATCHES = {
         code=_CONVERSIONS,
         seen=_CONVERSIONS_SEEN,
         if_changed="refuse",
-        test="tests/models/test_quantization.py::test_mxfp4_is_unpacked_to_the_dtype_of_the_training",
+        test="tests/models/test_quantization.py::test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged",
     ),
     "adapter_tensors": Patch(
         target="transformers.modeling_utils:PreTrainedModel.load_state_dict",

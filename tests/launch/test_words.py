@@ -17,6 +17,7 @@ from launch.words import WORDS
 from dsft.errors import UserError
 from dsft.launch.environment import write_env_file
 from dsft.launch.launchers import build_command, read_launch
+from dsft.runtime import patches
 from dsft.runtime.launcher_env import check_words, digest_of_words
 
 
@@ -95,7 +96,7 @@ NASTY = "my runs & more; $HOME %h 'x' \"y\""
 
 def test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh(monkeypatch, tmp_path):
     """DeepSpeed writes `cd FOLDER;` into the command of a node: two words end in the home folder there."""
-    from deepspeed.launcher.runner import parse_args
+    from deepspeed.launcher import runner
 
     from dsft.launch.quoted_runner import QuotedRunner
 
@@ -108,8 +109,9 @@ def test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     launch = ["--hostfile", str(ROOT / "hostfiles/2x8"), "--master_addr", "n", "train", "--seed", "1"]
     assert build_command(*read_launch(launch))[:3] == [str(python), "-m", QuotedRunner.__module__]
-    arguments = parse_args(["--master_addr", "n", "--module", "dsft.train", "a b"])
-    command, _, _ = QuotedRunner(arguments, "WORLD").get_cmd({}, {"node-0": [0]})
+    arguments = runner.parse_args(["--master_addr", "n", "--module", "dsft.train", "a b"])
+    with patches.replaced("pdsh_quotes", lambda _: QuotedRunner):
+        command, _, _ = runner.PDSHRunner(arguments, "WORLD").get_cmd({}, {"node-0": [0]})
     sent = as_pdsh_sends(" ".join(command[command.index("node-0") + 1 :]))
     there = subprocess.run(["sh", "-c", sent], capture_output=True, text=True, check=True, cwd="/").stdout.split("\0")
     assert there[:2] == [str(tmp_path / NASTY), str(python)] and there[-3:-1] == ["dsft.train", "a b"]
