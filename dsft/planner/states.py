@@ -85,7 +85,7 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     is_half = weight_bytes < 4  # then the optimizer updates fp32 copies of the weights
     master = optimizer.master_bytes if is_half else 0
     moments = f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state_bytes}) x {trained:,}"
-    # The engine reduces a flat copy of the gradients, which dsft leaves out on a single rank (training/patches.py).
+    # The engine reduces a flat copy of the gradients, which dsft leaves out on one rank (training/engine_patches.py).
     # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
     copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
     reduced, updating = layout.reduced_bytes, ((4 if is_half else 0) + optimizer.step_bytes) * trained

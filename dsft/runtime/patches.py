@@ -3,7 +3,7 @@ test that fails without. No other module assigns into a library (tests/test_layo
 
 A patch stands for known source code. Where the installed library has another, `if_changed` says what happens, and a
 warning names the patch. It stands on a low floor, since launchers, models and saves patch too; what replaces a function
-is beside the code that needs it, for DeepSpeed's engine in training/patches.py. Imports no library by itself.
+is beside the code that needs it, for DeepSpeed's engine in training/engine_patches.py. Imports no library by itself.
 """
 
 import contextlib

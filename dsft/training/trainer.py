@@ -48,7 +48,7 @@ from dsft.runtime.console import say
 from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog, SkippedSteps
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, Line, SlowRanks, Work, complete, gather, mark
-from dsft.training.patches import import_muon, patch_engine
+from dsft.training.engine_patches import import_muon, patch_engine
 from dsft.training.plan_check import PlanCheck
 from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
