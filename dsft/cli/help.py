@@ -20,7 +20,7 @@ from typing import Any
 import shtab
 
 from dsft.cli.commands import COMMANDS, Command, CompletionOptions
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, TrainConfig
+from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, EvalConfig, TrainConfig
 from dsft.config.reader import is_option
 
 ARGUMENT_TEXTS = {
@@ -81,13 +81,9 @@ def command_help(name: str, *, everything: bool) -> str:
 def usage(name: str) -> str:
     """Returns the form of a command line."""
     fields = [field for group in command_groups(COMMANDS[name]) for field in group.fields]
-    positional = [field for field in fields if field.is_positional]
-    words = [
-        "dsft",
-        name,
-        *(f"[{field.name.upper()}]" if field.default else field.name.upper() for field in positional),
-    ]
-    options = ["[--OPTION VALUE ...]"] if any(not field.is_positional for field in fields) else []
+    upper = {field.name.upper(): field.default for field in fields if field.is_positional}
+    words = ["dsft", name, *(f"[{word}]" if default else word for word, default in upper.items())]
+    options = ["[--OPTION VALUE ...]"] if len(upper) < len(fields) else []
     if name == "launch":
         words += [*options, "train|eval"]
     config = ["[--config FILE.yaml]"] if name == "launch" or COMMANDS[name].run_options else []
@@ -100,7 +96,15 @@ def command_groups(command: Command) -> list[Group]:
     if command.common and command.run_options:
         groups = class_groups(command.run_options) + groups
     if command.common and command.run_options is TrainConfig:
-        groups.insert(-1, Group("TrainingArguments: of transformers, by their own names.", training_arguments()))
+        folder = importlib.util.find_spec("transformers").submodule_search_locations[0]
+        arguments = tuple(
+            dataclasses.replace(field, default="", text=ARGUMENT_TEXTS[field.name])
+            if field.name in ARGUMENT_TEXTS
+            else dataclasses.replace(field, default=str(TRAINING_DEFAULTS.get(field.name, field.default)).lower())
+            for field in source_fields(str(Path(folder, "training_args.py")), "TrainingArguments")
+            if field.name not in (*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank")
+        )
+        groups.insert(-1, Group("TrainingArguments: of transformers, by their own names.", arguments))
     return groups
 
 
@@ -109,12 +113,20 @@ def class_groups(cls: type) -> list[Group]:
 
     An option stands in the group that has it first, with the text of the class that has it last.
     """
-    ancestry = [base for base in _bases_first(cls) if dataclasses.is_dataclass(base)]
+
+    def bases_first(base: type) -> list[type]:
+        return [each for parent in base.__bases__ for each in bases_first(parent)] + [base]
+
+    ancestry = [base for base in dict.fromkeys(bases_first(cls)) if dataclasses.is_dataclass(base)]
     docs = {
         doc.name: doc
         for base in ancestry
         for doc in source_fields(sys.modules[base.__module__].__file__, base.__name__)
     }
+    if issubclass(cls, EvalConfig):
+        from dsft.perplexity.modes import CHOICES  # loads numpy, which other help does without
+
+        docs |= {name: dataclasses.replace(docs[name], placeholder="|".join(CHOICES[name])) for name in CHOICES}
     options = {field.name: field for field in dataclasses.fields(cls) if is_option(field)}
     groups, seen = [], set()
     for base in ancestry:
@@ -126,29 +138,19 @@ def class_groups(cls: type) -> list[Group]:
     return groups
 
 
-def _bases_first(cls: type) -> list[type]:
-    return [*dict.fromkeys(base for parent in cls.__bases__ for base in _bases_first(parent)), cls]
-
-
-def training_arguments() -> tuple[FieldDoc, ...]:
-    """Returns the fields of transformers.TrainingArguments that are options, with dsft's defaults."""
-    folder = importlib.util.find_spec("transformers").submodule_search_locations[0]
-    fields = source_fields(str(Path(folder, "training_args.py")), "TrainingArguments")
-    return tuple(
-        dataclasses.replace(field, default="", text=ARGUMENT_TEXTS[field.name])
-        if field.name in ARGUMENT_TEXTS
-        else dataclasses.replace(field, default=str(TRAINING_DEFAULTS.get(field.name, field.default)).lower())
-        for field in fields
-        if field.name not in (*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank")
-    )
-
-
 @functools.cache
 def source_fields(file: str, class_name: str) -> tuple[FieldDoc, ...]:
     """Returns the fields that a class has by its source, in their order.
 
     Their text is the string below each, or the `help` of its metadata, of which the first sentence is taken.
     """
+
+    def literal(node: ast.expr | None) -> Any:
+        try:
+            return ast.literal_eval(node) if node else None
+        except ValueError:  # not a plain value
+            return None
+
     tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     docs = []
@@ -158,13 +160,20 @@ def source_fields(file: str, class_name: str) -> tuple[FieldDoc, ...]:
         keywords = {}
         if isinstance(node.value, ast.Call):
             keywords = {keyword.arg: keyword.value for keyword in node.value.keywords}
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        default = keywords.get("default", keywords.get("default_factory", node.value))
+        value = literal(default.body if isinstance(default, ast.Lambda) else default)
+        if isinstance(value, bool):
+            value = str(value).lower()
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            text = below.value.value
+        elif text := (literal(keywords.get("metadata")) or {}).get("help", ""):
+            text = text.split(". ")[0].rstrip(".") + "."
         docs.append(
             FieldDoc(
                 name=node.target.id,
                 placeholder=_placeholder(node.annotation),
-                default=_default(keywords.get("default", keywords.get("default_factory", node.value))),
-                text=" ".join((below.value.value if is_text else _metadata_help(keywords)).split()),
+                default=" ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value),
+                text=" ".join(text.split()),
             )
         )
     return tuple(docs)
@@ -182,62 +191,28 @@ def _placeholder(annotation: ast.expr) -> str:
     return PLACEHOLDERS.get(ast.unparse(annotation), "")  # a type of transformers stands beside `str`
 
 
-def _default(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Lambda):
-        node = node.body
-    try:
-        value: Any = ast.literal_eval(node) if node else None
-    except ValueError:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-
-
-def _metadata_help(keywords: dict[str, ast.expr]) -> str:
-    try:
-        text = ast.literal_eval(keywords["metadata"])["help"]
-    except (KeyError, ValueError):
-        return ""
-    return text.split(". ")[0].rstrip(".") + "."
-
-
 def print_completion(options: CompletionOptions) -> None:
-    """Print the script for a shell."""
-    print(shtab.complete(all_commands(), options.shell))
-
-
-def all_commands() -> argparse.ArgumentParser:
-    """Make the parser of all commands."""
+    """Print the script for a shell: every command with its options, and those of the run that it takes beside."""
     parser = argparse.ArgumentParser(prog="dsft")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(name, help=command.summary)
+        groups = command_groups(command)
+        if command.run_options:
+            groups = groups + class_groups(command.run_options)
         if name == "launch":
+            groups = groups + command_groups(COMMANDS["train"])
             of_command.add_argument("command", choices=["train", "eval"])
         if name == "launch" or command.run_options:
             of_command.add_argument("--config", help="YAML file with options of the run").complete = shtab.FILE
-        for field in _fields(name, command):
-            _add(of_command, field)
-    return parser
-
-
-def _fields(name: str, command: Command) -> list[FieldDoc]:
-    """Returns all options of a command: its own and those of the run that it takes beside."""
-    groups = command_groups(command)
-    if command.run_options:
-        groups = groups + class_groups(command.run_options)
-    if name == "launch":
-        groups = groups + command_groups(COMMANDS["train"])
-    return list({field.name: field for group in groups for field in group.fields}.values())
-
-
-def _add(parser: argparse.ArgumentParser, field: FieldDoc) -> None:
-    words = {"true|false": ["true", "false"]}.get(field.placeholder.strip("[]"))
-    if words is None and re.fullmatch(r"[a-z0-9][\w.-]*(\|[\w.-]+)+", field.placeholder):
-        words = field.placeholder.split("|")
-    # Of what shtab takes over, only the first sentence fits beside the option.
-    text = re.split(r"(?<=[.;:]) ", field.text)[0].rstrip(".;:").replace("%", "%%")
-    argument = parser.add_argument(field.name if field.is_positional else f"--{field.name}", help=text, choices=words)
-    if words is None:
-        argument.complete = shtab.FILE
+        for field in {field.name: field for group in groups for field in group.fields}.values():
+            choices = ["true", "false"] if field.placeholder == PLACEHOLDERS["bool"] else None
+            if re.fullmatch(r"[a-z0-9][\w.-]*(\|[\w.-]+)+", field.placeholder):
+                choices = field.placeholder.split("|")
+            # Of what shtab takes over, only the first sentence fits beside the option.
+            text = re.split(r"(?<=[.;:]) ", field.text)[0].rstrip(".;:").replace("%", "%%")
+            flag = field.name if field.is_positional else f"--{field.name}"
+            argument = of_command.add_argument(flag, help=text, choices=choices)
+            if choices is None:
+                argument.complete = shtab.FILE
+    print(shtab.complete(parser, options.shell))

@@ -202,6 +202,8 @@ NAMED_BY = {
     for option in ("mode", "protocol", "context_curve")
 }
 """Option -> the names of the modes that it may ask for."""
+CHOICES = {"mode": ("auto", *NAMED_BY["mode"]), "protocol": (*NAMED_BY["protocol"], "all")}
+"""Option of EvalConfig -> the values that a user may choose, for help, completion and checks."""
 WINDOW_OPTIONS = tuple(dict.fromkeys(name for mode in MODES.values() for name in mode.options))
 """All options that some mode reads: part of every result's fingerprint."""
 
@@ -214,7 +216,7 @@ def find_mode(name: str) -> Mode:
 def mode_problems(config: EvalConfig) -> list[str]:
     """List unknown modes and protocols, and options that exclude each other."""
     problems = []
-    for option, choices in (("mode", ["auto", *NAMED_BY["mode"]]), ("protocol", [*NAMED_BY["protocol"], "all"])):
+    for option, choices in CHOICES.items():
         value = getattr(config, option)
         if value not in (None, *choices):
             problems.append(

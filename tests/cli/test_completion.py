@@ -16,6 +16,8 @@ OFFERED = {
     ("train", "--learning_r"): "--learning_rate",  # of transformers.TrainingArguments
     ("train", "--packing", ""): "true false",
     ("train", "--config", "r"): "run.yaml",
+    ("eval", "--mode", ""): "auto windows sliding rolling answers",
+    ("eval", "--protocol", ""): "gptq llama.cpp lm-eval hf dsft all",
     ("plan", "--packi"): "--packing",  # of the run that is planned
     ("launch", "--hostfile", "h", "train", "--seq_l"): "--seq_len",
     ("verify", "r"): "run.yaml",
