@@ -55,8 +55,7 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, request, is_whole):
         out = result.stdout
     else:
         folder = request.getfixturevalue("short")
-        quickstart.print_answers(folder)
-        quickstart.show_results(folder, seconds=1)
+        quickstart.show_results(folder, start=0.0)
         out = capfd.readouterr().out
     runs = {name: read_json(folder / "runs" / name / "run.json") for name in ("full", "lora")}
     for content in runs.values():
@@ -89,5 +88,5 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, request, is_whole):
     for part in ("perplexity", "tokens/s", "peak", "gzip -9", "loss.png", "report.html", "merged", "next"):
         assert part in out
     (folder / "report.html").unlink()  # as without vl-convert
-    quickstart.show_results(folder, seconds=1)
+    quickstart.show_results(folder, start=0.0)
     assert "pip install 'dsft[report]', then dsft report" in " ".join(capfd.readouterr().out.split())

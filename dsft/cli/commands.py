@@ -220,7 +220,7 @@ _COMPLETION = """\
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
-    "init": Command("write a commented run.yaml to begin with", "dsft.cli.init:write_config", InitOptions),
+    "init": Command("write a commented run.yaml to begin with", "dsft.cli.quickstart:init", InitOptions),
     "train": Command(
         "finetune on all GPUs of this machine", "", LaunchOptions, TrainConfig, frozenset(_TRAIN.split()), _LAUNCHED
     ),

@@ -1,7 +1,7 @@
-"""`dsft demo-data` and `dsft quickstart`: the whole job on the demo data, as the commands a user would type.
+"""Where users begin: `dsft init` writes a commented run.yaml, `dsft demo-data` data to try it on, and `dsft quickstart`
+does the whole job on that data, as the commands a user would type: full finetuning, LoRA, merge, perplexity, report.
 
-Full finetuning, LoRA, merge, perplexity, report: each step is a real `dsft` command on all GPUs of this machine, or on
-2 CPU ranks. Nothing is downloaded.
+Each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU ranks. Nothing is downloaded.
 """
 
 import gzip
@@ -14,11 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-from dsft.cli.commands import FolderOptions, QuickstartOptions
+import yaml
+
+from dsft.cli.commands import FolderOptions, InitOptions, QuickstartOptions
 from dsft.errors import UserError
-from dsft.quickstart.make_data import write_demo_data
+from dsft.quickstart.make_data import SHIPPED, write_demo_data
 from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
 
+RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
+"""Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
 REPORT = "report {folder}/runs/full {folder}/runs/lora --out {folder}/report.html"
 STEPS = {
     "text, instructions, tokenizer and model config from Python's own documentation": "demo-data {folder}",
@@ -37,6 +41,29 @@ STEPS = {
 TITLES = {"full": "full finetuning", "lora": "LoRA, answers only"}
 NUM_QUESTIONS = 3
 """Answered before and after LoRA: the shortest of those held out."""
+
+
+def init(options: InitOptions) -> None:
+    """Write a commented run.yaml.
+
+    Raises:
+        UserError: where it exists.
+    """
+    path = Path(options.out)
+    if path.exists():
+        raise UserError([f"{path}: exists; name another file with --out"])
+    values = {
+        "model": options.model,
+        "data": options.data[0] if len(options.data) == 1 else options.data,
+        "output_dir": options.output_dir,
+    }
+    on_one_line = {"default_flow_style": True, "width": 10_000, "allow_unicode": True}
+    written = {name: yaml.safe_dump(value, **on_one_line) for name, value in values.items()}
+    quoted = {name: value.removesuffix("\n").removesuffix("\n...") for name, value in written.items()}
+    text = (SHIPPED / "run.yaml").read_text(encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.format(path=path, method=options.method, rate=RATES[options.method], **quoted), "utf-8")
+    print(f"dsft: {path}: written; next: dsft preview --config {path}")
 
 
 def demo(options: FolderOptions) -> None:
@@ -68,69 +95,56 @@ def run(options: QuickstartOptions) -> None:
         print(f"dsft: {shlex.join(['dsft', *words])}", flush=True)
         if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
             sys.exit(code)
-    print_answers(folder)
-    show_results(folder, seconds=time.perf_counter() - start)
+    show_results(folder, start=start)
 
 
-def show_results(folder: Path, *, seconds: float) -> None:
-    """Print a table of the runs, and where their report is."""
-    from dsft.checkpoints.run_folder import read_run
-    from dsft.runtime.console import print_table
-
-    rows = {}
-    for name, title in TITLES.items():
-        results = read_run(str(folder / "runs" / name))["results"]
-        before = next(entry["eval_perplexity"] for entry in results["log"] if "eval_perplexity" in entry)
-        peak = results.get("peak_gpu_gib", results["peak_host_gib"])
-        rows[title] = (
-            f"perplexity {before:,.1f} -> {results['eval_perplexity']:,.1f}; {results['tokens_seen']:,} tokens, "
-            f"{results['tokens_per_second']:,.0f} tokens/s, peak {peak:.2f} GiB per rank"
-        )
-    bits, bits_of_gzip = bits_per_byte(folder)
-    has_report = (folder / "report.html").is_file()
-    rows |= {
-        "held-out text": f"{bits:.2f} bits per byte by the model, {bits_of_gzip:.2f} by gzip -9",
-        "models": f"{folder}/runs/full/final, {folder}/merged",
-        "runs": f"{folder}/runs/full/run.json, {folder}/runs/lora/run.json",
-        "time": f"{seconds:.0f} s",
-        "next": f"copy {folder}/full.yaml, name your model and data, and run: dsft train --config yours.yaml",
-    }
-    if has_report:
-        rows |= {"loss curve": f"{folder}/report/loss.png", "report": f"open {folder}/report.html in a browser"}
-    else:
-        rows["report"] = f"pip install 'dsft[report]', then dsft {REPORT.format(folder=folder)}"
-    print_table("dsft quickstart", rows)
-
-
-def print_answers(folder: Path) -> None:
-    """Print what the models before and after LoRA answer to the same held-out questions."""
+def show_results(folder: Path, *, start: float) -> None:
+    """Print what the models before and after LoRA answer to the same held-out questions, a table of the runs, and
+    where their report is. Args: `start`: when the steps began, by time.perf_counter().
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from dsft.checkpoints.run_folder import read_run
     from dsft.models.tokenizer import generate
-    from dsft.runtime.console import set_up_screen
+    from dsft.runtime.console import print_table, set_up_screen
 
     set_up_screen()
     rows = [json.loads(line) for line in (folder / "instructions" / "held_out.jsonl").open(encoding="utf-8")]
-    rows = sorted(rows, key=lambda row: len(row["prompt"]))[:NUM_QUESTIONS]
+    questions = sorted(rows, key=lambda row: len(row["prompt"]))[:NUM_QUESTIONS]
     answers = {}
     for when, model in {"before LoRA": "runs/full/final", "after LoRA": "merged"}.items():
         loaded = AutoModelForCausalLM.from_pretrained(folder / model), AutoTokenizer.from_pretrained(folder / model)
-        answers[when] = [generate(*loaded, row["prompt"], max_new_tokens=30) for row in rows]
-    for number, row in enumerate(rows):
+        answers[when] = [generate(*loaded, row["prompt"], max_new_tokens=30) for row in questions]
+    for number, row in enumerate(questions):
         print(f"dsft: {row['prompt'].splitlines()[0]}")
         for when, texts in answers.items():
             print(f"dsft:   {when + ':':<13}{' '.join(texts[number].split())}")
         print(f"dsft:   {'Python says:':<13}{row['completion']}")
 
-
-def bits_per_byte(folder: Path) -> tuple[float, float]:
-    """(of the held-out text by the trained model, by gzip -9)."""
+    table = {}
+    for name, title in TITLES.items():
+        results = read_run(str(folder / "runs" / name))["results"]
+        before = next(entry["eval_perplexity"] for entry in results["log"] if "eval_perplexity" in entry)
+        peak = results.get("peak_gpu_gib", results["peak_host_gib"])
+        table[title] = (
+            f"perplexity {before:,.1f} -> {results['eval_perplexity']:,.1f}; {results['tokens_seen']:,} tokens, "
+            f"{results['tokens_per_second']:,.0f} tokens/s, peak {peak:.2f} GiB per rank"
+        )
     held_out = folder / "corpus" / "held_out.jsonl"
     text = "".join(json.loads(line)["text"] for line in held_out.open(encoding="utf-8")).encode()
+    bits_of_gzip = 8 * len(gzip.compress(text, 9)) / len(text)
     results = json.loads((folder / "perplexity" / "perplexity.json").read_text(encoding="utf-8"))["results"]
-    (bits,) = (
-        result["bits_per_byte"]
-        for result in results
-        if result["data"] == str(held_out) and result["model"] == f"{folder}/runs/full/final"
-    )
-    return bits, 8 * len(gzip.compress(text, 9)) / len(text)
+    asked = (str(held_out), f"{folder}/runs/full/final")
+    (bits,) = (result["bits_per_byte"] for result in results if (result["data"], result["model"]) == asked)
+    table |= {
+        "held-out text": f"{bits:.2f} bits per byte by the model, {bits_of_gzip:.2f} by gzip -9",
+        "models": f"{folder}/runs/full/final, {folder}/merged",
+        "runs": f"{folder}/runs/full/run.json, {folder}/runs/lora/run.json",
+        "time": f"{time.perf_counter() - start:.0f} s",
+        "next": f"copy {folder}/full.yaml, name your model and data, and run: dsft train --config yours.yaml",
+    }
+    if (folder / "report.html").is_file():
+        table |= {"loss curve": f"{folder}/report/loss.png", "report": f"open {folder}/report.html in a browser"}
+    else:
+        table["report"] = f"pip install 'dsft[report]', then dsft {REPORT.format(folder=folder)}"
+    print_table("dsft quickstart", table)

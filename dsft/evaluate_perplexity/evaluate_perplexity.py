@@ -42,16 +42,13 @@ class EvaluatePerplexity(evaluate.Measurement):
         """Return perplexity, nats and tokens; with `bytes` and `words` also those of words, bytes and bits per byte."""
         if nats is not None:
             return self._of_sums(math.fsum(nats), sum(tokens), sum(bytes or []), sum(words or []))
-        return self._compute(predictions, **options)
-
-    def _compute(self, predictions, *, model, **options):
         from dsft.api import evaluate_perplexity
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "texts.parquet"
             datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
             options = {"data_cache": folder} | options  # the texts are not seen again
-            result = evaluate_perplexity(model=model, data=str(path), progress=False, **options).perplexity
+            result = evaluate_perplexity(data=str(path), progress=False, **options).perplexity
         figures = self._of_sums(result.nats, result.tokens, result.bytes, result.words)
         figures["perplexity"] = result.perplexity  # as a protocol weighs it
         return figures

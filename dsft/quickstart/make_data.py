@@ -23,19 +23,7 @@ SHIPPED = Path(__file__).parent
 END = "<|end|>"
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 8
-SKIPPED = {
-    "test",
-    "tests",
-    "idlelib",
-    "tkinter",
-    "turtle",
-    "turtledemo",
-    "lib2to3",
-    "distutils",
-    "venv",
-    "ensurepip",
-    "macholib",
-}
+SKIPPED = "test tests idlelib tkinter turtle turtledemo lib2to3 distutils venv ensurepip macholib"
 """Tests, and what a distribution's Python may lack."""
 
 
@@ -48,36 +36,54 @@ def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
 
     Returns the number of rows of each data file.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     modules = dict(standard_library_docs())
-    documents = [(f"topic {name}", text) for name, text in sorted(topics.items())]
-    documents += [(f"module {name}", "\n\n".join(text for _, text in docs)) for name, docs in modules.items()]
-    counts = {}
-    corpus = {"train": [], "held_out": []}
-    for name, text in documents:
-        corpus[split_of(name)].append({"text": text})
-    # Topics repeat parts of each other, and so do modules.
+    split_of_module = {module: split_of(f"module {module}") for module in modules}
+    corpus, instructions = ({"train": [], "held_out": []} for _ in range(2))
+
+    # ---- corpus; topics repeat parts of each other, and so do modules
+    for name, text in sorted(topics.items()):
+        corpus[split_of(f"topic {name}")].append({"text": text})
+    for module, docs in modules.items():
+        corpus[split_of_module[module]].append({"text": "\n\n".join(text for _, text in docs)})
     seen = {part for row in corpus["train"] for part in row["text"].split("\n\n")}
     unseen = ("\n\n".join(part for part in row["text"].split("\n\n") if part not in seen) for row in corpus["held_out"])
     corpus["held_out"] = [{"text": text} for text in unseen if text]
-    instructions = {"train": [], "held_out": []}
+
+    # ---- instructions; bz2 and gzip, say, describe their methods in the same words
     trained_on = {
-        summary(text) for module, docs in modules.items() if split_of(f"module {module}") == "train" for _, text in docs
+        summary(text) for module, docs in modules.items() if split_of_module[module] == "train" for _, text in docs
     }
     for module, docs in modules.items():
-        held_out = split_of(f"module {module}") == "held_out"
+        split = split_of_module[module]
         for signature, text in docs:
-            # bz2 and gzip, say, describe their methods in the same words.
-            if "(" in signature and not (held_out and summary(text) in trained_on):
-                instructions[split_of(f"module {module}")].append(
-                    {"prompt": f"Question: what does {module}.{signature} do?\nAnswer: ", "completion": summary(text)}
-                )
+            if "(" in signature and not (split == "held_out" and summary(text) in trained_on):
+                prompt = f"Question: what does {module}.{signature} do?\nAnswer: "
+                instructions[split].append({"prompt": prompt, "completion": summary(text)})
+
+    counts = {}
     for kind, splits in (("corpus", corpus), ("instructions", instructions)):
         for split, rows in splits.items():
             path = folder / kind / f"{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             counts[f"{kind}/{split}"] = len(rows)
-    write_tokenizer(folder / "model", [row["text"] for row in corpus["train"]])
+
+    # ---- a byte-level BPE of the corpus, the model's config and the runs
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([row["text"] for row in corpus["train"]], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    tokenizer.save_pretrained(folder / "model")
     shutil.copy(SHIPPED / "config.json", folder / "model")
     for name in ("full.yaml", "lora.yaml"):
         text = (SHIPPED / name).read_text(encoding="utf-8").format(folder=folder, dtype=dtype)
@@ -100,7 +106,7 @@ def standard_library_docs() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] not in sys.stdlib_module_names or SKIPPED & set(parts):
+        if parts[0] not in sys.stdlib_module_names or not set(SKIPPED.split()).isdisjoint(parts):
             continue
         try:
             tree = ast.parse(path.read_bytes())
@@ -119,21 +125,3 @@ def _walk(node: ast.AST, prefix: str) -> Iterator[tuple[ast.AST, str]]:
             yield from _walk(child, f"{prefix}{child.name}.")
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield child, f"{prefix}{child.name}({ast.unparse(child.args)})"
-
-
-def write_tokenizer(folder: Path, texts: list[str]) -> None:
-    """A byte-level BPE of VOCAB_SIZE tokens trained on `texts`, saved as a Hugging Face tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END).save_pretrained(folder)
