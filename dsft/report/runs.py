@@ -6,7 +6,6 @@ A run that is still running, stopped early or was killed has less of it; nothing
 import json
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,6 @@ class Run:
         """Return a metric's values, in the order of the log."""
         return [entry[name] for entry in self.log if entry.get(name) is not None]
 
-    def last_attempt(self) -> list[dict[str, Any]]:
-        """Return the entries since training was last started: its clock starts at 0 each time."""
-        timed = [index for index, entry in enumerate(self.log) if "train_runtime" in entry]
-        restarts = [
-            earlier + 1
-            for earlier, later in pairwise(timed)
-            if self.log[later]["train_runtime"] < self.log[earlier]["train_runtime"]
-        ]
-        return self.log[restarts[-1] if restarts else 0 :]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -124,63 +113,62 @@ def read_report(folders: list[str]) -> Report:
     parts = [folder.resolve().parts for folder in run_folders]
     shortened = (["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts))))
     names = next((names for names in shortened if len(set(names)) == len(names)), [str(path) for path in run_folders])
-    runs = [_read_run(folder, name) for folder, name in zip(run_folders, names, strict=True)]
-    places = [
-        path
+    runs = []
+    for folder, name in zip(run_folders, names, strict=True):
+        try:
+            facts = read_run(str(folder))
+            path = folder / METRICS
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+            entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
+            log = [
+                # Values that are NaN or infinite are left out, such as the gradient norm of a skipped step.
+                {key: value for key, value in entry.items() if value is not None and math.isfinite(value)}
+                for entry in entries
+            ]
+            evaluated = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
+            saved = []
+            for path in checkpoints(folder):
+                state = read_trainer_state(path)
+                step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
+                entry = evaluated.get(step, {})
+                saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=entry))
+        except ValueError as error:
+            raise UserError(f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})") from None
+        runs.append(Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved))
+
+    named = [path.resolve() for path in named]
+    beside = [
+        path.resolve()
         for folder in run_folders
         for path in (folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir()))
+        if (path / REPORTS).is_file()
     ]
-    beside = [path for path in places if (path / REPORTS).is_file()]
     evaluations = []
-    for folder in dict.fromkeys(path.resolve() for path in (*named, *beside)):
-        measured = _read_evaluations(folder, runs)
-        if any(item.run for item in measured) or folder in [path.resolve() for path in named]:
+    for folder in dict.fromkeys((*named, *beside)):
+        results, measured = Results(folder), []
+        for key, report in results.reports.items():
+            name, model, tokens_seen = _model_of(report["model"], runs)
+            rows = [row for row in results.documents[key].to_pylist() if row["tokens"]]
+            rows.sort(key=lambda row: row["nats"] / row["tokens"])
+            measured.append(Measured(run=name, model=model, tokens_seen=tokens_seen, report=report, documents=rows))
+        if folder in named or any(item.run for item in measured):
             evaluations += measured
     return Report(runs=runs, evaluations=evaluations)
 
 
-def _read_run(folder: Path, name: str) -> Run:
-    try:
-        facts = read_run(str(folder))
-        path = folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
-        log = [
-            # Values that are NaN or infinite are left out, such as the gradient norm of a skipped step.
-            {key: value for key, value in entry.items() if value is not None and math.isfinite(value)}
-            for entry in entries
-        ]
-        evaluations = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
-        saved = []
-        for path in checkpoints(folder):
-            state = read_trainer_state(path)
-            step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
-            evaluation = evaluations.get(step, {})
-            saved.append(Checkpoint(name=path.name, step=step, tokens_seen=tokens_seen, evaluation=evaluation))
-    except ValueError as error:
-        raise UserError(f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})") from None
-    return Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved)
-
-
-def _read_evaluations(folder: Path, runs: list[Run]) -> list[Measured]:
-    results, measured = Results(folder), []
-    for key, report in results.reports.items():
-        name, model, tokens_seen = "", report["model"], None
-        for run in runs:
-            path, root = Path(path_of(report["model"], str(run.folder))).resolve(), run.folder.resolve()
-            if not path.is_relative_to(root):
-                continue
-            name, model = run.name, FINAL if path == root else str(path.relative_to(root))
-            tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
-            best = run.results.get("best_checkpoint")
-            if model != FINAL:
-                tokens_seen = tokens.get(model)
-            elif best and run.facts["config"].get("load_best_model_at_end"):
-                tokens_seen = tokens.get(Path(best).name)
-            else:
-                tokens_seen = run.results.get("tokens_seen")
-            break
-        rows = [row for row in results.documents[key].to_pylist() if row["tokens"]]
-        rows.sort(key=lambda row: row["nats"] / row["tokens"])
-        measured.append(Measured(run=name, model=model, tokens_seen=tokens_seen, report=report, documents=rows))
-    return measured
+def _model_of(model: str, runs: list[Run]) -> tuple[str, str, int | None]:
+    """Find the run whose model a result is of: its name, what the model is called there, and the tokens it has seen;
+    ("", model, None) where it is none of theirs.
+    """
+    for run in runs:
+        path, root = Path(path_of(model, str(run.folder))).resolve(), run.folder.resolve()
+        if not path.is_relative_to(root):
+            continue
+        tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
+        best = run.results.get("best_checkpoint")
+        if path != root and (name := str(path.relative_to(root))) != FINAL:
+            return run.name, name, tokens.get(name)
+        if best and run.facts["config"].get("load_best_model_at_end"):
+            return run.name, FINAL, tokens.get(Path(best).name)
+        return run.name, FINAL, run.results.get("tokens_seen")
+    return "", model, None

@@ -8,7 +8,7 @@ import yaml
 
 from dsft.config.options import TrainConfig
 from dsft.perplexity.sums import exp
-from dsft.report.runs import Measured, Report, Run
+from dsft.report.runs import Report, Run
 from dsft.units import GiB
 
 SHOWN_DOCUMENTS = 5
@@ -101,28 +101,105 @@ def headline(report: Report) -> Table:
 
 def tables(report: Report) -> list[Table]:
     """Make the other tables; those without a row are left out."""
-    made = [
-        _differences(report.runs),
-        _checkpoints(report),
-        _evaluations(report.evaluations),
-        *(_documents(item) for item in report.evaluations),
-        *(_data(report.runs, key, title) for key, title in (("data", "Training data"), ("held_out", "Held-out data"))),
-        _plan(report.runs),
-        _versions(report.runs),
-    ]
+    runs, made = report.runs, []
+
+    configs = [run.facts["config"] for run in runs]
+    rows = {name: [_short(config.get(name)) for config in configs] for name in sorted(set().union(*configs))}
+    changed = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
+    made.append(_table("What differs between the runs", runs, changed))
+
+    cells = []
+    for run in runs:
+        for saved in run.checkpoints:
+            held_out = _with_interval(saved.evaluation) if saved.evaluation else ""
+            name = f"{run.name}/{saved.name}" if len(runs) > 1 else saved.name
+            cells.append([name, _count(saved.step), _count(saved.tokens_seen), held_out])
+    header = ["", "step", "tokens seen", "held-out perplexity (95 % interval)"]
+    made.append(Table(title="Checkpoints", header=header, rows=cells))
+
+    cells = []
+    for item in report.evaluations:
+        facts, texts = item.report, {"perplexity": "", "bits_per_byte": ""}
+        for name in texts:
+            if facts.get(name):
+                bounds = facts.get("interval", {}).get(name)
+                known = f" ({bounds[0]:,.4g} to {bounds[1]:,.4g})" if bounds and None not in bounds else ""
+                texts[name] = f"{facts[name]:,.4f}{known}"
+        tokens = f"{facts['tokens']:,} of {facts['documents']:,} documents"
+        cells.append([item.title, facts["data"], facts.get("protocol") or facts["mode"], *texts.values(), tokens])
+    header = ["", "data", "mode", "perplexity (95 % interval)", "bits per byte (95 % interval)", "tokens"]
+    made.append(Table(title="Perplexity, measured by dsft eval", header=header, rows=cells))
+
+    # The documents with the most and the fewest nats per token, of each evaluation.
+    for item in report.evaluations:
+        count, cells = min(SHOWN_DOCUMENTS, len(item.documents) // 2), []
+        for end, documents in (("worst", item.documents[::-1][:count]), ("best", item.documents[:count])):
+            for row in documents:
+                loss = row["nats"] / row["tokens"]
+                cells.append([end, f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", f"{exp(loss):,.4g}"])
+        header = ["", "document", "tokens", "nats per token", "perplexity"]
+        note = f"{item.report['data']}, {item.title}. Documents are counted from 0, as in documents.parquet."
+        made.append(Table(title="Worst and best documents", header=header, rows=cells, note=note))
+
+    for key, option, title in (("data", "data", "Training data"), ("held_out", "eval_data", "Held-out data")):
+        counts = [run.facts.get(key) or {} for run in runs]
+        if any(counts):
+            rows = {"from": [_short(config.get(option)) for config in configs]}
+            for name, text in COUNTS.items():
+                rows[text] = [f"{count[name]:,}" if count.get(name) else "" for count in counts]
+            made.append(_table(title, runs, rows))
+
+    # Predictions beside what was measured.
+    rows = {"chosen": [(run.facts.get("plan") or {}).get("reason", "") for run in runs]}
+    checks = [run.results.get("plan_check", {}) for run in runs]
+    pairs = dict.fromkeys((when, name) for each in checks for when in each for name in each[when])
+    for when, name in pairs:
+        scale, unit = (1, "s") if name.startswith("time") else (GiB, "GiB")
+        rows[f"{name}, {when}"] = [
+            f"predicted {check['predicted'] / scale:.3g} {unit}, measured {check['measured'] / scale:.3g} {unit}"
+            f" ({check['error']:+.0%})"
+            if (check := each.get(when, {}).get(name))
+            else ""
+            for each in checks
+        ]
+    made.append(_table("The plan", runs, rows))
+
+    versions = [run.facts.get("versions") or {} for run in runs]
+    names = dict.fromkeys(name for known in versions for name in known)
+    rows = {name: [known.get(name) or "" for known in versions] for name in names}
+    rows["dsft's commit"] = [(run.facts.get("git_commit") or "")[:12] for run in runs]
+    made.append(_table("Versions", runs, rows))
     return [table for table in made if table.rows]
 
 
 def folded(report: Report) -> list[Folded]:
     """Make the texts about each run: how to run it again, its whole configuration, DeepSpeed's."""
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(TrainConfig)
+    }
     texts = []
     for run in report.runs:
         name = f" · {run.name}" if len(report.runs) > 1 else ""
-        texts.append(Folded(title=f"The command to reproduce{name}", text=_reproduction(run), is_open=True))
-        decisions = [f"{item['name']}: {item['value']}   ({item['reason']})" for item in run.facts.get("decisions", [])]
+        config, plan, decisions = run.facts["config"], run.facts.get("plan") or {}, run.facts.get("decisions", [])
+        # The options that are not the defaults, as a file, and the command that takes it.
+        left_out = {*NOT_REPRODUCED, *(item["name"] for item in decisions)}
+        given = {
+            key: value
+            for key, value in config.items()
+            if key not in left_out and (key not in defaults or defaults[key] != value)
+        }
+        world, per_node = run.facts.get("world_size", 1), plan.get("ranks_per_node", 1)
+        start = "dsft train" if world == per_node else "dsft launch train --hostfile HOSTS"
+        command = (
+            f"# run.yaml; relative paths start where the training was started\n{_yaml(given)}\n# {world} ranks\n"
+            f"{start} --config run.yaml --num_gpus {per_node} --output_dir NEW"
+        )
+        texts.append(Folded(title=f"The command to reproduce{name}", text=command, is_open=True))
         if decisions:
-            texts.append(Folded(title=f"Decided by dsft{name}", text="\n".join(decisions)))
-        texts.append(Folded(title=f"All options{name}", text=_yaml(run.facts["config"])))
+            lines = [f"{item['name']}: {item['value']}   ({item['reason']})" for item in decisions]
+            texts.append(Folded(title=f"Decided by dsft{name}", text="\n".join(lines)))
+        texts.append(Folded(title=f"All options{name}", text=_yaml(config)))
         texts.append(Folded(title=f"DeepSpeed's configuration{name}", text=_yaml(run.facts.get("deepspeed", {}))))
     return texts
 
@@ -141,119 +218,6 @@ def _with_interval(entry: dict[str, float]) -> str:
 
 def _count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
-
-
-def _differences(runs: list[Run]) -> Table:
-    configs = [run.facts["config"] for run in runs]
-    names = sorted(set().union(*configs))
-    rows = {name: [_short(config.get(name)) for config in configs] for name in names}
-    changed = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
-    return _table("What differs between the runs", runs, changed)
-
-
-def _checkpoints(report: Report) -> Table:
-    rows = []
-    for run in report.runs:
-        for saved in run.checkpoints:
-            held_out = _with_interval(saved.evaluation) if saved.evaluation else ""
-            name = f"{run.name}/{saved.name}" if len(report.runs) > 1 else saved.name
-            rows.append([name, _count(saved.step), _count(saved.tokens_seen), held_out])
-    header = ["", "step", "tokens seen", "held-out perplexity (95 % interval)"]
-    return Table(title="Checkpoints", header=header, rows=rows)
-
-
-def _evaluations(evaluations: list[Measured]) -> Table:
-    rows = []
-    for item in evaluations:
-        report, interval = item.report, item.report.get("interval", {})
-        rows.append(
-            [
-                item.title,
-                report["data"],
-                report.get("protocol") or report["mode"],
-                f"{report['perplexity']:,.4f}" + _interval(interval.get("perplexity")),
-                f"{report['bits_per_byte']:.4f}" + _interval(interval.get("bits_per_byte"))
-                if report.get("bits_per_byte")
-                else "",
-                f"{report['tokens']:,} of {report['documents']:,} documents",
-            ]
-        )
-    header = ["", "data", "mode", "perplexity (95 % interval)", "bits per byte (95 % interval)", "tokens"]
-    return Table(title="Perplexity, measured by dsft eval", header=header, rows=rows)
-
-
-def _interval(bounds: list[float] | None) -> str:
-    return f" ({bounds[0]:,.4g} to {bounds[1]:,.4g})" if bounds and None not in bounds else ""
-
-
-def _documents(item: Measured) -> Table:
-    """The documents with the most and the fewest nats per token."""
-    count = min(SHOWN_DOCUMENTS, len(item.documents) // 2)
-    rows = []
-    for end, documents in (("worst", item.documents[::-1][:count]), ("best", item.documents[:count])):
-        for row in documents:
-            loss = row["nats"] / row["tokens"]
-            rows.append([end, f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", f"{exp(loss):,.4g}"])
-    header = ["", "document", "tokens", "nats per token", "perplexity"]
-    note = f"{item.report['data']}, {item.title}. Documents are counted from 0, as in documents.parquet."
-    return Table(title="Worst and best documents", header=header, rows=rows, note=note)
-
-
-def _data(runs: list[Run], key: str, title: str) -> Table:
-    counts = [run.facts.get(key) or {} for run in runs]
-    option = "data" if key == "data" else "eval_data"
-    rows = {"from": [_short(run.facts["config"].get(option)) for run in runs]}
-    rows |= {text: [f"{count[name]:,}" if count.get(name) else "" for count in counts] for name, text in COUNTS.items()}
-    table = _table(title, runs, rows)
-    return table if any(counts) else dataclasses.replace(table, rows=[])
-
-
-def _plan(runs: list[Run]) -> Table:
-    """Predictions beside what was measured."""
-    rows: dict[str, list[str]] = {"chosen": [(run.facts.get("plan") or {}).get("reason", "") for run in runs]}
-    names = dict.fromkeys(
-        (when, name) for run in runs for when, checks in run.results.get("plan_check", {}).items() for name in checks
-    )
-    for when, name in names:
-        scale, unit = (1, "s") if name.startswith("time") else (GiB, "GiB")
-        checks = [run.results.get("plan_check", {}).get(when, {}).get(name) for run in runs]
-        rows[f"{name}, {when}"] = [
-            f"predicted {check['predicted'] / scale:.3g} {unit}, measured {check['measured'] / scale:.3g} {unit}"
-            f" ({check['error']:+.0%})"
-            if check
-            else ""
-            for check in checks
-        ]
-    return _table("The plan", runs, rows)
-
-
-def _versions(runs: list[Run]) -> Table:
-    versions = [run.facts.get("versions") or {} for run in runs]
-    names = dict.fromkeys(name for known in versions for name in known)
-    rows = {name: [known.get(name) or "" for known in versions] for name in names}
-    rows["dsft's commit"] = [(run.facts.get("git_commit") or "")[:12] for run in runs]
-    return _table("Versions", runs, rows)
-
-
-def _reproduction(run: Run) -> str:
-    """The options that are not the defaults, as a file, and the command that takes it."""
-    config, plan = run.facts["config"], run.facts.get("plan") or {}
-    decided = {item["name"] for item in run.facts.get("decisions", [])}
-    defaults = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(TrainConfig)
-    }
-    given = {
-        name: value
-        for name, value in config.items()
-        if name not in decided and name not in NOT_REPRODUCED and (name not in defaults or defaults[name] != value)
-    }
-    world, per_node = run.facts.get("world_size", 1), plan.get("ranks_per_node", 1)
-    start = (
-        "dsft train --config run.yaml" if world == per_node else "dsft launch train --hostfile HOSTS --config run.yaml"
-    )
-    words = f"{start} --num_gpus {per_node} --output_dir NEW"
-    return f"# run.yaml; relative paths start where the training was started\n{_yaml(given)}\n# {world} ranks\n{words}"
 
 
 def _yaml(values: dict[str, Any]) -> str:
