@@ -62,17 +62,14 @@ def verify_checkpoint(options: FolderOptions) -> None:
     path = Path(options.folder)
     if not path.is_dir():
         raise UserError([f"{path}: is no folder"])
-    folders = [path] if (path / MANIFEST).is_file() else _folders_of_run(path)
+    folders = [path]
+    if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
+        folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
     raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes="all")])
     raise_if_any(pickle_errors(file for folder in folders for file in files_of(folder) if is_read_pickle(file)))
     for folder in folders:
         files = plural(len(files_of(folder)), "file")
         print(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")
-
-
-def _folders_of_run(path: Path) -> list[Path]:
-    """Return the checkpoints and the final model of a run's folder; itself where it has none."""
-    return [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
 
 
 def _num_bytes(folder: Path) -> int:

@@ -258,14 +258,14 @@ COMMANDS = {
     ),
     "preview": Command(
         "some samples as the model will see them",
-        "dsft.cli.data:preview_command",
+        "dsft.cli.data:run",
         PreviewOptions,
         TrainConfig,
         details=_RUN_OPTIONS,
     ),
     "prepare": Command(
         "tokenise the data of a training ahead of it",
-        "dsft.cli.data:prepare_command",
+        "dsft.cli.data:run",
         PrepareOptions,
         TrainConfig,
         details=_RUN_OPTIONS,

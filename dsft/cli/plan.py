@@ -23,6 +23,12 @@ from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gp
 from dsft.runtime.launcher_env import read_hosts
 from dsft.units import GB
 
+ASSUMED_GPU = "A100-80GB"
+MOST_GPUS_PER_NODE = 72
+"""GB200 NVL72, the largest machine that is sold as one."""
+MOST_GPUS = 100_000
+"""Of the largest clusters that are known."""
+
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
     """Print what a training with the options of `argv` would decide, or what else `options` ask for.
@@ -30,14 +36,12 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     Raises:
         UserError: with every problem of the options, of the machine, or of the model.
     """
-    raise_if_any(_impossible_numbers(options))
+    numbers = ("tokens_per_step", "tokens", "dollars_per_gpu_hour", "sequence_parallel")
+    given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
+    raise_if_any([f"--{name} {value}: must be above 0" for name, value in given.items() if not value > 0])
     problems: list[str] = []
-    training = read_config(TrainConfig, argv, problems, also=[field.name for field in dataclasses.fields(PlanOptions)])
-    not_needed = (
-        *NOT_NEEDED,
-        *(["model: missing"] if options.largest else []),
-        *(["batch_tokens and"] if options.perplexity else []),
-    )
+    training = read_config(TrainConfig, argv, problems, also=PlanOptions)
+    not_needed = NOT_NEEDED + options.largest * ("model: missing",) + options.perplexity * ("batch_tokens and",)
     problems = [problem for problem in problems if not problem.startswith(not_needed)]
     files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come
     raise_if_any([*problems, *without_second_errors(files, problems)])
@@ -48,21 +52,6 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     answer(options, training, machines, words=tuple(argv))
 
 
-def _impossible_numbers(options: PlanOptions) -> list[str]:
-    return [
-        f"--{name} {getattr(options, name)}: must be above 0"
-        for name in ("tokens_per_step", "tokens", "dollars_per_gpu_hour", "sequence_parallel")
-        if getattr(options, name) is not None and not getattr(options, name) > 0
-    ]
-
-
-ASSUMED_GPU = "A100-80GB"
-MOST_GPUS_PER_NODE = 72
-"""GB200 NVL72, the largest machine that is sold as one."""
-MOST_GPUS = 100_000
-"""Of the largest clusters that are known."""
-
-
 def read_machines(options: PlanOptions) -> list[Machine]:
     """The machine that the hardware options describe, once for each number of nodes.
 
@@ -70,98 +59,70 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         UserError: for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not
             see.
     """
-    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else None
+    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else {}
     if hosts and options.nodes:
         raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
-    nodes = [len(hosts)] if hosts else _read_nodes(options.nodes or "1")
-    slots = min(hosts.values()) if hosts else None
+    words = (options.nodes or "1").split(",")
+    nodes = [len(hosts)] if hosts else [int(word) if word.strip().isdecimal() else 0 for word in words]
+    if min(nodes) < 1:
+        raise UserError(
+            [f"--nodes {options.nodes}: write a number of at least 1, or several with commas, for example 1,2,4,8"]
+        )
+    slots = min(hosts.values(), default=None)
+
+    # ---- one node: measured elsewhere, this one, or on paper
     if options.machine:
-        machine = _carried(options, slots)
-    elif not (options.gpus or options.gpu_type or hosts):
+        machine = read_machine(Path(options.machine).expanduser())
+        for name in ("gpus", "gpu_type"):
+            if asked := getattr(options, name):
+                raise UserError([f"--{name} {asked}: --machine {options.machine} says it; keep one"])
+        if slots and slots != machine.ranks_per_node:
+            raise UserError(
+                [
+                    f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile"
+                    f" {options.hostfile} says {slots} per node"
+                ]
+            )
+    elif options.gpus or options.gpu_type:
+        machine = _on_paper(options, slots)
+    elif not hosts:
         require_seen_gpus()
         machine = this_machine()
-    elif hosts and not (options.gpus or options.gpu_type) and has_gpu():
+    elif has_gpu():
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
     else:
-        if not (options.gpus or options.gpu_type):
-            print(
-                f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type says"
-                " otherwise",
-                file=sys.stderr,
-            )
+        print(
+            f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type says otherwise",
+            file=sys.stderr,
+        )
         machine = _on_paper(options, slots)
-    if options.host_memory:
-        machine = dataclasses.replace(machine, host_bytes=parse_bytes(options.host_memory))
+
+    # ---- what single options say of it
+    changes = {"host_bytes": parse_bytes(options.host_memory)} if options.host_memory else {}
     if options.nvme and Path(options.nvme).is_dir():
-        machine = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(options.nvme).free, nvme_path=options.nvme)
+        changes |= {"nvme_bytes": shutil.disk_usage(options.nvme).free, "nvme_path": options.nvme}
     elif options.nvme:
-        machine = dataclasses.replace(machine, nvme_bytes=parse_bytes(options.nvme))
+        changes["nvme_bytes"] = parse_bytes(options.nvme)
     if options.interconnect:
-        links = _asked_links(machine.interconnect, options.interconnect)
-        machine = dataclasses.replace(machine, interconnect=links)
+
+        def is_network(link: str) -> bool:
+            return not link.lower().startswith(("nvlink", "pcie"))
+
+        # Where links within a node or its network alone are named, the other one stays as it was read.
+        asked = options.interconnect.split("+")
+        kinds = {is_network(link) for link in asked}
+        kept = [link for link in machine.interconnect.split("+") if link and is_network(link) not in kinds]
+        changes["interconnect"] = "+".join(sorted([*asked, *kept], key=is_network))
     if machine.ranks_per_node * max(nodes) > MOST_GPUS:
         raise UserError(
             [f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"]
         )
-    return [dataclasses.replace(machine, nodes=number, host_names=tuple(sorted(hosts or ()))) for number in nodes]
-
-
-def _asked_links(read: str, asked: str) -> str:
-    """Return `asked` and, where it names links within a node or its network alone, the other one as it was read."""
-    kinds = {_is_network(part) for part in asked.split("+")}
-    kept = [part for part in read.split("+") if part and _is_network(part) not in kinds]
-    return "+".join(sorted([*asked.split("+"), *kept], key=_is_network))
-
-
-def _is_network(part: str) -> bool:
-    return not part.lower().startswith(("nvlink", "pcie"))
-
-
-def _carried(options: PlanOptions, slots: int | None) -> Machine:
-    machine = read_machine(Path(options.machine).expanduser())
-    for name in ("gpus", "gpu_type"):
-        if asked := getattr(options, name):
-            raise UserError([f"--{name} {asked}: --machine {options.machine} says it; keep one"])
-    if slots and slots != machine.ranks_per_node:
-        raise UserError(
-            [
-                f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile {options.hostfile}"
-                f" says {slots} per node"
-            ]
-        )
-    return machine
-
-
-def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
-    """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
-    fields = dataclasses.asdict(machine)
-    if machine.measured:
-        from dsft.planner.calibration import to_carry  # with torch, which `read_machines` on paper does without
-
-        fields |= {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""}
-    return fields
-
-
-def read_machine(path: Path) -> Machine:
-    """Read the machine of a plan that `dsft plan --calibrate --json` printed there.
-
-    Raises:
-        UserError: where the file cannot be read, or nothing was measured there.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
-        carried = {name: fields["carried"][name] for name in ("bits", "ranks", "outside")}
-        machine = Machine(**fields | {"measured": False, "carried": carried, "host_names": ()})
-    except OSError as error:
-        raise UserError([f"--machine {path}: {error.strerror}"]) from None
-    except (KeyError, TypeError, ValueError):
-        machine = None
-    if not (machine and machine.carried["ranks"]):
-        raise UserError([f"--machine {path}: no measured rates in it; write it with dsft plan --calibrate --json"])
-    return machine
+    changes["host_names"] = tuple(sorted(hosts))
+    return [dataclasses.replace(machine, nodes=number, **changes) for number in nodes]
 
 
 def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
+    """A node of this many GPUs by name or size. Args: `slots`: of the host file."""
     number, word = split_gpus(options.gpus) if options.gpus else (slots or 8, "")
     if slots and number != slots:
         raise UserError(
@@ -189,20 +150,30 @@ def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
     )
 
 
-def assumed_card(options: PlanOptions, machine: Machine) -> str:
-    """Say for which card the time is, where only a size was given and others have it too; else ""."""
-    if not options.gpus or options.gpu_type or named_gpus(split_gpus(options.gpus)[1]):
-        return ""
-    card, memory_gb = machine.gpu_type, GPUS[machine.gpu_type].memory_gb
-    others = ", ".join(name for name, gpu in GPUS.items() if name != card and gpu.memory_gb == memory_gb)
-    return f"{machine.gpu_type} assumed, {others} have as much memory (--gpu_type); " if others else ""
+def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
+    """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
+    fields = dataclasses.asdict(machine)
+    if machine.measured:
+        from dsft.planner.calibration import to_carry  # with torch, which a machine on paper does without
+
+        fields |= {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""}
+    return fields
 
 
-def _read_nodes(text: str) -> list[int]:
+def read_machine(path: Path) -> Machine:
+    """Read the machine of a plan that `dsft plan --calibrate --json` printed there.
+
+    Raises:
+        UserError: where the file cannot be read, or nothing was measured there.
+    """
     try:
-        nodes = [int(word) for word in text.split(",")]
-    except ValueError:
-        nodes = [0]
-    if min(nodes) < 1:
-        raise UserError([f"--nodes {text}: write a number of at least 1, or several with commas, for example 1,2,4,8"])
-    return nodes
+        fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
+        carried = {name: fields["carried"][name] for name in ("bits", "ranks", "outside")}
+        machine = Machine(**fields | {"measured": False, "carried": carried, "host_names": ()})
+    except OSError as error:
+        raise UserError([f"--machine {path}: {error.strerror}"]) from None
+    except (KeyError, TypeError, ValueError):
+        machine = None
+    if not (machine and machine.carried["ranks"]):
+        raise UserError([f"--machine {path}: no measured rates in it; write it with dsft plan --calibrate --json"])
+    return machine

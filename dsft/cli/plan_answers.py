@@ -4,16 +4,16 @@ import dataclasses
 import json
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan import assumed_card, describe_machine
+from dsft.cli.plan import describe_machine
 from dsft.config.options import TrainConfig
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
@@ -23,76 +23,110 @@ from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
+from dsft.planner.gpus import GPUS, named_gpus
 from dsft.planner.plans import MEMORY_ERROR, Plan, RunCost, as_dict, run_cost, shortlist, write_plan
 from dsft.planner.step_time import TIME_RANGE
 from dsft.planner.zero_layout import bytes_by_phase
-from dsft.run_setup.alternatives import Alternative, Largest, largest_models, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.alternatives import largest_models, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
-from dsft.runtime.hardware import Machine, has_gpu
+from dsft.runtime.hardware import Machine, has_gpu, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
 
 NOTHING_FITS = 1
 """Exit code."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What was asked."""
-
-    options: PlanOptions
-    words: tuple[str, ...]
-    """Those of the command line that describe the training."""
-    training: TrainConfig
-    """As it was asked for, without decisions."""
+PHASES = {
+    "always": "always",
+    "compute": "forward and backward",
+    "step": "optimizer step",
+    "save": "saving",
+    "load": "loading",
+}
+LEFT = ("", "ZeRO", "zero", "ckpt", "batch", "plan", "fits")
+"""Columns of text; the others are numbers."""
+ON_THE_LEFT = {"title_justify": "left", "caption_justify": "left"}
+NARROW = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+"""120 columns hold the table of candidates so."""
 
 
 def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], *, words: tuple[str, ...]) -> None:
-    """Print the answer for one machine or several. Args: `words`: those that `training` was read from.
+    """Print the answer for one machine or several.
+
+    Args:
+        training: as it was asked for, without decisions.
+        words: those of the command line that `training` was read from.
 
     Raises:
         UserError: with every problem of the model.
     """
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
-    request = Request(options=options, words=words, training=training)
+    machine = machines[0]
     if options.calibrate:
-        _calibrate(request, machines[0])
-    if (options.perplexity or options.largest or options.longest) and (
-        len(machines) > 1 or options.write or options.explain
-    ):
+        if not machine.measured:
+            raise UserError(
+                ["--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --machine"]
+            )
+        dtype = training.dtype if training.dtype != "auto" else auto_dtype(machine)
+        path, others = calibrate(machine, dtype=dtype)
+        print(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
+        if others:
+            print_note(f"other programs hold {in_gib(others)} of a GPU: its memory outside of torch was not measured")
+    asked_for_one = options.perplexity or options.largest or options.longest
+    if asked_for_one and (len(machines) > 1 or options.write or options.explain):
         raise UserError(
             ["--perplexity, --longest and --largest take one number of nodes, and neither --write nor --explain"]
         )
     if options.largest:
-        _largest(request, machines[0])
+        rows = largest_models(training, machine, attention=options.attention)
+        if options.json:
+            return print_json([dataclasses.asdict(row) for row in rows])
+        print(f"{machine}, {training.seq_len:,} tokens per sequence")
+        for row in rows:
+            if row.plan:
+                beyond = f"; not {row.too_large[0]}" if row.too_large else ""
+                print(f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed_text(row.plan, machine)}){beyond}")
+            else:
+                print(f"{row.method}: none fits, from {row.too_large[0]} on")
     elif options.perplexity:
-        _perplexity(request, machines[0])
+        _perplexity(options, training, machine)
     elif options.longest:
-        _longest(request, machines[0])
+        longest = longest_sequence(_decided(options, training, machine).job, machine)
+        if options.json:
+            print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
+        elif longest:
+            tokens, plan = longest
+            print(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
+        else:
+            print("no sequence fits, however short")
+        if not longest:
+            raise SystemExit(NOTHING_FITS)
     elif len(machines) > 1:
-        _scale(request, machines)
+        _scale(options, training, machines)
     else:
-        _training(request, machines[0])
+        _training(options, training, machine, words)
 
 
-def _calibrate(request: Request, machine: Machine) -> None:
-    if not machine.measured:
-        raise UserError(["--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --machine"])
-    dtype = request.training.dtype if request.training.dtype != "auto" else auto_dtype(machine)
-    path, others = calibrate(machine, dtype=dtype)
-    print(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
-    if others:
-        print(
-            f"dsft: note: other programs hold {in_gib(others)} of a GPU: its memory outside of torch was not measured",
-            file=sys.stderr,
-        )
+def empty_table(columns: Iterable[str], **options: Any) -> Table:
+    """A table of plans. Args: `options`: of rich."""
+    table = Table(**ON_THE_LEFT, **options)
+    for name in columns:
+        table.add_column(name, no_wrap=name != "plan", justify="left" if name in LEFT else "right")
+    return table
 
 
-def _decided(request: Request, machine: Machine) -> DecidedRun:
+def print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))
+
+
+def print_note(text: str) -> None:
+    print(f"dsft: note: {text}", file=sys.stderr)
+
+
+def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> DecidedRun:
     """What the training would decide on this machine; what was rounded is said."""
-    training, problems = request.training, []
-    wanted = request.options.tokens_per_step
+    problems: list[str] = []
+    wanted = options.tokens_per_step
     if wanted and training.global_batch_size:
         problems.append("--tokens_per_step and --global_batch_size are both set; keep one")
     elif wanted and wanted < training.seq_len:
@@ -104,119 +138,90 @@ def _decided(request: Request, machine: Machine) -> DecidedRun:
         sequences = max(1, wanted // training.seq_len // share) * share
         training = dataclasses.replace(training, global_batch_size=sequences)
         if sequences * training.seq_len != wanted:
-            print(
-                f"dsft: note: {sequences * training.seq_len:,} tokens per step instead of {wanted:,}: {sequences:,}"
-                f" sequences of {training.seq_len:,} are what {machine.world_size:,} ranks can share evenly",
-                file=sys.stderr,
+            print_note(
+                f"{sequences * training.seq_len:,} tokens per step instead of {wanted:,}: {sequences:,} sequences of"
+                f" {training.seq_len:,} are what {machine.world_size:,} ranks can share evenly"
             )
-    attention, scored = request.options.attention, bool(request.options.perplexity)
-    offline = resolve_offline(training, machine, attention=attention, scored=scored, problems=problems)
+    offline = resolve_offline(
+        training, machine, attention=options.attention, scored=options.perplexity, problems=problems
+    )
     for note in offline.notes:
-        print(f"dsft: note: {note}", file=sys.stderr)
+        print_note(note)
     return offline
 
 
-def _choice(offline: DecidedRun, machine: Machine) -> Choice:
-    return plan_run(offline.options, offline.job, machine, zero_file=offline.zero_file, must_fit=False)
-
-
-def _training(request: Request, machine: Machine) -> None:
-    options, offline = request.options, _decided(request, machine)
-    choice, job = _choice(offline, machine), offline.job
-    ways = [] if choice.plan.fits else ways_to_fit(offline.options, job, machine, attention=options.attention)
+def _training(options: PlanOptions, training: TrainConfig, machine: Machine, words: tuple[str, ...]) -> None:
+    """One machine: the chosen plan beside its candidates, its terms, cost and files, or what else would fit."""
+    offline = _decided(options, training, machine)
+    choice, job = plan_run(offline.options, offline.job, machine, zero_file=offline.zero_file, must_fit=False), offline.job
+    plan = choice.plan
+    ways = [] if plan.fits else ways_to_fit(offline.options, job, machine, attention=options.attention)
+    given = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != field.default
+    }
+    commands = []  # these with each change
+    for way in ways:
+        _, command = split_flags(words, dict.fromkeys(way.change, str))
+        for name, value in (given | way.change).items():
+            command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        commands.append(shown_command(["dsft", "plan", *command]))
     cost = _cost(options, offline, choice, machine)
-    written = []
-    if options.write:
-        written = write_plan(Path(options.write), choice.plan, job.size, machine, dtype=job.dtype)
+    written = write_plan(Path(options.write), plan, job.size, machine, dtype=job.dtype) if options.write else []
     if options.json:
         print_json(
             {
-                "chosen": as_dict(choice.plan) | {"reason": choice.reason},
-                "candidates": [as_dict(plan) for plan in choice.candidates],
+                "chosen": as_dict(plan) | {"reason": choice.reason},
+                "candidates": [as_dict(candidate) for candidate in choice.candidates],
                 "model": dataclasses.asdict(job.size),
                 "machine": describe_machine(machine, dtype=job.dtype),
                 "speeds": dataclasses.asdict(choice.speeds),
                 "activations": job.activations.source,
                 "cost": cost and dataclasses.asdict(cost),
-                "would_fit": [command_line(request, way.change) for way in ways],
+                "would_fit": commands,
             }
         )
     else:
-        shown = list(choice.candidates) if options.all else shortlist(choice.plan, list(choice.candidates), machine)
-        show_plans(choice.plan, shown, job.size, machine)
+        shown = list(choice.candidates) if options.all else shortlist(plan, list(choice.candidates), machine)
+        show_plans(plan, shown, job.size, machine)
         if options.explain:
-            explain(choice.plan)
+            explain(plan)
         sources = f"{choice.speeds.source}; activations: {job.activations.source}"
         if machine.has_gpu and not choice.speeds.outside.measured:
             sources += "; memory outside of torch: assumed"
-        show_text(f"speeds: {assumed_card(options, machine)}{sources}")
+        # For which card the time is, where only a size was given and others have it too.
+        is_by_size = options.gpus and not options.gpu_type and not named_gpus(split_gpus(options.gpus)[1])
+        if is_by_size:
+            card, memory_gb = machine.gpu_type, GPUS[machine.gpu_type].memory_gb
+            alike = [name for name, gpu in GPUS.items() if name != card and gpu.memory_gb == memory_gb]
+            if alike:
+                sources = f"{card} assumed, {', '.join(alike)} have as much memory (--gpu_type); {sources}"
+        show_text(f"speeds: {sources}")
         show_text(choice.reason)
         if cost:
-            print(cost_text(cost))
+            hours = f"{cost.hours:,.1f} hours"
+            if cost.most_hours > cost.least_hours:
+                hours += f" ({cost.least_hours:,.1f} to {cost.most_hours:,.1f})"
+            dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
+            steps = f"{cost.tokens:,.0f} tokens in {cost.steps:,.0f} steps"
+            print(f"{steps}: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}")
         for path in written:
             print(f"dsft: written: {path}")
-        if not choice.plan.fits:
-            _print_ways(request, ways)
-    if not choice.plan.fits:
+        if ways:
+            print("what would fit:")
+        elif not plan.fits:
+            print("nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
+        for way, command in zip(ways, commands, strict=True):
+            print(f"  {command}\n    {way.plan.label}{speed_text(way.plan, way.machine)}")
+    if not plan.fits:
         raise SystemExit(NOTHING_FITS)
 
 
-def _print_ways(request: Request, ways: list[Alternative]) -> None:
-    print("what would fit:" if ways else "nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
-    for way in ways:
-        print(f"  {command_line(request, way.change)}\n    {way.plan.label}{speed_text(way.plan, way.machine)}")
-
-
-def command_line(request: Request, change: dict[str, Any]) -> str:
-    """The command with these options and a change."""
-    _, words = split_flags(request.words, dict.fromkeys(change, str))
-    asked = {
-        field.name: getattr(request.options, field.name)
-        for field in dataclasses.fields(request.options)
-        if getattr(request.options, field.name) != field.default
-    }
-    for name, value in (asked | change).items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shown_command(["dsft", "plan", *words])
-
-
-def _longest(request: Request, machine: Machine) -> None:
-    offline = _decided(request, machine)
-    longest = longest_sequence(offline.job, machine)
-    if request.options.json:
-        print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
-    elif longest:
-        tokens, plan = longest
-        print(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
-    else:
-        print("no sequence fits, however short")
-    if not longest:
-        raise SystemExit(NOTHING_FITS)
-
-
-def _largest(request: Request, machine: Machine) -> None:
-    rows = largest_models(request.training, machine, attention=request.options.attention)
-    if request.options.json:
-        print_json([dataclasses.asdict(row) for row in rows])
-    else:
-        print(f"{machine}, {request.training.seq_len:,} tokens per sequence")
-        for row in rows:
-            print(largest_text(row, machine))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """One pass over prepared data, as a plan's steps take it."""
-
-    tokens: int
-    """Without padding."""
-    steps: int
-    mean_len: int
-    """Tokens of a sequence as it is fed, padding included, in the mean."""
-
-
-def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> Epoch | None:
-    """Counts one epoch of the run's data; None where its tokens have not been prepared."""
+def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> tuple[int, int, int] | None:
+    """Counts one epoch of the run's data, as the plan's steps take it: (tokens without padding, steps, tokens of a
+    sequence in the mean, padding included); None where its tokens have not been prepared.
+    """
     options, tokenizer = run.options, run.tokenizer
     if options.eval_data:  # lies beside what is trained on
         options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
@@ -237,9 +242,8 @@ def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> Epoch | Non
         fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
     else:
         fed = tokens / data.counts["fill_rate"]
-    per_step = Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences
-    mean_len = min(options.seq_len, max(1, round(fed / items)))
-    return Epoch(tokens=tokens, steps=-(-items // per_step), mean_len=mean_len)
+    steps = -(-items // Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences)
+    return tokens, steps, min(options.seq_len, max(1, round(fed / items)))
 
 
 def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Machine) -> RunCost | None:
@@ -247,104 +251,114 @@ def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Ma
     plan, training = choice.plan, offline.options.training
     if not plan.has_time_estimate:
         return None
-    steps = training.get("max_steps", -1)
-    dollars = options.dollars_per_gpu_hour
+    steps, seconds = training.get("max_steps", -1), None
     if options.tokens:
         tokens = options.tokens * training.get("num_train_epochs", 1)
-        return run_cost(plan, machine, tokens=tokens, steps=tokens / plan.time.tokens_per_step, dollars=dollars)
-    epoch = prepared_epoch(offline, plan, machine)
-    if epoch:
-        steps = steps if steps > 0 else epoch.steps * training.get("num_train_epochs", 3)  # transformers' default
-        seconds = seconds_at(offline.job, machine, choice, seq_len=epoch.mean_len)
-        tokens = epoch.tokens * steps / epoch.steps
-        return run_cost(plan, machine, tokens=tokens, steps=steps, dollars=dollars, step_seconds=seconds)
-    if steps > 0:
-        return run_cost(plan, machine, tokens=steps * plan.time.tokens_per_step, steps=steps, dollars=dollars)
-    if dollars:
+        steps = tokens / plan.time.tokens_per_step
+    elif epoch := prepared_epoch(offline, plan, machine):
+        epoch_tokens, epoch_steps, mean_len = epoch
+        steps = steps if steps > 0 else epoch_steps * training.get("num_train_epochs", 3)  # transformers' default
+        seconds = seconds_at(offline.job, machine, choice, seq_len=mean_len)
+        tokens = epoch_tokens * steps / epoch_steps
+    elif steps > 0:
+        tokens = steps * plan.time.tokens_per_step
+    elif options.dollars_per_gpu_hour:
         raise UserError(
             ["--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"]
         )
-    if offline.data:
-        print("dsft: note: hours are counted once the data is prepared: dsft prepare, or --tokens", file=sys.stderr)
-    return None
+    else:
+        if offline.data:
+            print_note("hours are counted once the data is prepared: dsft prepare, or --tokens")
+        return None
+    dollars = options.dollars_per_gpu_hour
+    return run_cost(plan, machine, tokens=tokens, steps=steps, dollars=dollars, step_seconds=seconds)
 
 
-def _scale(request: Request, machines: list[Machine]) -> None:
-    options = request.options
+def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> None:
+    """How speed, memory and cost move with the number of nodes."""
     if options.write or options.explain:
         raise UserError(["--write and --explain take one number of nodes"])
     smallest = min(machines, key=lambda machine: machine.world_size)
-    offline = _decided(request, smallest)
+    offline = _decided(options, training, smallest)
     job = offline.job
     batch = Batch(job.micro_batch or SEQUENCES_PER_RANK, job.accumulation or 1, smallest.world_size)
     per_step = job.sequences_per_step or batch.sequences
-    rows = []
+    rows = []  # (machine, plan, GPU hours for 1e9 tokens)
     for machine in machines:
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
         scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
-        rows.append((machine, _choice(dataclasses.replace(offline, job=scaled), machine).plan))
-        taken = rows[-1][1].time.tokens_per_step // job.seq_len
+        plan = plan_run(offline.options, scaled, machine, zero_file=offline.zero_file, must_fit=False).plan
+        rows.append((machine, plan, 1e9 / plan.time.tokens_per_second * machine.world_size / 3600))
+        taken = plan.time.tokens_per_step // job.seq_len
         if taken != grown:
-            print(
-                f"dsft: note: {machine.world_size} ranks cannot share {grown} sequences evenly: {taken} per step",
-                file=sys.stderr,
-            )
+            print_note(f"{machine.world_size} ranks cannot share {grown} sequences evenly: {taken} per step")
     if options.json:
-        print_json(
+        return print_json(
             [
-                {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours(plan, machine)} | as_dict(plan)
-                for machine, plan in rows
+                {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours} | as_dict(plan)
+                for machine, plan, gpu_hours in rows
             ]
         )
-    else:
-        show_scale(rows)
-        batch = "grows with the nodes (weak scaling)" if options.scaling == "weak" else "stays (strong scaling)"
-        print(f"the global batch {batch}; --scaling {'strong' if options.scaling == 'weak' else 'weak'} for the other")
+    columns = ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits")
+    table = empty_table(columns, caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens")
+    for machine, plan, gpu_hours in rows:
+        times = (f"{plan.time.step_seconds:,.2f}", f"{plan.time.tokens_per_second:,.0f}", f"{gpu_hours:,.1f}")
+        table.add_row(
+            str(machine.nodes),
+            str(machine.world_size),
+            f"{plan.time.tokens_per_step:,}",
+            plan.label,
+            f"{plan.device_bytes / GiB:,.1f}",
+            f"{plan.host_bytes / GiB:,.0f}",
+            *(times if plan.has_time_estimate else "---"),
+            _fits(plan, plan.limiting_resource),
+        )
+    show_table(table)
+    batch, other = "stays (strong scaling)", "weak"
+    if options.scaling == "weak":
+        batch, other = "grows with the nodes (weak scaling)", "strong"
+    print(f"the global batch {batch}; --scaling {other} for the other")
 
 
-def _perplexity(request: Request, machine: Machine) -> None:
-    batch_tokens = request.training.batch_tokens
-    training = dataclasses.replace(request.training, batch_tokens=None, zero="auto", packing=False)
-    offline = _decided(dataclasses.replace(request, training=training), machine)
+def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:
+    """The ways to hold a model while scoring; speeds where they are more than rules of thumb."""
+    plain = dataclasses.replace(training, batch_tokens=None, zero="auto", packing=False)
+    offline = _decided(options, plain, machine)
     choice = plan_evaluation(
         offline.model,
         machine,
         dtype=offline.options.dtype,
         seq_len=offline.options.seq_len,
-        attention=request.options.attention,
-        batch_tokens=batch_tokens,
-        sequence_parallel=request.options.sequence_parallel,
+        attention=options.attention,
+        batch_tokens=training.batch_tokens,
+        sequence_parallel=options.sequence_parallel,
     )
-    if request.options.json:
-        print_json(
+    if options.json:
+        return print_json(
             {
                 "chosen": dataclasses.asdict(choice.plan) | {"reason": choice.reason},
                 "candidates": [dataclasses.asdict(plan) for plan in choice.candidates],
                 "longest_window": choice.longest_window,
             }
         )
-    else:
-        known = choice.speeds.has_time_estimate
-        show_evaluation_plans(
-            choice.plan, list(choice.candidates), offline.model.size, machine, has_time_estimate=known
+    columns = ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits")
+    table = empty_table(columns, caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node")
+    for plan in choice.candidates:
+        numbers = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
+        table.add_row(
+            "->" if plan is choice.plan else "",
+            plan.zero,
+            f"{plan.batch_tokens:,}",
+            *(f"{number / GiB:,.1f}" for number in numbers),
+            f"{plan.tokens_per_second:,.0f}" if choice.speeds.has_time_estimate else "-",
+            _fits(plan, plan.limiting_resource),
         )
-        show_text(choice.reason)
-        if choice.longest_window:
-            ranks_of_window = plural(request.options.sequence_parallel, "rank")
-            print(f"longest window that fits: {choice.longest_window:,} tokens on {ranks_of_window}")
-
-
-def print_json(content: Any) -> None:
-    print(json.dumps(content, indent=2))
-
-
-PHASES = {
-    "always": "always",
-    "compute": "forward and backward",
-    "step": "optimizer step",
-    "save": "saving",
-    "load": "loading",
-}
+    print(f"{describe_model(offline.model.size)}\n{machine}")
+    show_table(table)
+    show_text(choice.reason)
+    if choice.longest_window:
+        ranks = plural(options.sequence_parallel, "rank")
+        print(f"longest window that fits: {choice.longest_window:,} tokens on {ranks}")
 
 
 def describe_model(size: ModelSize) -> str:
@@ -362,9 +376,6 @@ def describe_model(size: ModelSize) -> str:
     return ", ".join(parts)
 
 
-NUMBERS = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s")
-
-
 def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine) -> None:
     """The table of these candidates, the chosen one marked."""
     device = "GPU" if machine.has_gpu else "rank"
@@ -372,85 +383,34 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
     if machine.has_gpu:
         least, most = TIME_RANGE
         error = f"; published runs took {least:.2f} to {most:.2f} of their time, memory within {MEMORY_ERROR:.0%}"
-    table = Table(
+    numbers = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", f"per {device}")
+    table = empty_table(
+        ("", "ZeRO", "ckpt", "batch", *numbers, "fits"),
         caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )  # 120 columns hold it
-    for name in ("", "ZeRO", "ckpt", "batch", *NUMBERS, f"per {device}", "fits"):
-        left = name in ("", "ZeRO", "ckpt", "batch", "fits")
-        table.add_column(name, no_wrap=True, justify="left" if left else "right")
+        **NARROW,
+    )
     for plan in plans:
-        table.add_row("->" if plan is chosen else "", *_plan_row(plan, machine))
+        parts = bytes_by_phase(plan.terms, "device")
+        activations, speed = plan.activation_bytes, plan.time.tokens_per_second
+        held = (parts["always"], parts["compute"] - activations, activations, parts["step"])
+        sizes = (*held, plan.device_bytes, plan.host_bytes)
+        times = (f"{plan.time.step_seconds:,.2f}", f"{speed:,.0f}", f"{speed / machine.world_size:,.0f}")
+        table.add_row(
+            "->" if plan is chosen else "",
+            plan.zero,
+            "on" if plan.activation_checkpointing else "off",
+            f"{plan.micro_batch} x {plan.accumulation}",
+            *(f"{number / GiB:,.1f}" for number in sizes),
+            *(times if plan.has_time_estimate else "---"),
+            _fits(plan, plan.limiting_resource.replace(" memory", "").replace(" and ", "+")),
+        )
     print(f"{describe_model(size)}\n{machine}")
     show_table(table)
     print(f"{chosen.time.tokens_per_step:,} tokens per step")
 
 
-def _plan_row(plan: Plan, machine: Machine) -> list[str]:
-    parts = bytes_by_phase(plan.terms, "device")
-    sizes = (
-        parts["always"],
-        parts["compute"] - plan.activation_bytes,
-        plan.activation_bytes,
-        parts["step"],
-        plan.device_bytes,
-        plan.host_bytes,
-    )
-    speed = plan.time.tokens_per_second
-    times = [f"{plan.time.step_seconds:,.2f}", f"{speed:,.0f}", f"{speed / machine.world_size:,.0f}"]
-    return [
-        plan.zero,
-        "on" if plan.activation_checkpointing else "off",
-        f"{plan.micro_batch} x {plan.accumulation}",
-        *(f"{number / GiB:,.1f}" for number in sizes),
-        *(times if plan.has_time_estimate else ["-"] * 3),
-        _fits(plan, plan.limiting_resource.replace(" memory", "").replace(" and ", "+")),
-    ]
-
-
 def _fits(plan: Plan | EvaluationPlan, limiting_resource: str) -> str:
     return ("tight" if plan.low_headroom else "yes") if plan.fits else f"no: {limiting_resource}"
-
-
-def explain(plan: Plan) -> None:
-    """Every term of one plan with its formula, and the parts of its time."""
-    table = Table(title=plan.label, title_justify="left")
-    for name in ("term", "held", "where", "GiB", "formula"):
-        table.add_column(name, justify="right" if name == "GiB" else "left")
-    for term in sorted(plan.terms, key=lambda term: (term.place, list(PHASES).index(term.phase))):
-        table.add_row(
-            term.name,
-            PHASES[term.phase],
-            "one GPU or rank" if term.place == "device" else "one node",
-            f"{term.num_bytes / GiB:,.3f}",
-            term.formula,
-        )
-    times = Table(title="one optimizer step", title_justify="left")
-    for name in ("part", "seconds"):
-        times.add_column(name, justify="right" if name == "seconds" else "left")
-    time = plan.time
-    for name, seconds in (
-        ("computing", time.compute_seconds),
-        ("communication, if nothing hid it", time.communication_seconds),
-        ("offload transfers, if nothing hid them", time.offload_seconds),
-        ("optimizer", time.optimizer_seconds),
-        ("together", time.step_seconds),
-    ):
-        times.add_row(name, f"{seconds:,.4f}")
-    show_table(table)
-    show_table(times)
-    print("peak = always + the larger of (forward and backward) and (optimizer step)")
-
-
-def largest_text(row: Largest, machine: Machine) -> str:
-    """One sentence for a method: the largest model with its plan, and the next one."""
-    if not row.plan:
-        return f"{row.method}: none fits, from {row.too_large[0]} on"
-    beyond = f"; not {row.too_large[0]}" if row.too_large else ""
-    return f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed_text(row.plan, machine)}){beyond}"
 
 
 def speed_text(plan: Plan, machine: Machine) -> str:
@@ -459,57 +419,21 @@ def speed_text(plan: Plan, machine: Machine) -> str:
     return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.has_time_estimate else ""
 
 
-def cost_text(cost: RunCost) -> str:
-    """One sentence: hours, GPU hours and dollars."""
-    dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
-    hours = f"{cost.hours:,.1f} hours"
-    if cost.most_hours > cost.least_hours:
-        hours += f" ({cost.least_hours:,.1f} to {cost.most_hours:,.1f})"
-    return f"{cost.tokens:,.0f} tokens in {cost.steps:,.0f} steps: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}"
-
-
-def show_scale(rows: list[tuple[Machine, Plan]]) -> None:
-    """How speed, memory and cost move with the number of nodes."""
-    table = Table(caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens", caption_justify="left")
-    for name in ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits"):
-        table.add_column(name, no_wrap=name != "plan", justify="left" if name in ("plan", "fits") else "right")
-    for machine, plan in rows:
-        times = [f"{plan.time.step_seconds:,.2f}", f"{plan.time.tokens_per_second:,.0f}"]
-        times.append(f"{gpu_hours(plan, machine):,.1f}")
-        table.add_row(
-            str(machine.nodes),
-            str(machine.world_size),
-            f"{plan.time.tokens_per_step:,}",
-            plan.label,
-            f"{plan.device_bytes / GiB:,.1f}",
-            f"{plan.host_bytes / GiB:,.0f}",
-            *(times if plan.has_time_estimate else ["-"] * 3),
-            _fits(plan, plan.limiting_resource),
-        )
+def explain(plan: Plan) -> None:
+    """Every term of one plan with its formula, and the parts of its time."""
+    table = Table("term", "held", "where", Column("GiB", justify="right"), "formula", title=plan.label, **ON_THE_LEFT)
+    for term in sorted(plan.terms, key=lambda term: (term.place, list(PHASES).index(term.phase))):
+        place = "one GPU or rank" if term.place == "device" else "one node"
+        table.add_row(term.name, PHASES[term.phase], place, f"{term.num_bytes / GiB:,.3f}", term.formula)
+    times = Table("part", Column("seconds", justify="right"), title="one optimizer step", **ON_THE_LEFT)
+    for name, part in (
+        ("computing", "compute"),
+        ("communication, if nothing hid it", "communication"),
+        ("offload transfers, if nothing hid them", "offload"),
+        ("optimizer", "optimizer"),
+        ("together", "step"),
+    ):
+        times.add_row(name, f"{getattr(plan.time, f'{part}_seconds'):,.4f}")
     show_table(table)
-
-
-def gpu_hours(plan: Plan, machine: Machine) -> float:
-    """GPU hours for 1e9 tokens."""
-    return 1e9 / plan.time.tokens_per_second * machine.world_size / 3600
-
-
-def show_evaluation_plans(
-    chosen: EvaluationPlan, plans: list[EvaluationPlan], size: ModelSize, machine: Machine, *, has_time_estimate: bool
-) -> None:
-    """The table of the ways to hold a model while scoring; speeds where they are more than rules of thumb."""
-    table = Table(caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node", caption_justify="left")
-    for name in ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("", "zero", "fits") else "right")
-    for plan in plans:
-        numbers = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
-        table.add_row(
-            "->" if plan is chosen else "",
-            plan.zero,
-            f"{plan.batch_tokens:,}",
-            *(f"{number / GiB:,.1f}" for number in numbers),
-            f"{plan.tokens_per_second:,.0f}" if has_time_estimate else "-",
-            _fits(plan, plan.limiting_resource),
-        )
-    print(f"{describe_model(size)}\n{machine}")
-    show_table(table)
+    show_table(times)
+    print("peak = always + the larger of (forward and backward) and (optimizer step)")

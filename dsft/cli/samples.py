@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -56,79 +57,94 @@ def preview(config: TrainConfig, *, samples: int) -> None:
     """
     sources, tokenizer, data = _load(config)
     console = Console(soft_wrap=True, highlight=False)
+    marks = not console.is_terminal
+
+    def spread(items: Any) -> list[int]:
+        """Some of these, evenly spread."""
+        return np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist()
+
+    def show(sequences: Iterable[TokenSequence]) -> None:
+        """Decoded, special tokens included, with the trained ones green, or between ⟦ and ⟧; their weight follows where
+        it is not 1.
+        """
+        for sample in sequences:
+            text, trained = Text(), sample["labels"] != IGNORED
+            weights = np.where(trained, sample.get("weights", 1), 0)
+            edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
+            for start, end in itertools.pairwise(edges):
+                piece = tokenizer.decode(sample["input_ids"][start:end])
+                if trained[start]:
+                    text.append(f"⟦{piece}⟧" if marks else piece, style="green")
+                    text.append("" if weights[start] == 1 else f"×{weights[start]:g}", style="bold")
+                else:
+                    text.append(piece, style="dim")
+            console.print(text)
+            console.print()
+
     items = list(itertools.islice(data.items, STREAMED)) if isinstance(data.items, Stream) else data.items
-    rows_of = (
-        [] if isinstance(items, list | PackedRows) else [each for each in sources["data"] if not each.rules.is_text]
+    is_packed = isinstance(items, PackedRows)
+    by_row = (
+        [] if is_packed or isinstance(items, list) else [each for each in sources["data"] if not each.rules.is_text]
     )
-    for formatted in rows_of:
-        _show_rows(formatted, tokenizer, console, samples=samples)
-    indices = [] if rows_of else np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist()
-    for index in indices:
+
+    # ---- rows spread over the first of each source, then as many that are left out or trained otherwise
+    for formatted in by_row:
+        batch = next(iter(formatted.batches()))
+        rules = dataclasses.replace(formatted.rules, bad_rows="drop")
+        rows = batch.rows[:SHOWN_ROWS]
+        made = [tokenise(dataclasses.replace(batch, rows=[row]), rules, tokenizer) for row in rows]
+        shown = spread(made)
+        changed = [index for index, tokens in enumerate(made) if tokens.first and index not in shown]
+        for index in [*shown, *changed[:samples]]:
+            tokens, where = made[index], batch.where(rows[index])
+            text = "left out"
+            if len(tokens.ends):
+                several = f" in {len(tokens.ends)} sequences" if len(tokens.ends) > 1 else ""
+                text = f"{len(tokens.ids)} tokens{several}, {int(tokens.trained.sum())} trained"
+            console.print(f"[bold]{escape(where)}[/bold]: {text}")
+            for name, why in tokens.first.items():
+                console.print(f"  {name.replace('_', ' ')}: {why.removeprefix(f'{where}: ')}", markup=False)
+            columns = (tokens.ids, tokens.trained, tokens.weights)
+            show(
+                sequence(*(column if column is None else column[start:end] for column in columns))
+                for start, end in itertools.pairwise([0, *tokens.ends.tolist()])
+            )
+        if len(changed) > samples:
+            more = len(changed) - samples
+            console.print(f"{more} more of the first {len(made)} rows are left out or trained otherwise")
+
+    # ---- sequences
+    for index in [] if by_row else spread(items):
         sequences = sequences_in([items[index]])
         tokens = sum(len(sample["input_ids"]) for sample in sequences)
-        console.print(
-            f"[bold]{'row' if isinstance(items, PackedRows) else 'sequence'} {index + 1}[/bold]: {tokens}"
-            f" tokens{f' of {len(sequences)} samples' if len(sequences) > 1 else ''}"
-        )
-        for sample in sequences:
-            console.print(in_colour(sample, tokenizer, marks=not console.is_terminal))
-            console.print()
-    console.print(
-        "trained tokens are [green]green[/green]" if console.is_terminal else "trained tokens stand between ⟦ and ⟧"
-    )
+        of = f" of {len(sequences)} samples" if len(sequences) > 1 else ""
+        console.print(f"[bold]{'row' if is_packed else 'sequence'} {index + 1}[/bold]: {tokens} tokens{of}")
+        show(sequences)
+
+    # ---- figures
+    console.print("trained tokens stand between ⟦ and ⟧" if marks else "trained tokens are [green]green[/green]")
     for name, entries in sources.items():
         if entries:
             console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
-    show_table(_figures(items, data))
+    if isinstance(items, list):  # the beginning of a stream
+        lengths = np.array([len(sample["input_ids"]) for sample in sequences_in(items)])
+    else:
+        lengths = (items.sequences if is_packed else items).lengths
+    table = Table("", "", show_header=False)
+    table.add_row(
+        "lengths",
+        f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
+        f" {lengths.max()} longest",
+    )
+    if "tokens" in data.counts:
+        table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
+    for head, counts in {"": data.counts, "held out: ": data.held_out_counts or {}}.items():
+        for name, value in counts.items():
+            if value:
+                table.add_row(head + name.replace("_", " "), describe_value(value))
+    show_table(table)
     for note in data.notes:
         console.print(f"note: {note}", markup=False)
-
-
-def _show_rows(
-    formatted: FormattedSource, tokenizer: PreTrainedTokenizerBase, console: Console, *, samples: int
-) -> None:
-    """Prints rows spread over the first of a source, then as many that are left out or trained otherwise."""
-    batch = next(iter(formatted.batches()))
-    rules = dataclasses.replace(formatted.rules, bad_rows="drop")
-    made = [tokenise(dataclasses.replace(batch, rows=[row]), rules, tokenizer) for row in batch.rows[:SHOWN_ROWS]]
-    shown = set(np.linspace(0, len(made) - 1, min(samples, len(made))).astype(int).tolist())
-    changed = [index for index, tokens in enumerate(made) if tokens.first and index not in shown]
-    for index in [*sorted(shown), *changed[:samples]]:
-        tokens = made[index]
-        head = f"[bold]{escape(batch.where(batch.rows[index]))}[/bold]: "
-        if len(tokens.ends):
-            several = f" in {len(tokens.ends)} sequences" if len(tokens.ends) > 1 else ""
-            console.print(f"{head}{len(tokens.ids)} tokens{several}, {int(tokens.trained.sum())} trained")
-        else:
-            console.print(f"{head}left out")
-        for name, why in tokens.first.items():
-            reason = why.removeprefix(f"{batch.where(batch.rows[index])}: ")
-            console.print(f"  {name.replace('_', ' ')}: {reason}", markup=False)
-        for start, end in itertools.pairwise([0, *tokens.ends.tolist()]):
-            columns = (tokens.ids, tokens.trained, tokens.weights)
-            sample = sequence(*(column if column is None else column[start:end] for column in columns))
-            console.print(in_colour(sample, tokenizer, marks=not console.is_terminal))
-            console.print()
-    if len(changed) > samples:
-        console.print(f"{len(changed) - samples} more of the first {len(made)} rows are left out or trained otherwise")
-
-
-def in_colour(sample: TokenSequence, tokenizer: PreTrainedTokenizerBase, *, marks: bool) -> Text:
-    """Decodes the tokens, special ones included, with the trained ones green, or between ⟦ and ⟧ with `marks`; their
-    weight follows where it is not 1.
-    """
-    text = Text()
-    trained = sample["labels"] != IGNORED
-    weights = np.where(trained, sample.get("weights", 1), 0)
-    edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
-    for start, end in itertools.pairwise(edges):
-        piece = tokenizer.decode(sample["input_ids"][start:end])
-        if not trained[start]:
-            text.append(piece, style="dim")
-        else:
-            text.append(f"⟦{piece}⟧" if marks else piece, style="green")
-            text.append("" if weights[start] == 1 else f"×{weights[start]:g}", style="bold")
-    return text
 
 
 def _load(config: TrainConfig) -> tuple[dict[str, list[FormattedSource]], PreTrainedTokenizerBase, TrainingData]:
@@ -145,23 +161,3 @@ def _load(config: TrainConfig) -> tuple[dict[str, list[FormattedSource]], PreTra
         config, sources["data"], sources["eval_data"], tokenizer, pack=config.packing, flash=False
     )
     return sources, tokenizer, data
-
-
-def _figures(items: Any, data: TrainingData) -> Table:
-    if isinstance(items, list):  # the beginning of a stream
-        lengths = np.array([len(sample["input_ids"]) for sample in sequences_in(items)])
-    else:
-        lengths = (items.sequences if isinstance(items, PackedRows) else items).lengths
-    table = Table("", "", show_header=False)
-    table.add_row(
-        "lengths",
-        f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
-        f" {lengths.max()} longest",
-    )
-    if "tokens" in data.counts:
-        table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
-    for head, counts in {"": data.counts, "held out: ": data.held_out_counts or {}}.items():
-        for name, value in counts.items():
-            if value:
-                table.add_row(head + name.replace("_", " "), describe_value(value))
-    return table

@@ -39,18 +39,18 @@ SCALARS = {
 """Type -> what a value of it is called."""
 
 
-def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: Iterable[str] = ()) -> Any:
+def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
     """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults where the
     file cannot be read, of which nothing else is said then.
 
     Args:
-        also: other options of the command, which a mistyped one may mean.
+        also: class of other options of the command, which a mistyped one may mean.
     """
     values = read_file_and_flags(argv, problems)
     return cls() if values is None else make_config(cls, values, problems, also=also)
 
 
-def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: Iterable[str] = ()) -> Any:
+def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
@@ -236,13 +236,14 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
 
 
 def check_values(
-    values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: Iterable[str] = ()
+    values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: type | None = None
 ) -> dict[str, Any]:
     """`values` converted to their fields' types; unknown keys and wrong types go to `problems`."""
     checked = {}
     for key, value in values.items():
         if key not in types_by_name:
-            problems.append(f"{key}: unknown key{nearest(key, [*types_by_name, *also])}")
+            known = [*types_by_name, *(field_types(also) if also else ())]
+            problems.append(f"{key}: unknown key{nearest(key, known)}")
             continue
         if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")

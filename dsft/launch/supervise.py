@@ -64,7 +64,10 @@ def launch(argv: list[str]) -> int:
     # What options and files show by themselves, before launcher and ranks take seconds to start, which check more.
     # Files of a run on other nodes, and its run.json, are not read: they may lie there alone.
     problems: list[str] = []
-    config = read_config(TrainConfig, script, problems) if is_training else read_evaluation(script, problems)
+    if is_training:
+        config = read_config(TrainConfig, script, problems, also=LaunchOptions)
+    else:
+        config = read_evaluation(script, problems, also=LaunchOptions)
     reads_files = launcher.is_local and not options.dry_run
     if reads_files:
         problems += without_second_errors(check_named_files(config), problems)

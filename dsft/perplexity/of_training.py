@@ -27,8 +27,8 @@ PATHS = ("tokenizer", "chat_template", "data_cache")
 """Those of SHARED that may be paths."""
 
 
-def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
-    """Read the options of `dsft eval`; faults go to `problems`."""
+def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | None = None) -> EvalConfig:
+    """Read the options of `dsft eval`; faults go to `problems`. `also`: as read_config has it."""
     flags = read_flags(argv, problems)
     values = read_named_file(flags, problems)
     if values is None:  # of an unreadable file nothing else can be checked
@@ -37,10 +37,10 @@ def read_evaluation(argv: Sequence[str], problems: list[str]) -> EvalConfig:
     if not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):
         values = check_values(values, training_types(), problems)
         values = _of_training(values, values.get("output_dir"), problems, overridden=flags)
-    return evaluation_config(values | flags, problems)
+    return evaluation_config(values | flags, problems, also=also)
 
 
-def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalConfig:
+def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: type | None = None) -> EvalConfig:
     """Make the options of an evaluation from those that are given, with those of `run` below them."""
     run, has_seq_len = values.get("run"), "seq_len" in values
     if isinstance(run, str):
@@ -53,7 +53,7 @@ def evaluation_config(values: Mapping[str, Any], problems: list[str]) -> EvalCon
             if "model" not in values and not (Path(run) / FINAL).is_dir():
                 problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
             values = _of_training(options, run, problems, overridden=values) | values
-    config = replace(make_config(EvalConfig, dict(values), problems), has_seq_len=has_seq_len)
+    config = replace(make_config(EvalConfig, dict(values), problems, also=also), has_seq_len=has_seq_len)
     problems += mode_problems(config)
     return config
 

@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -71,6 +72,41 @@ def test_commands_end_with_one_clear_line_and_2(arguments, expected):
     result = run_entry("dsft.cli.main", arguments)
     assert result.returncode == 2
     assert expected in result.stderr and result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["eval", "--model", "m", "--data", "d", "--mode", "roling"],
+            "mode: invalid choice 'roling' (choose from auto,",
+        ),
+        (["eval", "--model", "m", "--data", "d", "--protocol", "gtpq"], "(choose from gptq, llama.cpp, lm-eval, hf,"),
+        (["eval", "--model", "m", "--data", "d", "--context_curve", "1"], "context_curve=1: name at least two lengths"),
+        (["eval", "--model", "m", "--data", "d", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
+        (["train", "--config", "run.yaml", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
+        (["doctor", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
+        (["doctor", "--quick", "--only_finding"], "only_finding: unknown key; did you mean 'only_findings'?"),
+        (["doctor", "hosts"], "unexpected argument 'hosts'"),
+        (["plan", "--model", "m", "--calibrat"], "calibrat: unknown key; did you mean 'calibrate'?"),
+        (["preview", "--model", "m", "--data", "d", "--sampels", "5"], "sampels: unknown key; did you mean 'samples'?"),
+    ],
+)
+def test_mistyped_options_are_refused_before_torch_loads(arguments, expected, tmp_path):
+    """With the nearest option of that command."""
+    (tmp_path / "run.yaml").write_text("{model: m, data: d, output_dir: new}")
+    for name in "md":
+        (tmp_path / name).write_text("")
+    code = (
+        "import sys; from dsft.cli.main import main\n"
+        f"try: main({arguments})\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "loaded = {'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys()\n"
+        "assert not loaded, loaded"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert expected in result.stderr
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from ranks import on_ranks, run_entry
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 
+from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
-from dsft.cli.data import prepare_command, preview_command
 from dsft.config.options import TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator, Stream, cut, describe_counts, mix, sequences_in, sequences_of
@@ -204,14 +204,14 @@ MEASURE = """
 import sys
 from dsft.data import prepare as preparing
 from dsft.cli.commands import PrepareOptions
-from dsft.cli.data import prepare_command
+from dsft.cli.data import run
 preparing.cpu_count = lambda: 1
 held, append = [], preparing.StoreWriter.append
 def watched(self, made):
     append(self, made)
     held.append(1024 * int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]))
 preparing.StoreWriter.append = watched
-prepare_command(PrepareOptions(), sys.argv[1:])
+run(PrepareOptions(), sys.argv[1:])
 quarter = len(held) // 4
 print(min(held[quarter : 2 * quarter]), min(held[-quarter:]))
 """
@@ -554,7 +554,7 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
         "--data_cache",
         str(tmp_path / "cache"),
     ]
-    preview_command(PreviewOptions(samples=1), options)
+    data_command.run(PreviewOptions(samples=1), options)
     shown = capsys.readouterr().out
     assert "the ⟦model<|end|>⟧" in shown and "rows.jsonl (prompt_completion)" in shown
     lines = {
@@ -568,14 +568,14 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
         and lines["duplicates"] == "1"
         and "truncated" not in lines
     )
-    preview_command(PreviewOptions(samples=1), [*options, "--packing"])
+    data_command.run(PreviewOptions(samples=1), [*options, "--packing"])
     assert "tokens of 2 samples" in capsys.readouterr().out
-    preview_command(PreviewOptions(samples=1), [*options, "--streaming", "--max_steps", "9", "--shuffle_buffer", "1"])
+    data_command.run(PreviewOptions(samples=1), [*options, "--streaming", "--max_steps", "9", "--shuffle_buffer", "1"])
     assert "⟦model<|end|>⟧" in capsys.readouterr().out
     with pytest.raises(UserError, match="streaming keeps nothing"):
-        prepare_command(PrepareOptions(), [*options, "--streaming", "--max_steps", "9"])
+        data_command.run(PrepareOptions(), [*options, "--streaming", "--max_steps", "9"])
     with pytest.raises(UserError) as raised:
-        prepare_command(
+        data_command.run(
             PrepareOptions(),
             ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"],
         )
@@ -593,7 +593,7 @@ def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out
     ]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages} for messages in rows])
     options = ["--model", str(tiny / "chat"), "--data", str(path), "--seq_len", "32", "--bad_rows", "drop"]
-    preview_command(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
+    data_command.run(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
     shown = capsys.readouterr().out
     for text in (
         "line 1: 6 tokens, 2 trained\n<|user|>the<|end|><|assistant|>⟦model<|end|>⟧",

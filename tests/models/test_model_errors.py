@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tiny import ARCHITECTURES, COMMON, GATED, write_model
 
 from dsft.api import evaluate_perplexity
+from dsft.cli import data as data_command
 from dsft.cli.commands import PreviewOptions
-from dsft.cli.data import preview_command
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
@@ -76,7 +76,7 @@ def test_the_folder_of_a_run_leads_to_the_model_inside_it(problems_of, tiny, tmp
                 problems = problems_of(**changes)
                 assert len(problems) == 1 and str(run / inside) in problems[0], problems
             with pytest.raises(UserError) as raised:
-                preview_command(PreviewOptions(), ["--model", str(run), "--data", data])
+                data_command.run(PreviewOptions(), ["--model", str(run), "--data", data])
             assert len(raised.value.problems) == 1 and str(run / inside) in raised.value.problems[0]
 
 

@@ -100,11 +100,11 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, 
     plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
     assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
     data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=config.packing, flash=False)
-    epoch = prepared_epoch(run, plan, EIGHT_GPUS)
+    tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
     per_step = 8 * plan.micro_batch * plan.accumulation
-    assert epoch.steps * per_step == len(PaddedToFullSteps(data.items, per_step))
-    assert epoch.tokens == data.counts["tokens"] and 0 < epoch.mean_len <= config.seq_len
-    assert epoch.tokens <= (epoch.mean_len + 1) * len(data.items), "padding is part of what is fed"
+    assert steps * per_step == len(PaddedToFullSteps(data.items, per_step))
+    assert tokens == data.counts["tokens"] and 0 < mean_len <= config.seq_len
+    assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
 
 
 def test_auto_is_what_the_card_computes_in():
