@@ -1,4 +1,4 @@
-"""The commands of `dsft`, their options, and what help says of them. Loads no library: help starts at once."""
+"""The commands of `dsft`, their options, and what help prints of them. Loads no library: help starts at once."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -149,7 +149,7 @@ class CompletionOptions:
     """Completion: the shell."""
 
     shell: Literal["bash", "zsh", "fish"]
-    """The one that is taught."""
+    """The one whose script is printed."""
 
 
 @dataclass
@@ -206,7 +206,7 @@ _DOCTOR = """\
                                                  accelerate launch ... --module dsft.cli.doctor
 
 It looks before any training process starts, in less than half a minute: drivers, versions, ports, clocks, folders,
-memory and disk against the plan, then sums and rates between all nodes. docs/doctor.md says what each finding means.
+memory and disk against the plan, then sums and rates between all nodes. docs/doctor.md explains each finding.
 Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
 Exit code 0 without errors, 2 with."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
@@ -279,7 +279,7 @@ COMMANDS = {
     ),
     "merge": Command("an adapter merged into its base model", "dsft.cli.checkpoints:run_merge", ExportOptions),
     "completion": Command(
-        "what teaches bash, zsh or fish these commands and options",
+        "the script with which bash, zsh or fish completes commands",
         "dsft.cli.help:print_completion",
         CompletionOptions,
         details=_COMPLETION,

@@ -58,7 +58,7 @@ def commands_help() -> str:
     """Returns one line for each command."""
     lines = ["dsft COMMAND ...: finetuning and perplexity with DeepSpeed", ""]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join([*lines, "", "dsft COMMAND --help says more of one, --help all lists every option of it."])
+    return "\n".join([*lines, "", "dsft COMMAND --help explains one, --help all lists every option of it."])
 
 
 def command_help(name: str, *, everything: bool) -> str:

@@ -61,7 +61,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     """
     hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else {}
     if hosts and options.nodes:
-        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} says {len(hosts)}; keep one"])
+        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one"])
     words = (options.nodes or "1").split(",")
     nodes = [len(hosts)] if hosts else [int(word) if word.strip().isdecimal() else 0 for word in words]
     if min(nodes) < 1:
@@ -75,12 +75,12 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         machine = read_machine(Path(options.machine).expanduser())
         for name in ("gpus", "gpu_type"):
             if asked := getattr(options, name):
-                raise UserError([f"--{name} {asked}: --machine {options.machine} says it; keep one"])
+                raise UserError([f"--{name} {asked}: --machine {options.machine} contains it; keep one"])
         if slots and slots != machine.ranks_per_node:
             raise UserError(
                 [
                     f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile"
-                    f" {options.hostfile} says {slots} per node"
+                    f" {options.hostfile} has {slots} per node"
                 ]
             )
     elif options.gpus or options.gpu_type:
@@ -92,7 +92,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
     else:
         print(
-            f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type says otherwise",
+            f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type changes that",
             file=sys.stderr,
         )
         machine = _on_paper(options, slots)
@@ -126,7 +126,7 @@ def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
     number, word = split_gpus(options.gpus) if options.gpus else (slots or 8, "")
     if slots and number != slots:
         raise UserError(
-            [f"--gpus {options.gpus}: --hostfile {options.hostfile} says {slots} per node; make them the same"]
+            [f"--gpus {options.gpus}: --hostfile {options.hostfile} has {slots} per node; make them the same"]
         )
     if number > MOST_GPUS_PER_NODE:
         raise UserError([f"--gpus {options.gpus}: no node has more than {MOST_GPUS_PER_NODE} GPUs; use --nodes"])

@@ -124,7 +124,7 @@ def print_note(text: str) -> None:
 
 
 def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> DecidedRun:
-    """What the training would decide on this machine; what was rounded is said."""
+    """What the training would decide on this machine; what was rounded is printed."""
     problems: list[str] = []
     wanted = options.tokens_per_step
     if wanted and training.global_batch_size:
@@ -414,7 +414,7 @@ def _fits(plan: Plan | EvaluationPlan, limiting_resource: str) -> str:
 
 
 def speed_text(plan: Plan, machine: Machine) -> str:
-    """Tokens per second of one GPU, to be appended; empty where no time is told."""
+    """Tokens per second of one GPU, to be appended; empty where no time is predicted."""
     speed = plan.time.tokens_per_second / machine.world_size
     return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.has_time_estimate else ""
 

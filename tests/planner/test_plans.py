@@ -787,7 +787,7 @@ def test_windows_that_are_spread_over_more_ranks_may_be_longer(configs, capsys):
         (["--gpus", "8x80GB", "--interconnect", "wifi"], "'wifi' is unknown"),
         (["--hostfile", "nowhere"], "nowhere: no such file"),
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
-        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "says 8 per node"),
+        (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "has 8 per node"),
         (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
         (["--perplexity", "--gpus", "8x80GB", "--sequence_parallel", "3"], "use 1, 2, 4 or 8"),
         (
