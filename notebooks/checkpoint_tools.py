@@ -60,31 +60,27 @@ def find_models(run_folder: str) -> list[Model]:
     """
     folder, options = Path(run_folder), read_options_of_run(run_folder)
     base = path_of(options["adapter"] or options["model"], run_folder)
-    saved = [_saved_model(path) for path in checkpoints(run_folder) if kind_of(path)]
-    exports = [
-        Model(name=path.name, kind=kind_of(path), path=str(path))
-        for path in sorted(folder.iterdir())
-        if path.name not in ("base", FINAL) and not path.name.startswith("checkpoint-") and kind_of(path)
-    ]
-    final = [_final_model(folder / FINAL, read_run(run_folder), saved)] if kind_of(folder / FINAL) else []
-    return [Model(name="base", kind="base", path=base, step=0, tokens_seen=0), *saved, *exports, *final]
-
-
-def _saved_model(path: Path) -> Model:
-    state = read_trainer_state(path)
-    step, tokens_seen = state["global_step"], state["num_input_tokens_seen"]
-    return Model(name=path.name, kind=kind_of(path), path=str(path), step=step, tokens_seen=tokens_seen)
-
-
-def _final_model(path: Path, run: dict[str, Any], saved: list[Model]) -> Model:
-    """Describe the final model, which is the best checkpoint where the run loaded that at its end."""
-    results = run.get("results", {})
-    step, tokens_seen = results.get("steps"), results.get("tokens_seen")
-    if run["config"].get("load_best_model_at_end") and results.get("best_checkpoint"):
-        best_name = Path(results["best_checkpoint"]).name
-        best = next((model for model in saved if model.name == best_name), None)
-        step, tokens_seen = (best.step, best.tokens_seen) if best else (None, None)
-    return Model(name=FINAL, kind=kind_of(path), path=str(path), step=step, tokens_seen=tokens_seen)
+    models = [Model(name="base", kind="base", path=base, step=0, tokens_seen=0)]
+    seen = {}  # by the name of a checkpoint: its step and tokens
+    for path in checkpoints(run_folder):
+        if kind := kind_of(path):
+            state = read_trainer_state(path)
+            seen[path.name] = {"step": state["global_step"], "tokens_seen": state["num_input_tokens_seen"]}
+            models.append(Model(name=path.name, kind=kind, path=str(path), **seen[path.name]))
+    for path in sorted(folder.iterdir()):
+        is_export = path.name not in ("base", FINAL) and not path.name.startswith("checkpoint-")
+        if is_export and (kind := kind_of(path)):
+            models.append(Model(name=path.name, kind=kind, path=str(path)))
+    if kind := kind_of(folder / FINAL):
+        run = read_run(run_folder)
+        results = run.get("results", {})
+        steps = {"step": results.get("steps"), "tokens_seen": results.get("tokens_seen")}
+        if run["config"].get("load_best_model_at_end") and results.get(
+            "best_checkpoint"
+        ):  # which is then the final one
+            steps = seen.get(Path(results["best_checkpoint"]).name, {})
+        models.append(Model(name=FINAL, kind=kind, path=str(folder / FINAL), **steps))
+    return models
 
 
 def kind_of(folder: Path) -> str | None:
@@ -197,22 +193,22 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
     if sources[0].rules.is_text:
         texts = [sample.text for sample in samples]
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
-    pairs = [_text_and_prompt(sample, tokenizer) for sample in samples]
-    return [text for text, _ in pairs], [prompt for _, prompt in pairs]
 
+    def render(chat: list[dict], **options: Any) -> str:
+        """Without the BOS token, which tokenising the text adds again."""
+        return tokenizer.apply_chat_template(chat, tokenize=False, **options).removeprefix(tokenizer.bos_token or "")
 
-def _text_and_prompt(sample: Pair | Chat | None, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    if sample is None:
-        return "", ""
-    if isinstance(sample, Pair):
-        return sample.prompt + sample.completion, sample.prompt
-    first = [message["role"] for message in sample.messages].index("assistant", sample.answers_from)
-    return _render(tokenizer, sample.messages), _render(tokenizer, sample.messages[:first], add_generation_prompt=True)
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, chat: list[dict], **options: Any) -> str:
-    """Render a chat without the BOS token, which tokenising the text adds again."""
-    return tokenizer.apply_chat_template(chat, tokenize=False, **options).removeprefix(tokenizer.bos_token or "")
+    texts, prompts = [], []
+    for sample in samples:
+        text = prompt = ""
+        if isinstance(sample, Pair):
+            text, prompt = sample.prompt + sample.completion, sample.prompt
+        elif isinstance(sample, Chat):
+            first = [message["role"] for message in sample.messages].index("assistant", sample.answers_from)
+            text, prompt = render(sample.messages), render(sample.messages[:first], add_generation_prompt=True)
+        texts.append(text)
+        prompts.append(prompt)
+    return texts, prompts
 
 
 def table(rows: list[dict[str, Any]]) -> str:

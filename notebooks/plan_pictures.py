@@ -48,17 +48,17 @@ def plot_memory(plans: Sequence[Plan], machine: Machine, *, chosen: Plan) -> Any
     axis.annotate(
         f" {limit / GiB:.0f} GiB", (limit / GiB, 1), xycoords=("data", "axes fraction"), va="bottom", fontsize=9
     )
-    axis.set_yticks(rows, [_short_label(plan) + (" *" if plan is chosen else "") for plan in plans], fontsize=9)
+    labels = [
+        f"ZeRO {plan.zero}{', checkpointing' if plan.activation_checkpointing else ''},"
+        f" {plan.micro_batch} x {plan.accumulation}{' *' if plan is chosen else ''}"
+        for plan in plans
+    ]
+    axis.set_yticks(rows, labels, fontsize=9)
     axis.invert_yaxis()
     axis.margins(x=0.08)
     axis.set_xlabel(f"GiB on one {'GPU' if machine.has_gpu else 'rank'}; * chosen")
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     return finished(figure, axis)
-
-
-def _short_label(plan: Plan) -> str:
-    checkpointing = ", checkpointing" if plan.activation_checkpointing else ""
-    return f"ZeRO {plan.zero}{checkpointing}, {plan.micro_batch} x {plan.accumulation}"
 
 
 def plot_speed(plans: dict[int, Plan]) -> Any:
