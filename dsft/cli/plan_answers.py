@@ -153,7 +153,8 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> D
 def _training(options: PlanOptions, training: TrainConfig, machine: Machine, words: tuple[str, ...]) -> None:
     """One machine: the chosen plan beside its candidates, its terms, cost and files, or what else would fit."""
     offline = _decided(options, training, machine)
-    choice, job = plan_run(offline.options, offline.job, machine, zero_file=offline.zero_file, must_fit=False), offline.job
+    job = offline.job
+    choice = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False)
     plan = choice.plan
     ways = [] if plan.fits else ways_to_fit(offline.options, job, machine, attention=options.attention)
     given = {

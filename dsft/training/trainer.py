@@ -46,9 +46,9 @@ from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed, patches, preemption
 from dsft.runtime.console import say
 from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog, SkippedSteps
+from dsft.training.engine_patches import import_muon, patch_engine
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, Line, SlowRanks, Work, complete, gather, mark
-from dsft.training.engine_patches import import_muon, patch_engine
 from dsft.training.plan_check import PlanCheck
 from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
