@@ -14,9 +14,9 @@ from rich.text import Text
 from dsft.cli.commands import DoctorOptions
 from dsft.config.options import EvalConfig
 from dsft.config.reader import field_types, read_flags, training_types
-from dsft.doctor.checks import differences
 from dsft.doctor.examine import Report, examine
 from dsft.doctor.links import in_rate
+from dsft.doctor.machine_checks import differences
 from dsft.errors import EXIT_USER_ERROR, nearest, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.launchers import hosts_of, number_problems

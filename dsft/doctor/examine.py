@@ -21,7 +21,19 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.doctor.checks import (
+from dsft.doctor.facts import NodeFacts, typed
+from dsft.doctor.findings import Finding, finding, join
+from dsft.doctor.links import (
+    Measured,
+    check_answers,
+    check_assumed,
+    check_measured,
+    combine,
+    neighbours,
+    ring_rounds,
+    some_rounds,
+)
+from dsft.doctor.machine_checks import (
     RunFiles,
     check_clocks,
     check_disk,
@@ -34,18 +46,6 @@ from dsft.doctor.checks import (
     check_patches,
     check_versions,
     read_run_files,
-)
-from dsft.doctor.facts import NodeFacts, typed
-from dsft.doctor.findings import Finding, finding, join
-from dsft.doctor.links import (
-    Measured,
-    check_answers,
-    check_assumed,
-    check_measured,
-    combine,
-    neighbours,
-    ring_rounds,
-    some_rounds,
 )
 from dsft.doctor.phases import Reached
 from dsft.doctor.ssh_nodes import SshNodes

@@ -17,7 +17,16 @@ import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks
 
-from dsft.doctor.checks import (
+from dsft.doctor.examine import Report, examine_through, machine_of
+from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus, typed
+from dsft.doctor.findings import MESSAGES, Finding, finding
+from dsft.doctor.links import (
+    Measured,
+    check_answers,
+    check_assumed,
+    check_measured,
+)
+from dsft.doctor.machine_checks import (
     RunFiles,
     check_clocks,
     check_config,
@@ -34,15 +43,6 @@ from dsft.doctor.checks import (
     check_versions,
     differences,
     read_run_files,
-)
-from dsft.doctor.examine import Report, examine_through, machine_of
-from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus, typed
-from dsft.doctor.findings import MESSAGES, Finding, finding
-from dsft.doctor.links import (
-    Measured,
-    check_answers,
-    check_assumed,
-    check_measured,
 )
 from dsft.doctor.phases import Connection, FileContent, Reached, reach
 from dsft.errors import UserError
