@@ -205,7 +205,7 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
 
 
 def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
-    """Says of each option that was set but has no, or another, effect in this configuration why that is."""
+    """Reports each option that was set but has no, or another, effect in this configuration, with the reason."""
     training, defaults, notes = options.training, LoraFields(), []
     changed = ", ".join(
         field.name

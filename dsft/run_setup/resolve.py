@@ -374,7 +374,7 @@ def check_run(
 
 
 def auto_dtype(machine: Machine) -> str:
-    """Says what the option `dtype: auto` is on this machine."""
+    """Resolves the option `dtype: auto` on this machine."""
     if machine.measured or not machine.has_gpu:
         return resolve_dtype("auto") if machine.has_gpu else "float32"
     return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"

@@ -72,7 +72,7 @@ LITTLE_MEMORY = 0.25
 
 
 def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
-    """Trains as the options say; None where nothing was left to train. Collective, after `distributed.start_ranks()`.
+    """Trains as the options set; None where nothing was left to train. Collective, after `distributed.start_ranks()`.
 
     Raises:
         UserError: with `problems` and all others that can be found before weights load, on every rank.
