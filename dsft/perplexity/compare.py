@@ -304,7 +304,7 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
         for (model, data), results in same_pair.items():
             rows = {
                 each.protocol: f"{each.perplexity.perplexity:.4f}  (windows of {each.options['seq_len']:,},"
-                f" {each.perplexity.tokens:,} tokens scored; {each.source})"
+                f" {each.perplexity.tokens:,} tokens scored; {find_mode(each.protocol).source})"
                 for each in results
             }
             print_table(f"{model} on {data}, as others report it", rows)

@@ -36,34 +36,24 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultIntervals:
-    """Holds the 95 % intervals of one result; NaN where there are fewer than two units."""
+    """Holds the 95 % intervals of one result, as its report has them; NaN where there are fewer than two units."""
 
-    nats_per_token: Interval
-    bits_per_byte: Interval
+    level: float = LEVEL
     units: str
     """Over what they are computed."""
-
-    @property
-    def perplexity(self) -> Interval:
-        return exp(self.nats_per_token[0]), exp(self.nats_per_token[1])
-
-    def report(self) -> dict:
-        """Return the interval's part of a report."""
-        return {
-            "level": LEVEL,
-            "units": self.units,
-            "perplexity": list(self.perplexity),
-            "nats_per_token": list(self.nats_per_token),
-            "bits_per_byte": list(self.bits_per_byte),
-        }
+    perplexity: Interval
+    nats_per_token: Interval
+    bits_per_byte: Interval
 
 
 def result_intervals(result: Perplexity) -> ResultIntervals:
     """Compute the intervals of one result. Bit-identical wherever numpy and scipy are the same."""
     units = units_of(result, result.document_nats, result.block_nats, is_scored_D=result.document_tokens > 0)
-    per_token, per_byte = ratio_interval(units, 1), ratio_interval(units, 2)
-    low, high = (bound / math.log(2) for bound in per_byte)
-    return ResultIntervals(nats_per_token=per_token, bits_per_byte=(low, high), units=units.kind)
+    low, high = ratio_interval(units, 1)
+    per_byte = tuple(bound / math.log(2) for bound in ratio_interval(units, 2))
+    return ResultIntervals(
+        units=units.kind, perplexity=(exp(low), exp(high)), nats_per_token=(low, high), bits_per_byte=per_byte
+    )
 
 
 def units_of(

@@ -51,10 +51,6 @@ class _Sums:
         self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
         self.change_N = self.change_N * shrunk_N + weights_NW.mul_(change_NW).sum(dim=1).double()
 
-    @property
-    def log_sum_N(self) -> torch.Tensor:
-        return self.largest_N + self.sum_N.log()
-
 
 def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N: torch.Tensor) -> torch.Tensor:
     """Return [K, N] float64: the COLUMNS of `results.py` of each token.
@@ -69,10 +65,11 @@ def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N
         model.add(logits_NW, change_NW, targets_N, start)
         reference.add(reference_NW, change_NW, targets_N, start)
         start += logits_NW.shape[1]
-    gap_N = model.log_sum_N - reference.log_sum_N
+    log_sum_N, reference_log_sum_N = (sums.largest_N + sums.sum_N.log() for sums in (model, reference))
+    gap_N = log_sum_N - reference_log_sum_N
     columns = (
-        model.log_sum_N - model.wanted_N,
-        reference.log_sum_N - reference.wanted_N,
+        log_sum_N - model.wanted_N,
+        reference_log_sum_N - reference.wanted_N,
         gap_N - reference.change_N / reference.sum_N,
         model.change_N / model.sum_N - gap_N,
         (model.top_N == reference.top_N).double(),

@@ -143,21 +143,16 @@ class Evaluation:
         report |= {name: getattr(result, name) for name in ("perplexity", "nats", "tokens")}
         report |= {"nats_per_token": result.loss, "reported_loss": result.reported_loss}
         sizes = ("bytes", "words", "word_perplexity", "byte_perplexity", "bits_per_byte")
-        report |= {name: getattr(result, name) for name in sizes} | {"interval": self.intervals.report()}
+        report |= {name: getattr(result, name) for name in sizes} | {"interval": asdict(self.intervals)}
         counts = ("documents", "unscored_documents", "fed_tokens", "rows_alone")
         report |= {name: getattr(result, name) for name in counts}
         blocks = {"nats": result.block_nats.tolist(), "tokens": result.block_tokens.tolist()}
         report |= {"blocks": {"windows": result.windows_per_block} | blocks}
         report["tokens_per_second"] = result.fed_tokens / self.seconds
         named = f"protocol {self.protocol}" if self.protocol else f"mode {self.mode}"
-        source = f" ({self.source})" if self.protocol else ""
+        source = f" ({find_mode(self.protocol).source})" if self.protocol else ""
         report["definition"] = f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}"
         return finite(report)
-
-    @property
-    def source(self) -> str:
-        """Where the protocol is defined."""
-        return find_mode(self.protocol).source
 
     def documents(self) -> dict[str, Any]:
         """Return the columns of documents.parquet, a row for each document."""

@@ -150,14 +150,14 @@ def evaluate_windows(
     known = recorder.known if recorder else {}
     left = [index for index in range(len(batches)) if index not in known]
     tokens = [int(windows.lengths[batches[index]].sum()) for index in left]
-    number, teams = team.number, team.teams
+    number, place_in_team, teams = team.position()
     collated = _collated_ahead(windows, [batches[index] for index in left[number::teams]], rules, pad_token_id)
     nats, num_scored = 0.0, 0  # of this rank's team
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
         for turn in range(0, len(left), teams):
             if turn + number < len(left):
                 columns_KN = scored({name: tensor.to(device) for name, tensor in next(collated).items()})
-                if team.place == 0:
+                if place_in_team == 0:
                     index = left[turn + number]
                     place = pieces.of_batches[index]
                     parts = columns_KN.split(pieces.tokens[place].tolist(), dim=1)

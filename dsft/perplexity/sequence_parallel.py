@@ -45,24 +45,19 @@ class Team:
     group: Any = None
     """Process group; None for a team of one."""
 
-    @property
-    def number(self) -> int:
-        """Which of the teams this rank is in, from 0."""
-        return _rank_and_world()[0] // self.size
+    def position(self) -> tuple[int, int, int]:
+        """Return (which of the teams this rank is in, its place in that team, number of teams).
 
-    @property
-    def place(self) -> int:
-        """Place of this rank in its team, from 0: the first positions of each row are on the first."""
-        return _rank_and_world()[0] % self.size
-
-    @property
-    def teams(self) -> int:
-        return _rank_and_world()[1] // self.size
+        Ranks are those of the process group, by which sums are added up: a launcher's variables alone make none.
+        """
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return rank // self.size, rank % self.size, world // self.size
 
     def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's positions of a batch, [B, T / size], and which they are."""
         rows, width = batch_BT["input_ids"].shape
-        here = slice(self.place * width // self.size, (self.place + 1) * width // self.size)
+        _, place, _ = self.position()  # the first positions of each row are on the first rank
+        here = slice(place * width // self.size, (place + 1) * width // self.size)
         positions = torch.arange(here.start, here.stop, device=batch_BT["input_ids"].device)
         shares = {name: tensor[:, here].contiguous() for name, tensor in batch_BT.items()}
         return shares | {"position_ids": positions.expand(rows, -1).contiguous()}
@@ -75,7 +70,8 @@ class Team:
             targets_BT: of the whole batch.
         """
         is_scored_BT = targets_BT != IGNORED
-        is_here_BT = is_scored_BT.chunk(self.size, dim=1)[self.place]
+        _, place, _ = self.position()
+        is_here_BT = is_scored_BT.chunk(self.size, dim=1)[place]
         share_KBT = torch.zeros(len(columns_KN), *is_here_BT.shape, dtype=torch.float64, device=targets_BT.device)
         share_KBT[:, is_here_BT] = columns_KN.to(targets_BT.device)
         shares = [torch.empty_like(share_KBT) for _ in range(self.size)]
@@ -120,14 +116,9 @@ def team_of(size: int) -> Team:
     """Split the ranks into teams of `size`, which divides their number. Collective the first time."""
     if size == 1:
         return ALONE
-    rank, world = _rank_and_world()
-    groups = [dist.new_group([*range(first, first + size)], timeout=TIMEOUT) for first in range(0, world, size)]
-    return Team(size=size, group=groups[rank // size])
-
-
-def _rank_and_world() -> tuple[int, int]:
-    """As the process group has them, by which sums are added up: a launcher's variables alone make no ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    number, _, teams = Team(size=size).position()
+    groups = [dist.new_group([*range(team * size, (team + 1) * size)], timeout=TIMEOUT) for team in range(teams)]
+    return Team(size=size, group=groups[number])
 
 
 @functools.cache
@@ -180,7 +171,7 @@ def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, tru
         except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
             reason = f"{unlike} ({type(error).__name__})"
         else:
-            expected = whole.chunk(size, dim=1)[team.place]
+            expected = whole.chunk(size, dim=1)[team.position()[1]]
             difference = ((shared - expected).abs().max() / whole.abs().max().clamp(min=1e-12)).item()
             if not distributed.max_over_ranks(difference) < 1e-3:  # also where it is NaN
                 reason = f"{unlike} (recurrent layers, for example)"
