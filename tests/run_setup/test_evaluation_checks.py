@@ -1,0 +1,24 @@
+"""What is found wrong with a model to score before its weights load."""
+
+import pytest
+
+from dsft.config.options import EvalConfig
+from dsft.run_setup.evaluation_checks import candidate_of
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"protocol": "gptq", "has_seq_len": False}, None),
+        ({"protocol": "all", "has_seq_len": False}, None),
+        ({"protocol": "gptq", "seq_len": 10**6}, "seq_len=1000000 is beyond the"),
+        ({"seq_len": 10**6}, "seq_len=1000000 is beyond the"),
+        ({"context_curve": "8,64k"}, "context_curve=65536 is beyond the"),
+    ],
+    ids=str,
+)
+def test_a_named_length_must_fit_the_models_positions_and_a_protocols_own_does(tiny, options, problem):
+    problems: list[str] = []
+    candidate = candidate_of(EvalConfig(**options), str(tiny / "model"), problems)
+    assert candidate.facts.size.max_positions < 64 * 1024
+    assert problems == [] if problem is None else len(problems) == 1 and problems[0].startswith(problem)
