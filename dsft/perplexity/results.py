@@ -261,17 +261,15 @@ class Results:
         Args:
             verified: only one of which documents were scored again.
         """
-
-        def find() -> Evaluation | None:
-            for key, report in self.reports.items():
-                is_same = report.get("fingerprint") == fingerprint
-                is_verified = report["verified_difference"] is not None or not verified
-                # The two files are written one after the other; a kill between them leaves other documents.
-                if is_same and is_verified and self.is_whole(key):
-                    return self.evaluation(key)
-            return None
-
-        return distributed.on_rank_0(find)
+        same = (
+            self.evaluation(key)
+            for key, report in self.reports.items()
+            if report.get("fingerprint") == fingerprint
+            and (report["verified_difference"] is not None or not verified)
+            # The two files are written one after the other; a kill between them leaves other documents.
+            and self.is_whole(key)
+        )
+        return distributed.on_rank_0(lambda: next(same, None))
 
     def add(self, evaluation: Evaluation) -> None:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
