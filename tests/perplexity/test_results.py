@@ -144,7 +144,7 @@ def test_verifying_is_done_under_the_limit_of_a_batch_with_a_heartbeat_for_each_
     calls: list[str] = []
     monkeypatch.setattr(watchdog, "heartbeat", lambda: calls.append("heartbeat"))
     monkeypatch.setattr(watchdog, "set_phase", calls.append)
-    monkeypatch.setattr(watchdog, "_phase", "loading")  # an earlier test may have left another
+    monkeypatch.setattr(watchdog, "current_phase", "loading")  # an earlier test may have left another
     result = evaluate_perplexity(**eval_options(tiny, tiny / "model", verify=31), progress=False).perplexity
     assert calls.count("evaluating") == 1 and calls[-1] == "loading"
     num_windows = -(-result.tokens // 31)  # each scores 31 of its 32 tokens
