@@ -1,11 +1,17 @@
 """Compiled operators: a machine that cannot compile one says so before weights load, or takes torch's."""
 
+import json
+
 import pytest
 
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.run_setup import resolve
 from dsft.runtime import operators
+from dsft.runtime.hardware import Machine
 from dsft.runtime.operators import nvcc_problem, offload_problems
+from dsft.units import GB
 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 PARAMETERS = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
@@ -66,23 +72,34 @@ CASES = [
 
 
 @pytest.fixture
-def without_toolkit(monkeypatch):
+def resolved_without_toolkit(options, monkeypatch, tmp_path):
     import torch.utils.cpp_extension
 
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(resolve, "has_gpu", lambda: True)
+    machine = Machine(nodes=1, ranks_per_node=1, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+
+    def resolved(content: dict):
+        file = tmp_path / "zero.json"
+        file.write_text(json.dumps(content))
+        problems: list[str] = []
+        config = make_config(TrainConfig, options(tmp_path / "run", zero=str(file), learning_rate=1e-4), problems)
+        return resolve.resolve_run(config, machine=machine, problems=problems)
+
+    return resolved
 
 
 @pytest.mark.parametrize(("content", "parameters"), CASES)
-def test_without_nvcc_torch_s_adam_is_taken(without_toolkit, content, parameters):
-    taken, notes = resolve._with_an_adam_that_compiles(content)
-    assert taken["optimizer"].get("params") == parameters
-    assert bool(notes) == (taken != content) and all("CUDA_HOME does not exist" in note for note in notes)
+def test_without_nvcc_torch_s_adam_is_taken(resolved_without_toolkit, content, parameters):
+    run = resolved_without_toolkit(content)
+    notes = [note for note in run.notes if note.startswith("optimizer: torch's Adam")]
+    assert run.zero_file["optimizer"].get("params") == parameters
+    assert len(notes) == (run.zero_file != content) and all("CUDA_HOME does not exist" in note for note in notes)
 
 
-def test_without_nvcc_an_optimizer_that_torch_lacks_is_refused(without_toolkit):
+def test_without_nvcc_an_optimizer_that_torch_lacks_is_refused(resolved_without_toolkit):
     with pytest.raises(UserError, match="optimizer.type lion: nvcc cannot compile it .*CUDA_HOME does not exist"):
-        resolve._with_an_adam_that_compiles(ADAMW | {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}})
+        resolved_without_toolkit(ADAMW | {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}})
 
 
 def test_a_toolkit_of_another_cuda_is_named(tmp_path, monkeypatch):
