@@ -409,7 +409,7 @@ def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int) -> dict[s
     shape = (len(groups), width)
     ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
     labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
-    weights_BT, num_tokens = torch.ones(shape), 0
+    weights_BT, num_tokens, num_trained = torch.ones(shape), 0, 0
     for row, group in enumerate(groups):
         end = 0
         for each in group:
@@ -419,12 +419,13 @@ def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int) -> dict[s
             if "weights" in each:
                 weights_BT[row, start:end] = torch.as_tensor(each["weights"])
             num_tokens += 0 if each is BLANK else end - start
+            num_trained += np.count_nonzero(each["labels"] != IGNORED)
     has_weights = any("weights" in each for group in groups for each in group)
     return {
         "input_ids": ids_BT,
         "labels": labels_BT,
         **({"weights": weights_BT} if has_weights else {}),
-        "num_tokens": torch.tensor([num_tokens, int((labels_BT != IGNORED).sum()), ids_BT.numel()]),
+        "num_tokens": torch.tensor([num_tokens, num_trained, ids_BT.numel()]),
     }
 
 
@@ -449,11 +450,11 @@ class Collator:
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
-        lengths = torch.tensor([len(each["input_ids"]) for each in sequences])
-        width = self.rules.width(int(lengths.max()))
+        lengths = [len(each["input_ids"]) for each in sequences]
+        width = self.rules.width(max(lengths))
         rows = _rows([[each] for each in sequences], width, self.pad_token_id)
-        is_masked = self.masked and lengths.min() < width
-        mask = {"attention_mask": (torch.arange(width) < lengths[:, None]).long()} if is_masked else {}
+        is_masked = self.masked and min(lengths) < width
+        mask = {"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()} if is_masked else {}
         return {"input_ids": rows["input_ids"], **mask, **rows}
 
 
