@@ -136,7 +136,7 @@ def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Mod
     shell.__dict__["_modules"] = inner._modules | {names[module]: other for module, other in replaced.items()}
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         shell.__dict__[hooks] = {}
-    shell.__dict__.pop("forward", None)  # tiled_loss.py, DeepSpeed and accelerate may wrap the instance's forward
+    shell.__dict__.pop("forward", None)  # tile_loss, DeepSpeed and accelerate may wrap the instance's forward
     return shell
 
 
