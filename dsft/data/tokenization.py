@@ -292,24 +292,27 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
         special: with the tokens that the tokenizer puts around a text.
     """
     short = _encode_whole(tokenizer, [text for text in texts if len(text) <= LONG_TEXT], special=special)
-    for text in texts:
-        if len(text) <= LONG_TEXT:
-            yield next(short)
-            continue
-        bounds = [0, *safe_cuts(tokenizer, text), len(text)]
-        if len(bounds) == 2:
-            yield next(_encode_whole(tokenizer, [text], special=special))
-            continue
-        pieces = [text[start:end] for start, end in pairwise(bounds)]
-        ids, after = [], []
-        if special:  # what the tokenizer puts before and after a text
-            inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
-            start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
-            ids, after = whole[:start], whole[start + len(inner) :]
-        for start in range(0, len(pieces), PIECES_AT_ONCE):
-            for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
-                ids += part
-        yield ids + after
+    return (next(short) if len(text) <= LONG_TEXT else _encode_long(tokenizer, text, special=special) for text in texts)
+
+
+def _encode_long(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    """Encodes a text in pieces.
+
+    A function of its own, at whose end the pieces and lists go: a generator would hold them while the tokens are used.
+    """
+    bounds = [0, *safe_cuts(tokenizer, text), len(text)]
+    if len(bounds) == 2:
+        return next(_encode_whole(tokenizer, [text], special=special))
+    pieces = [text[start:end] for start, end in pairwise(bounds)]
+    ids, after = [], []
+    if special:  # what the tokenizer puts before and after a text
+        inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
+        start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+        ids, after = whole[:start], whole[start + len(inner) :]
+    for start in range(0, len(pieces), PIECES_AT_ONCE):
+        for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
+            ids += part
+    return ids + after
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:

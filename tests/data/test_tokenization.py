@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -568,6 +569,22 @@ def test_a_long_text_has_the_tokens_of_the_whole_in_pieces(name, monkeypatch):
     else:
         bounds = [0, *cuts, len(text)]
         assert max(end - start for start, end in pairwise(bounds)) < 3 * 300
+
+
+def test_the_tokens_of_a_long_text_are_not_held_beside_those_given(monkeypatch):
+    """A text file is one document: of gigabytes, a second copy counts."""
+    monkeypatch.setattr(tokenization, "LONG_TEXT", 2000)
+    monkeypatch.setattr(tokenization, "PIECE", 300)
+    tokenizer, text = tokenizer_of("gpt2"), long_text(5000)
+    list(encode(tokenizer, [text]))  # what is kept for later texts is there now
+    tracemalloc.start()
+    try:
+        given = encode(tokenizer, [text, "short one"])
+        length = len(next(given))
+        held, _ = tracemalloc.get_traced_memory()
+        assert length > 2000 and held < 8 * length, (held, length)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_text_without_a_safe_place_stays_whole(monkeypatch):
