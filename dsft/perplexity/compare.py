@@ -240,8 +240,9 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     for name in ("dtype", "attn_implementation"):
         if base.options.get(name) != other.options.get(name):
             notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
-    # Blocks of windows can be compared where both models have the same windows.
-    changed_blocks = after.block_nats - before.block_nats if same_tokens else None
+    # Blocks of windows can be compared where both models have the same windows, and blocks: an earlier dsft kept more.
+    has_same_blocks = same_tokens and before.windows_per_block == after.windows_per_block
+    changed_blocks = after.block_nats - before.block_nats if has_same_blocks else None
     units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
     nats_per_token = None
     if same_tokens:

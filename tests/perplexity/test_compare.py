@@ -112,6 +112,12 @@ def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
     assert single.bits_per_byte.low * math.log(2) * 4 == pytest.approx(single.nats_per_token.low)
 
 
+def test_a_result_of_an_earlier_dsft_with_blocks_of_windows_is_compared_with_one_without():
+    """It kept them of fewer than 30 documents."""
+    earlier, later = evaluation("a", 0, documents=3, blocks=50), evaluation("b", 1, documents=3)
+    assert comparison_of(earlier, later).units == comparison_of(later, earlier).units == "3 documents"
+
+
 def test_models_with_two_tokenizers_have_an_interval_over_few_documents():
     base, other = (
         evaluation("base", 0, documents=5),
