@@ -92,6 +92,7 @@ class HeldFile:
         self.path = path
         self._descriptor: int | None = None
         self._is_released = threading.Event()
+        self._beating: threading.Thread | None = None
 
     def create(self, path: Path | None = None) -> bool:
         """Make the lock, or the file `path` that will replace it; False where it exists."""
@@ -115,7 +116,8 @@ class HeldFile:
         if self._descriptor is None:
             return
         self._is_released.set()
-        self._beating.join()  # it writes to the descriptor
+        if self._beating:  # None where the disk was too full for the process's name
+            self._beating.join()  # it writes to the descriptor
         with contextlib.suppress(OSError):
             # Another process may have taken the lock over, from an owner that was stopped or cut off for too long.
             if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):

@@ -2,6 +2,7 @@
 named, a dead one's is taken over at once.
 """
 
+import errno
 import json
 import os
 import subprocess
@@ -76,6 +77,17 @@ def test_a_folder_made_for_the_lock_alone_goes_with_it(tmp_path):
     (tmp_path / "file").touch()
     with only_run_in(str(tmp_path / "file")), only_run_in(None):
         pass  # that it is no folder is said by the checks
+
+
+def test_a_disk_too_full_for_the_lock_hides_no_other_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(locks.os, "write", full)
+    with pytest.raises(UserError, match="what the checks found"), only_run_in(str(tmp_path / "run")) as was_killed:
+        assert not was_killed
+        raise UserError("what the checks found")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.launch
