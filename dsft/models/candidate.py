@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,6 +10,7 @@ from dsft.config.options import EvalConfig
 from dsft.models.build import described_in
 from dsft.models.model_folder import adapter_base
 from dsft.models.size import ModelFacts
+from dsft.models.weights import adapter_problems, weight_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +36,16 @@ def with_bases(model: str) -> Iterator[str]:
     yield model
     if base := adapter_base(described_in(model)):
         yield from with_bases(base)
+
+
+def check_weights(candidate: Candidate, *, local: bool) -> list[str]:
+    """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
+    config, facts = candidate.config, candidate.facts
+    base = adapter_base(described_in(config.model))
+    problems = []
+    if Path(base or config.model).exists() == local:
+        problems += weight_problems(base or config.model, facts, revision=config.revision)
+    if base and local:
+        trust = config.trust_remote_code
+        problems += adapter_problems(config.model, facts.config, key="model", trust_remote_code=trust)
+    return problems

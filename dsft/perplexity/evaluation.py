@@ -35,7 +35,7 @@ from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import build_model, described_in, is_bare_config, resolve_dtype
-from dsft.models.candidate import Candidate, with_bases
+from dsft.models.candidate import Candidate, check_weights, with_bases
 from dsft.models.model_folder import has_only_shards, is_step_folder, located
 from dsft.models.quantization import PACKAGES, Quantization
 from dsft.models.size import check_sharding
@@ -107,6 +107,7 @@ def evaluate_models(
         TrainingStopped: where a loss is NaN or infinite.
     """
     others = [reference] if reference else []
+    scored = {each.config.model: each for each in [*candidates, *others]}
     if config.sequence_parallel > 1:
         refusals = [
             refused_model(
@@ -116,9 +117,11 @@ def evaluate_models(
                 model=model,
                 trust_remote_code=config.trust_remote_code,
             )
-            for model, each in {each.config.model: each for each in [*candidates, *others]}.items()
+            for model, each in scored.items()
         ]
         distributed.raise_together([reason for reason in refusals if reason])
+    # Last of all checks: the weights of the hub are downloaded for it.
+    distributed.raise_together([line for each in scored.values() for line in check_weights(each, local=False)])
     machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
     results = Results(Path(config.output_dir)) if config.output_dir else None
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats

@@ -17,13 +17,12 @@ from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
-from dsft.models.candidate import Candidate, with_bases
+from dsft.models.candidate import Candidate, check_weights, with_bases
 from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.size import check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import architecture_problems
-from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.evaluation_plan import refused_team
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -98,9 +97,6 @@ def check_evaluation(
         for model in models:
             if on_disk := model.facts.size.quantization:
                 say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
-    # The weights of the hub, which are downloaded for it, once all else is right.
-    loaded = [*models, *([reference] if reference else [])]
-    distributed.raise_together([line for model in loaded for line in _weight_problems(model, local=False)])
     return candidates, reference, data_sets
 
 
@@ -133,7 +129,7 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
     if facts or config.tokenizer:
         tokenizer = check_tokenizer(config, faults, vocab_size=facts and facts.size.vocab_size)
     candidate = Candidate(config=config, tokenizer=tokenizer, facts=facts)
-    faults += _weight_problems(candidate, local=True) if facts else []
+    faults += check_weights(candidate, local=True) if facts else []
     problems += [re.sub("^model(?==)", key, line) for line in faults]
     return candidate
 
@@ -171,16 +167,3 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
             if config.zero not in ("auto", "0"):
                 problems += check_sharding(facts.size, stage=3, model=candidates[-1].name)
     return candidates
-
-
-def _weight_problems(candidate: Candidate, *, local: bool) -> list[str]:
-    """Compare the weights that lie in a folder, or those of the hub, with the config."""
-    config, facts = candidate.config, candidate.facts
-    base = adapter_base(described_in(config.model))
-    problems = []
-    if Path(base or config.model).exists() == local:
-        problems += weight_problems(base or config.model, facts, revision=config.revision)
-    if base and local:
-        trust = config.trust_remote_code
-        problems += adapter_problems(config.model, facts.config, key="model", trust_remote_code=trust)
-    return problems

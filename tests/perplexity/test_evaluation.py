@@ -13,6 +13,7 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
+from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime import console
 
 
@@ -60,6 +61,15 @@ def test_a_model_that_is_not_there_is_one_problem(evaluated):
     with pytest.raises(UserError) as caught:
         evaluated(model="./nowhere")
     assert len(caught.value.problems) == 1 and "./nowhere" in caught.value.problems[0]
+
+
+def test_what_cannot_be_spread_is_refused_before_weights_of_the_hub_are_downloaded(tiny, monkeypatch):
+    monkeypatch.setattr(evaluation, "refused_model", lambda *_, **__: "it has recurrent layers")
+    monkeypatch.setattr(evaluation, "check_weights", lambda *_, **__: pytest.fail("looked at the weights"))
+    config = EvalConfig(model=[str(tiny / "model")], seq_len=32, sequence_parallel=2)
+    candidate = candidate_of(config, config.model[0], [])
+    with pytest.raises(UserError, match="recurrent"):
+        next(evaluation.evaluate_models(config, [candidate], None, {}))
 
 
 def test_rows_without_an_answer_stay_in_their_place_and_count_nothing(evaluated, tmp_path):
