@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dsft.cli.commands import PlanOptions
 from dsft.config.options import TrainConfig
@@ -148,16 +147,6 @@ def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
         has_gpu=True,
         gpu_type=name,
     )
-
-
-def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
-    """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
-    fields = dataclasses.asdict(machine)
-    if machine.measured:
-        from dsft.planner.calibration import to_carry  # with torch, which a machine on paper does without
-
-        fields |= {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""}
-    return fields
 
 
 def read_machine(path: Path) -> Machine:

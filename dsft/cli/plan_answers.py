@@ -13,14 +13,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan import describe_machine
 from dsft.config.options import TrainConfig
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, shown_command
 from dsft.models.size import ModelSize
-from dsft.planner.calibration import calibrate
+from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
 from dsft.planner.gpus import GPUS, named_gpus
@@ -217,6 +216,12 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
             print(f"  {command}\n    {way.plan.label}{speed_text(way.plan, way.machine)}")
     if not plan.fits:
         raise SystemExit(NOTHING_FITS)
+
+
+def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
+    """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
+    carried = {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""} if machine.measured else {}
+    return dataclasses.asdict(machine) | carried
 
 
 def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> tuple[int, int, int] | None:

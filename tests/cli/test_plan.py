@@ -6,7 +6,8 @@ import json
 import pytest
 
 from dsft.cli.commands import PlanOptions
-from dsft.cli.plan import describe_machine, read_machine, read_machines
+from dsft.cli.plan import read_machine, read_machines
+from dsft.cli.plan_answers import describe_machine
 from dsft.errors import UserError
 from dsft.planner.calibration import gpus_key, keep, ranks_key, speeds_for
 from dsft.planner.step_time import speeds_of
