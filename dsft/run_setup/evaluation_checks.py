@@ -30,8 +30,8 @@ from dsft.runtime.disk import check_writable
 from dsft.runtime.distributed import require_same_start
 from dsft.units import token_counts
 
-AS_IT_LIES = ""
-"""In place of a format's name."""
+AS_IT_LIES = None
+"""In place of a format's name: no word that an option can have."""
 
 
 def check_evaluation(
