@@ -18,10 +18,10 @@ import sysconfig
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
-from huggingface_hub import constants
 
 from dsft.errors import one_line
 from dsft.runtime.disk import free_bytes
@@ -29,6 +29,12 @@ from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host
 from dsft.runtime.operators import compile_error, compiler_words
 from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit, version_of
 from dsft.units import MiB
+
+try:
+    from huggingface_hub import constants
+except ImportError:  # a node without packages answers all the same; where they would be kept by default
+    kept = "~/.cache/huggingface"
+    constants = SimpleNamespace(HF_HUB_OFFLINE=False, HF_HOME=kept, HF_HUB_CACHE=f"{kept}/hub")
 
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
@@ -103,7 +109,7 @@ class NodeFacts:
     compile_error: str = ""  # why a program of one line does not compile; empty where it does, or was not tried
     disks: dict[str, int | None]  # free bytes by folder; None where they cannot be asked
     caches: dict[str, str]  # folders of the hub's models, data sets, and compiled operators
-    hub_offline: bool
+    hub_offline: bool  # by HF_HUB_OFFLINE, else by TRANSFORMERS_OFFLINE
     clock_synchronized: bool  # a time service keeps the clock, as the kernel says
     network: Network
     open_port: int = 0  # a freely chosen port that the node listens on during the examination

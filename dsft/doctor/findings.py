@@ -45,7 +45,7 @@ MESSAGES: dict[str, tuple[Severity, str]] = {
     ),
     "libaio": ("note", "offload to NVMe needs it; nothing else does"),
     "cache-disk": ("warning", "models, data sets and compiled operators are written there"),
-    "hub-offline": ("error", "nothing is downloaded with HF_HUB_OFFLINE, and the ranks of this node need the files"),
+    "hub-offline": ("error", "nothing is downloaded then, and the ranks of this node need the files"),
     "hub-download": ("note", "each node downloads by itself, at the same time"),
     "patch-refused": ("error", "dsft mends a fault of that library there, and a training without it would be wrong"),
     "patch-changed": ("warning", "dsft replaces that code of the library; what it saves in time or memory may be lost"),

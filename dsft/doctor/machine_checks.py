@@ -408,7 +408,9 @@ def check_files(
         barred = [node for node in lacking if facts[node].hub_offline]
         download = f"hf download {name}{' --repo-type dataset' if is_data else ''}"
         if barred:
-            message = f"{name} is neither a file nor in the hub's cache, and HF_HUB_OFFLINE is set"
+            message = (
+                f"{name} is neither a file nor in the hub's cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+            )
             fix = f"on {barred[0]}: HF_HUB_OFFLINE=0 {download}; or name an existing folder"
             yield finding("hub-offline", join(barred), message, fix)
         elif lacking:

@@ -244,7 +244,9 @@ CASES = {
     "patch-refused": lambda: check_patches("n3", [patched("refuse")]),
     "patch-changed": lambda: check_patches("n3", [patched("skip"), patched("keep")]),
     "hub-offline": lambda: check_files(RUN, "n1", nodes(hub_offline=True), reached(cached=False)),
-    "hub-download": lambda: check_files(RUN, "n1", nodes(), reached(cached=False)),
+    "hub-download": lambda: check_files(
+        RUN, "n1", nodes() | {"n2": node("n2", hub_offline=True)}, reached(cached=False)
+    ),
     "versions": lambda: check_versions(nodes(versions__torch="2.12.0")),
     "driver-versions": lambda: check_versions(nodes(**{"versions__GPU driver": "570.1"})),
     "code": lambda: check_versions(nodes(**{"versions__dsft code": "999"})),

@@ -44,3 +44,22 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     assert facts.versions["torch"] == importlib.metadata.version("torch")  # torch adds "+cu130" to its own
     assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
     assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
+
+
+def test_either_variable_keeps_a_node_from_the_hub_and_a_node_without_its_library_answers_too(tmp_path):
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(sys.argv[1:]); from dsft.doctor import phases;"
+        " facts = phases.node_facts(); print(facts.hub_offline, facts.caches['hub'])"
+    )
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+
+    def told(*missing: str, **variables: str) -> str:
+        environment = others | {"HOME": str(tmp_path)} | variables
+        command = [sys.executable, "-c", code, *missing]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert told(HF_HUB_CACHE="/cache", HF_HUB_OFFLINE="1") == "True /cache\n"
+    assert told(HF_HUB_CACHE="/cache", TRANSFORMERS_OFFLINE="1") == "True /cache\n"
+    # The command that the finding names.
+    assert told(HF_HUB_CACHE="/cache", TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="0") == "False /cache\n"
+    assert told("huggingface_hub") == f"False {tmp_path}/.cache/huggingface/hub\n"
