@@ -243,14 +243,19 @@ def _reachable_addresses() -> dict[str, str]:
     """Addresses of this machine that others could connect to -> the interface, which is up."""
     import psutil
 
-    reachable, is_up = {}, {name: card.isup for name, card in psutil.net_if_stats().items()}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries if is_up.get(name) else ():
-            with contextlib.suppress(ValueError):  # a hardware address
-                address = ipaddress.ip_address(text := entry.address.partition("%")[0])
-                if not (address.is_loopback or address.is_link_local):
-                    reachable[text] = name
-    return reachable
+    up = [name for name, card in psutil.net_if_stats().items() if card.isup]
+    entries = psutil.net_if_addrs()
+    addresses = {entry.address.partition("%")[0]: name for name in up for entry in entries.get(name, [])}
+    return {address: name for address, name in addresses.items() if _is_reachable(address)}
+
+
+def _is_reachable(text: str) -> bool:
+    """Whether other machines could connect to this address of an interface (which may be a hardware address)."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return not (address.is_loopback or address.is_link_local)
 
 
 def outgoing_address(destination: str) -> str | None:
@@ -272,9 +277,9 @@ def own_addresses(names: Iterable[str]) -> list[str]:
     """The addresses of this machine at which the machines `names` reach it, also where its own name is 127.0.1.1; the
     loopback address where there is no network.
     """
-    towards, reachable = dict.fromkeys(map(outgoing_address, names)), _reachable_addresses()
-    # ssh may know names that do not resolve here.
-    return [address for address in towards if address in reachable] or [*reachable] or [LOOPBACK]
+    towards = dict.fromkeys(address for name in names if (address := outgoing_address(name)))
+    # Also those that no interface of psutil's has (eth0:1). ssh may know names that do not resolve here.
+    return [address for address in towards if _is_reachable(address)] or [*_reachable_addresses()] or [LOOPBACK]
 
 
 DEFAULT_PORT = 29500  # where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's

@@ -27,9 +27,10 @@ def offload_problems(deepspeed_config: dict[str, Any]) -> list[str]:
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import _get_build_directory
 
+    if installed_ops.get("cpu_adam"):
+        return []
     with contextlib.suppress(OSError):  # it makes the folder
-        built = Path(_get_build_directory("cpu_adam", verbose=False), "cpu_adam.so")
-        if installed_ops.get("cpu_adam") or built.is_file():
+        if Path(_get_build_directory("cpu_adam", verbose=False), "cpu_adam.so").is_file():
             return []
     compiler = compiler_words()[0]
     reason = compile_error() if shutil.which(compiler) else f"{compiler} is not there"

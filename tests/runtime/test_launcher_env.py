@@ -10,6 +10,7 @@ from ranks import run_entry
 
 from dsft.cli.main import main
 from dsft.errors import UserError
+from dsft.runtime import launcher_env
 from dsft.runtime.launcher_env import (
     check_environment,
     choose_interface,
@@ -231,3 +232,9 @@ def test_other_machines_never_get_this_ones_loopback_address():
     for names in (["known-to-ssh-alone"], ["localhost"]):
         addresses = own_addresses(names)
         assert addresses and not any(address.startswith("127.") or address == "::1" for address in addresses)
+
+
+def test_an_address_under_a_label_of_an_interface_is_this_machine_s(monkeypatch):
+    """psutil has it as an interface of its own, eth0:1, of which it does not say whether it is up."""
+    monkeypatch.setattr(launcher_env, "outgoing_address", {"a": "192.0.2.7", "b": "127.0.1.1", "c": None}.get)
+    assert own_addresses("abc") == ["192.0.2.7"]

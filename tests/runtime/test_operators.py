@@ -48,6 +48,16 @@ def test_what_was_compiled_before_needs_no_compiler(monkeypatch, tmp_path):
     assert offload_problems(OFFLOAD) == []
 
 
+def test_what_was_installed_compiled_needs_no_folder_to_compile_in(monkeypatch, tmp_path):
+    from deepspeed.git_version_info import installed_ops
+
+    monkeypatch.setitem(installed_ops, "cpu_adam", True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert offload_problems(OFFLOAD) == []
+
+
 @pytest.mark.parametrize("words", ["", "c++ -O2", "env c++"])
 @pytest.mark.usefixtures("nothing_compiled")
 def test_this_machine_compiles(monkeypatch, words):
