@@ -101,6 +101,7 @@ class HeldFile:
         except FileExistsError:
             return False
         os.write(self._descriptor, json.dumps(asdict(Owner.this_process())).encode())
+        os.fsync(self._descriptor)  # else NFS shows other machines an empty file, which stays open
         self._is_released.clear()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
