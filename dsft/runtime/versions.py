@@ -52,6 +52,8 @@ def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
     pins = []
     for file in ("constraints-oldest.txt", "constraints.txt"):
         path = PACKAGE / file if (PACKAGE / file).is_file() else PACKAGE.parent / file  # a wheel has it inside
+        if not path.is_file():  # a copy of the package alone, as on nodes that share no folder
+            return []
         lines = (line.split("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
         pins.append({name.strip(): version.split(";")[0].strip() for name, version in lines})
     oldest, newest = pins

@@ -5,7 +5,7 @@ import tomllib
 
 from conftest import ROOT
 
-from dsft.runtime import distributed
+from dsft.runtime import distributed, versions
 from dsft.runtime.versions import TESTED_PACKAGES, untested_versions
 
 
@@ -36,6 +36,11 @@ def test_a_version_that_was_never_tested_is_named_with_those_that_were():
 
 def test_this_environment_is_tested():
     assert untested_versions() == []
+
+
+def test_a_copy_of_the_package_alone_names_no_version(monkeypatch, tmp_path):
+    monkeypatch.setattr(versions, "PACKAGE", tmp_path / "dsft")
+    assert untested_versions(NEWEST | {"peft": "99.0"}) == []
 
 
 def test_a_run_says_at_its_start_what_was_never_tested(monkeypatch, capsys):
