@@ -27,6 +27,7 @@ NOT_RUN = {
     "scripts/quickstart": "tests/test_quickstart.py",
     "scripts/test": ITSELF,
     "scripts/test --all": ITSELF,
+    "scripts/test --oldest": ITSELF,
     'scripts/test -m "not launch and not cluster and not exhaustive" tests/planner': ITSELF,
     "git clone URL dsft && cd dsft && python3 -m venv .venv && . .venv/bin/activate"
     " && pip install -c constraints.txt -e .": NETWORK,

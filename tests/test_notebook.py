@@ -167,7 +167,12 @@ def _chat(text: str) -> dict:
 
 
 TEMPLATES = {
-    "chats": (_chat, {"chat_template": "chatml"}, {"RANKS": 2}, "<|im_start|>assistant"),
+    "chats": (
+        _chat,
+        {"chat_template": "chatml", "too_long": "truncate"},
+        {"RANKS": 2},
+        "<|im_start|>assistant",
+    ),
     "columns": (
         lambda text: {"question": text[:8], "answer": text},
         {"prompt_template": "Question: {question}\nAnswer:", "completion_template": " {answer}"},

@@ -174,5 +174,8 @@ def test_an_exported_checkpoint_is_the_package_too(kind, options, tmp_path, caps
         with pytest.raises(UserError, match="no causal language model"):
             export(str(run / "checkpoint-2"), str(tmp_path / "alone"))
         return
-    export(str(run / "checkpoint-2"), str(tmp_path / "alone"))
+    alone = export(str(run / "checkpoint-2"), str(tmp_path / "alone"))
+    if kind == "emu3":  # its checkpoints hold integers too, so they are loaded whole, and miss nothing
+        assert tensors_in(alone).keys() == before.keys()
+        return
     assert "which the run trained, cannot be read" in capsys.readouterr().out
