@@ -33,7 +33,6 @@ NOT_RUN = {
     " && pip install -c constraints.txt -e .": NETWORK,
     "pip install -c constraints.txt -e '.[quantization]'": NETWORK,
     "pip install 'dsft[report]'": NETWORK,
-    "pip install -c constraints.txt -e '.[gpu]'": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
     "dsft eval base --quantization none nf4 int8 torchao-int8wo torchao-int4wo --reference base --data test.txt"
     " --output_dir formats": "needs packages: tests/perplexity/test_quantized_models.py",

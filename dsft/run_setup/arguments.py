@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -167,6 +168,14 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     return problems
 
 
+class WithoutDevice(TrainingArguments):
+    """transformers' rules alone. To find its device the original joins the process group that RANK and its like name:
+    `dsft plan` would wait for the other ranks wherever those variables are set."""
+
+    _setup_devices = torch.device("cpu")
+    distributed_state = None
+
+
 def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *, here: bool = True) -> list[str]:
     """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed, and whether
     the optimizer's package is there.
@@ -183,7 +192,7 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
-            args = TrainingArguments(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
+            args = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
             if here and "optim" in options.training:
                 from transformers import Trainer  # with datasets and pandas, which most plans do without
 

@@ -1,6 +1,7 @@
 """What transformers is told, and what the user is told of options without effect."""
 
 import dataclasses
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -182,6 +183,14 @@ def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_p
     (tmp_path / "own.json").write_text('{"split_batches": true}')
     problems = check_training_arguments(TrainConfig(training={"output_dir": "x"} | given))
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
+
+
+def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # of the job whose variables a shell or notebook inherited
+        job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (job | {"MASTER_PORT": str(taken.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        assert check_training_arguments(TrainConfig(training={"output_dir": "x"})) == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
