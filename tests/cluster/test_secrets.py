@@ -42,6 +42,7 @@ class Watched:
 def watching(hosts) -> Iterator[Watched]:
     """All command lines of this machine, and with it of its test hosts, every few hundredths of a second."""
     watched, ended = Watched(), threading.Event()
+    earlier = {file for host in hosts for file in host.home.glob(".cache/dsft/launch-*")}  # of ranks that never started
 
     def watch() -> None:
         while not ended.is_set():
@@ -56,7 +57,7 @@ def watching(hosts) -> Iterator[Watched]:
                 except OSError:
                     pass  # it has ended
             for host in hosts:
-                for file in host.home.glob(".cache/dsft/launch-*"):
+                for file in set(host.home.glob(".cache/dsft/launch-*")) - earlier:
                     watched.tokens.add(file.read_text() if file.exists() else "")
             time.sleep(0.02)
 
