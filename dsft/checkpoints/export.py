@@ -1,10 +1,12 @@
-"""Turns a run, a checkpoint or an adapter into a plain Hugging Face folder.
+"""Turns a run, a checkpoint, an adapter or a GGUF file into a plain Hugging Face folder.
 
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
+    dsft export model-Q4_K_M.gguf unpacked   # a folder that can be trained and evaluated
     dsft merge runs/lora/final merged        # an adapter into its base
 
 Wherever the names of weights on disk are those in memory, weights pass through memory one file of the result at a time,
-from one of three sources: safetensors, DeepSpeed's shards, an adapter over its base. Else the full model is loaded.
+from one of four sources: safetensors, DeepSpeed's shards, an adapter over its base, a GGUF file. Else the full model is
+loaded.
 
 Beside a language model its package may hold what no text model does: towers for images, layers for several tokens
 (`mtp.*`). They are copied as they are, under their own names, and the folder gets the package's own config
@@ -17,6 +19,7 @@ import json
 import math
 import re
 import shutil
+import struct
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -31,7 +34,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import modeling_gguf_pytorch_utils as gguf_files
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -54,6 +58,7 @@ from dsft.models.model_folder import (
     adapter_base,
     has_only_shards,
     is_gguf,
+    located,
     step_folder,
     weight_bytes_in,
 )
@@ -172,6 +177,44 @@ class MergedSource:
         return getattr(merged.get_base_layer(), part).data
 
 
+class GgufSource:
+    """Gives the weights of a GGUF file, unpacked one at a time to the numbers that transformers gives them.
+
+    `dtype` is that of the file where its matrices are plain, else float32, which holds every packed weight exactly.
+    """
+
+    def __init__(self, file: Path, config: PreTrainedConfig):
+        """Raises UserError where the file is an adapter, a tower for images or a part."""
+        from gguf import GGUFReader  # here: an extra of the package
+
+        self.reader = GGUFReader(file)
+        (kind,) = gguf_files.read_field(self.reader, "general.type") or ["model"]
+        (parts,) = gguf_files.read_field(self.reader, "split.count") or [1]
+        if parts > 1:
+            raise UserError(f"{file}: is one of {parts} parts; join them with llama.cpp's llama-gguf-split --merge")
+        if kind != "model":
+            raise UserError(f"{file}: holds no model but its {kind}")
+        model = empty_model(config)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        check_names_on_disk(config, self.shapes)
+        (architecture,) = gguf_files.read_field(self.reader, "general.architecture")
+        self.converter = gguf_files.TENSOR_PROCESSORS.get(architecture, gguf_files.TensorProcessor)(config.to_dict())
+        self.names = gguf_files.get_gguf_hf_weights_map(model, self.converter)
+        self.tensors = {self.names[tensor.name]: tensor for tensor in self.reader.tensors if tensor.name in self.names}
+        if absent := sorted(self.shapes.keys() - self.tensors.keys()):
+            raise NotStreamable(f"{absent[0]} is not one tensor of the file")
+        kinds = {tensor.tensor_type.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
+        self.dtype = DTYPES_ON_DISK.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        from gguf import dequantize
+
+        tensor = self.tensors[name]
+        unpacked = dequantize(tensor.data, tensor.tensor_type)
+        known = {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": {}}}
+        return torch.from_numpy(self.converter.process(unpacked, tensor.name, **known).weights.copy())
+
+
 def local_folder(model: str) -> Path:
     """Return the folder of a hub id's files on this machine, or the folder itself."""
     if Path(model).is_dir():
@@ -206,7 +249,7 @@ def export(
     Raises UserError where `source` holds no weights or is a damaged checkpoint, or `out` holds files already.
 
     Args:
-        dtype: of the written weights; "auto" keeps the source's.
+        dtype: of the written weights; "auto" keeps the source's, and float32 for packed ones of a GGUF file.
         max_shard_size: of a file of the result, which is about what is in memory at a time.
         trust_remote_code: run code that the model brings along; it is copied to `out`.
         trust_checkpoint: read pickles whatever they ask for, see pickles.py.
@@ -222,6 +265,8 @@ def export(
             try:  # weight by weight
                 if base is not None and not has_only_shards(str(folder)):
                     weights = MergedSource(folder, base, **known)
+                elif is_gguf(str(folder)):
+                    weights = GgufSource(folder, load_model_config(str(folder)))
                 elif base is None and any(folder.glob("*.safetensors")):
                     weights = SafetensorsSource(folder)
                 else:
@@ -231,10 +276,11 @@ def export(
             except NotStreamable as why:
                 say(f"the full model is loaded into memory: {why}")
                 _write_loaded(folder, beside, dtype, max_shard_size=max_shard_size, **known)
-            AutoTokenizer.from_pretrained(tokenizer_folder(str(folder)), **known).save_pretrained(beside)
+            place, gguf = located(tokenizer_folder(str(folder)))
+            AutoTokenizer.from_pretrained(place, **gguf, **known).save_pretrained(beside)
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, struct.error) as error:  # the last: a GGUF file that is cut
         raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
     if target.is_dir():
         target.rmdir()  # it is empty
@@ -310,7 +356,7 @@ def _merged(adapted: PeftModel) -> PreTrainedModel:
 def _write_streamed(
     folder: Path,
     out: Path,
-    weights: SafetensorsSource | ShardsSource | MergedSource,
+    weights: SafetensorsSource | ShardsSource | MergedSource | GgufSource,
     dtype: str,
     *,
     max_shard_size: str,
@@ -340,6 +386,9 @@ def _write_streamed(
     config = load_model_config(str(described), **known)
     config.dtype = written_dtype
     config.save_pretrained(out)
+    if is_gguf(str(folder)):  # it describes all of itself; what lies beside it belongs to others
+        GenerationConfig.from_model_config(config).save_pretrained(out)
+        return check_export(out)
     code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
     for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
         if file.is_file():

@@ -5,6 +5,7 @@ and when it exits.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_shards, is_step_folder
+from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import check_writable, write_json
 from dsft.runtime.launcher_env import LAUNCH
@@ -231,12 +232,17 @@ def damage(model: str) -> list[str]:
 
 
 def find_weights(source: str) -> Path:
-    """Find the folder with weights that `source` means: a run's `final/` (else its last checkpoint), or itself.
-    Raises UserError where no weights are there.
+    """Find the weights that `source` means: a run's `final/` (else its last checkpoint), or the folder or GGUF file
+    itself. Raises UserError where no weights are there.
     """
     folder = Path(source)
+    if folder.is_file() and is_gguf(source):
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError(f"{source}: needs the package gguf; pip install gguf")
+        return folder
     if not folder.is_dir():
-        raise UserError(f"{source}: is no folder")
+        kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is no folder"
+        raise UserError(f"{source}: {kinds}")
     if is_run(folder):
         others = read_run(source).get("other_tools_checkpoints", [])
         newest, skipped = (folder / FINAL, []) if (folder / FINAL).is_dir() else last_good(source, other_tools=others)

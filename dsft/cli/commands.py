@@ -116,12 +116,12 @@ class ExportOptions:
     """Export: from where, to where, in which type."""
 
     source: str
-    """A run's folder, a checkpoint or an adapter."""
+    """A run's folder, a checkpoint, an adapter or a GGUF file."""
     out: str
     """A new folder."""
     _: KW_ONLY
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the written weights; auto keeps theirs."""
+    """Type of the written weights; auto keeps theirs, and takes float32 for packed ones of a GGUF file."""
     trust_remote_code: bool = False
     """Run code that a model repository brings along."""
     trust_checkpoint: bool = False

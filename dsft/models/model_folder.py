@@ -10,7 +10,7 @@ from typing import Any
 
 from dsft.errors import UserError, one_line
 
-NO_GGUF = "GGUF is a format for inference; take the model that it was made from"
+NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
 """What DeepSpeed writes into a `global_step` folder."""
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"

@@ -1,9 +1,11 @@
 import json
 import math
+import re
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from quantized import write_gguf
 from safetensors.torch import save_file
 from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,6 +42,34 @@ def test_a_merged_adapter_computes_what_base_and_adapter_do(adapter, tmp_path):
         torch.testing.assert_close(merged(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
         with model.disable_adapter():
             assert (merged(ids).logits - model(ids).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("Q8_0", torch.float32)])
+def test_a_gguf_file_becomes_the_folder_that_transformers_reads_out_of_it(tmp_path, kind, dtype):
+    base = write_model(tmp_path / "base", chat=True, intermediate_size=64)  # in blocks of 32
+    file = write_gguf(base, tmp_path / "model.gguf", kind, **{"tokenizer.chat_template": "{{ messages }}"})
+    unpacked = AutoModelForCausalLM.from_pretrained(export(file, str(tmp_path / "unpacked")))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    assert unpacked.dtype == dtype and not hasattr(unpacked.config, "quantization_config")
+    torch.testing.assert_close(unpacked.float().state_dict(), read.state_dict(), rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "unpacked")
+    text = "a model learns"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and tokenizer.chat_template == "{{ messages }}"
+    assert unpacked.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_what_is_no_whole_gguf_model_is_refused_by_name(tiny, tmp_path):
+    packed = write_gguf(tiny / "model", tmp_path / "adapter.gguf", "F32", **{"general.type": "adapter"})
+    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\x00")
+    (tmp_path / "model.pth").write_bytes(b"")
+    for source, part in (
+        (packed, "holds no model but its adapter"),
+        (tmp_path / "short.gguf", "cannot be exported"),
+        (tmp_path / "model.pth", "reads folders of models, and GGUF files"),
+    ):
+        with pytest.raises(UserError, match=re.escape(part)):
+            export(str(source), str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_export_writes_the_asked_dtype_and_the_tokenizer(tiny, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import read_json
 from peft import LoraConfig, get_peft_model
-from quantized import as_fp8, describe, write_certain_model
+from quantized import as_fp8, describe, write_certain_model, write_gguf
 from ranks import run_entry
 from safetensors.torch import load_file, save_file
 from tiny import write_model
@@ -192,48 +192,6 @@ def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, t
     assert terms["weights"].num_bytes == (folder / "model.safetensors").stat().st_size
 
 
-def write_gguf(model, path, kind: str) -> str:
-    """Write the model of a folder as llama.cpp's convert_hf_to_gguf.py does, its layers in one of ggml's types."""
-    gguf = pytest.importorskip("gguf")
-    config, tokenizer = read_json(model / "config.json"), AutoTokenizer.from_pretrained(model)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer, weights = gguf.GGUFWriter(path, "llama"), load_file(model / "model.safetensors")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    inner = read_json(model / "tokenizer.json")
-    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    special = {token["content"] for token in inner["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([3 if token in special else 1 for token in vocabulary])
-    writer.add_token_merges([" ".join(merge) for merge in inner["model"]["merges"]])
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in weights.items():
-        data = tensor.float().numpy()
-        for part, number in (("q_proj", heads), ("k_proj", kv_heads)):
-            if part in name:  # LlamaModel.permute
-                halves = data.reshape(number, 2, len(data) // number // 2, *data.shape[1:])
-                data = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(data.shape))
-        stored = gguf.GGMLQuantizationType.F32 if data.ndim < 2 else gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(names.get_name(name, (".weight",)), gguf.quants.quantize(data, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
-
-
-@needs("gguf")
 def test_gguf_files_are_read_beside_the_model_they_were_made_from(tiny, model, tmp_path):
     plain, packed = (write_gguf(model, tmp_path / f"{kind}.gguf", kind) for kind in ("F32", "Q8_0"))
     (problem,) = refusals(tiny, model=[plain], reference=str(model))  # made anew from the file, with tokens of its own
