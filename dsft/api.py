@@ -16,7 +16,7 @@ from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import build_model
 from dsft.models.size import ModelSize
-from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
+from dsft.perplexity.compare import Comparisons, compare_results, joined_seeds, read_evaluations
 from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
 from dsft.perplexity.of_training import evaluation_config
@@ -106,13 +106,14 @@ def evaluate(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool
         yield from evaluate_models(config, *checked, progress=progress)
 
 
-def compare(*results: str | Evaluation, base: str | None = None) -> Comparisons:
+def compare(*results: str | Evaluation, base: str | None = None, seeds: Sequence[str] = ()) -> Comparisons:
     """Compare results with those of one model, each in pairs of documents.
 
     Args:
         results: what `evaluate_perplexity` returned, or folders that evaluations wrote.
         base: the model that all others are compared with, as the results name it or by the end of its path; by default
             the first.
+        seeds: patterns of names; the models that match one are compared as their mean.
 
     Raises:
         UserError: where results are missing, or of other texts or windows.
@@ -122,4 +123,4 @@ def compare(*results: str | Evaluation, base: str | None = None) -> Comparisons:
         for item in results
         for evaluation in ([item] if isinstance(item, Evaluation) else read_evaluations([item]))
     ]
-    return compare_results(read, base=base)
+    return compare_results(joined_seeds(read, seeds), base=base)

@@ -1,5 +1,6 @@
 """The commands of `dsft`, their options, and what help prints of them. Loads no library: help starts at once."""
 
+import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -164,6 +165,19 @@ class CompareOptions:
     first."""
     json: bool = False
     """One JSON object on standard output."""
+    format: Literal["csv", "markdown", "latex"] | None = None
+    """A table of models x data sets for a paper instead, with their means where sets are several."""
+    metric: Literal["perplexity", "nats_per_token", "bits_per_byte"] = "perplexity"
+    """What that table holds."""
+    group_by: str | None = None
+    """A grouping of the results, whose groups are the columns of that table."""
+    seeds: list[str] = dataclasses.field(default_factory=list)
+    """Patterns of names, such as 'runs/a-seed*': the models that match one are seeds of one recipe, compared as their
+    mean."""
+    card: str | None = None
+    """A file to write: hashes and the nats of each document, by which another laboratory compares without the model."""
+    against: str | None = None
+    """A card of another laboratory, with which each of the results is compared: what is the same, and how close."""
 
 
 @dataclass

@@ -5,11 +5,14 @@ import json
 from pathlib import Path
 
 from dsft.cli.commands import CompareOptions, ReportOptions
-from dsft.perplexity.compare import compare_results, read_evaluations
+from dsft.perplexity.card import agreement, read_card, write_card
+from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
+from dsft.perplexity.model_table import table_of, written
 from dsft.perplexity.results import finite
 from dsft.report.page import write_report
 from dsft.report.runs import read_report
 from dsft.runtime.console import print_table
+from dsft.units import plural
 
 
 def run_report(options: ReportOptions) -> None:
@@ -23,12 +26,27 @@ def run_report(options: ReportOptions) -> None:
 
 
 def run_compare(options: CompareOptions) -> None:
-    """Print a table for each model and data set, or one JSON object.
+    """Print tables of comparisons, one JSON object, or a paper's table; write a card, or compare with one.
 
     Raises:
         UserError: where results are missing, or of other texts or windows.
     """
-    comparisons = compare_results(read_evaluations(options.results), base=options.base)
+    evaluations = read_evaluations(options.results)
+    if options.card:
+        write_card(path := Path(options.card).expanduser(), evaluations)
+        print(f"dsft: {path}: written, a card of {plural(len(evaluations), 'result')}")
+    if options.against:
+        cards = read_card(Path(options.against).expanduser())
+        for table in [agreement(evaluation, cards, options.against) for evaluation in evaluations]:
+            print_table(*table)
+    if options.card or options.against:
+        return
+    evaluations = joined_seeds(evaluations, options.seeds)
+    if options.format or options.group_by:
+        columns, cells = table_of(evaluations, options.metric, options.group_by)
+        print(written(columns, cells, metric=options.metric, format=options.format or "markdown"))
+        return
+    comparisons = compare_results(evaluations, base=options.base)
     if options.json:
         print(json.dumps({"comparisons": finite([dataclasses.asdict(comparison) for comparison in comparisons])}))
         return

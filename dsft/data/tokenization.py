@@ -35,6 +35,8 @@ TRIED, AROUND = 4, 1 << 10
 """Cuts tried at each place, and characters on either side whose tokens are compared."""
 _CUTS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
 """Between a word and the blank before the next, or behind a line."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A byte that is a token of its own, where SentencePiece has no piece for a character."""
 
 Spans = list[tuple[int, int]]
 
@@ -135,6 +137,36 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Returns whether the tokenizer puts an end token after each text by itself."""
     return next(encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
+
+
+def opens_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the tokenizer puts BOS before each text by itself."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and next(encode(tokenizer, ["a"]))[:1] == [bos]
+
+
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
+    """Returns [V] int64, how many UTF-8 bytes of a text each token stands for, none for special ones, and how many of
+    them the first token of a text has too many: the blank that SentencePiece puts before a text.
+    """
+    vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
+    added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+    # Then a character of a piece is a byte of the text.
+    is_byte_level = tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+    bytes_V = np.zeros(max(vocabulary.values()) + 1, np.int64)
+    for piece, number in vocabulary.items():
+        if number in special:
+            continue
+        if not is_byte_level and _BYTE.fullmatch(piece):
+            bytes_V[number] = 1
+        elif number in added:
+            bytes_V[number] = len(added[number].encode())
+        elif is_byte_level:
+            bytes_V[number] = len(piece)
+        else:
+            bytes_V[number] = len(piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode())
+    blank = int(bytes_V[next(encode(tokenizer, ["a"], special=False))].sum()) - 1
+    return bytes_V, max(0, blank)
 
 
 class _TokensBuilder:

@@ -18,11 +18,15 @@ from dsft.data.formats import FormattedSource
 from dsft.data.prepare import prepare
 from dsft.errors import UserError, nearest
 from dsft.perplexity.documents import Answers, Documents
+from dsft.perplexity.intervals import Units, ratio_interval
+from dsft.perplexity.results import finite
 from dsft.perplexity.sums import exp
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 
 MOST_GROUPS = 1_000
+MOST_SUMS = 1 << 22
+"""Documents x groups of a grouping whose sums are kept, for intervals: 64 MiB."""
 LAST_TURN = 9
 """Later turns are counted with this one."""
 
@@ -38,45 +42,55 @@ class Grouping:
 
 
 class Breakdown:
-    """Adds up nats and tokens by group, on this rank."""
+    """Adds up nats and tokens by group and document, on this rank."""
 
     def __init__(self, windows: Windows, groupings: list[Grouping]):
         self.windows, self.groupings = windows, groupings
-        self.sums = [np.zeros((2, len(grouping.labels))) for grouping in groupings]
-        """Nats and tokens of each group, for each grouping."""
+        documents = len(windows.document_ends)
+        self.sums = [
+            np.zeros((2, documents if documents * len(grouping.labels) <= MOST_SUMS else 1, len(grouping.labels)))
+            for grouping in groupings
+        ]
+        """[2, D, G] nats and tokens of each document in each group, for each grouping; [2, 1, G] where documents are
+        too many.
+        """
 
     def update(self, windows: list[int], columns_KN: np.ndarray) -> list[list[list[float]]]:
-        """Add the tokens of a batch; return its sums of each grouping: groups, nats and tokens.
+        """Add the tokens of a batch; return its sums of each grouping: places in [D, G], nats and tokens.
 
         Args:
             columns_KN: nats first.
         """
         places = [self.windows.scored_places(window) for window in windows]
+        documents_N = np.searchsorted(self.windows.document_ends, np.concatenate(places), side="right")
         recorded = []
-        for grouping in self.groupings:
+        for grouping, sums in zip(self.groupings, self.sums, strict=True):
             groups_N = np.concatenate([grouping.groups_of(*pair) for pair in zip(windows, places, strict=True)])
-            number = len(grouping.labels)
-            nats, tokens = np.bincount(groups_N, columns_KN[0], number), np.bincount(groups_N, minlength=number)
-            (here,) = np.nonzero(tokens)
-            recorded.append([here.tolist(), nats[here].tolist(), tokens[here].tolist()])
+            sums_at_N = groups_N + len(grouping.labels) * np.minimum(documents_N, sums.shape[1] - 1)
+            here, of_here_N = np.unique(sums_at_N, return_inverse=True)
+            nats = np.bincount(of_here_N, columns_KN[0], len(here))
+            recorded.append([here.tolist(), nats.tolist(), np.bincount(of_here_N, minlength=len(here)).tolist()])
         self.restore(recorded)
         return recorded
 
     def restore(self, recorded: list[list[list[float]]]) -> None:
         """Add what `update` returned for a batch."""
-        for sums, (groups, nats, tokens) in zip(self.sums, recorded, strict=True):
-            sums[:, groups] += [nats, tokens]
+        for sums, (here, nats, tokens) in zip(self.sums, recorded, strict=True):
+            sums.reshape(2, -1)[:, here] += [nats, tokens]
 
     def report(self) -> dict[str, list[dict[str, Any]]]:
         """Return the groups with a scored token, by grouping, over all ranks. Collective."""
         report = {}
         for grouping, sums in zip(self.groupings, self.sums, strict=True):
-            nats, tokens = sum_over_ranks(torch.from_numpy(sums)).tolist()
-            report[grouping.name] = [
-                {"group": label, "nats": of_group, "tokens": int(number), "perplexity": exp(of_group / number)}
-                for label, of_group, number in zip(grouping.labels, nats, tokens, strict=True)
-                if number
-            ]
+            groups = report[grouping.name] = []
+            sums_2DG = sum_over_ranks(torch.from_numpy(sums)).numpy()
+            for label, sums_2D in zip(grouping.labels, np.moveaxis(sums_2DG, 2, 0), strict=True):
+                nats, tokens = sums_2D.sum(axis=1).tolist()
+                if tokens:
+                    units = Units(sums_KU=sums_2D[:, sums_2D[1] > 0], kind="documents")
+                    low, high = ratio_interval(units, 1)
+                    sizes = {"nats": nats, "tokens": int(tokens), "perplexity": exp(nats / tokens)}
+                    groups.append({"group": label} | sizes | {"interval": finite([exp(low), exp(high)])})
         return report
 
 

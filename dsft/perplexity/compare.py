@@ -9,7 +9,9 @@ context curves and of a reference.
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from dsft.perplexity.modes import CONTEXT, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
 from dsft.runtime.console import print_table, say
+from dsft.units import plural
 
 ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")
 """Fields of a Comparison."""
+HOW_COMPUTED = ("dtype", "attn_implementation")
+"""Options that change the numbers of one model."""
 MOVED = 5
 """Documents shown at each end."""
 PICTURE = "context_curve.png"
@@ -56,6 +61,7 @@ class MovedDocument:
     """Its place in the data, from 0, as in documents.parquet."""
     base_nats: float
     nats: float
+    """Over two tokenizers, of as many bytes as the base scored."""
     tokens: int | None
     """Scored; None over two tokenizers."""
 
@@ -81,6 +87,8 @@ class Comparison:
     same: int
     p_value: float
     """Of the sign test, two-sided: of so uneven a split, were better and worse equally likely."""
+    p_adjusted: float
+    """The same after Holm's correction for all comparisons that were made together."""
     units: str
     """What the intervals are computed over: documents, or blocks of windows."""
     moved: tuple[MovedDocument, ...]
@@ -101,8 +109,10 @@ class Comparison:
             "byte perplexity, ratio": self.byte_perplexity_ratio,
         }
         rows = {name: str(estimate) for name, estimate in rows.items() if estimate is not None}
+        adjusted = f", {self.p_adjusted:.2g} by Holm" if self.p_adjusted != self.p_value else ""
         rows["documents"] = (
-            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same (sign test: p = {self.p_value:.2g})"
+            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same"
+            f" (sign test: p = {self.p_value:.2g}{adjusted})"
         )
         rows["interval"] = f"over {self.units}, in pairs"
         if self.note:
@@ -177,6 +187,15 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
         UserError: where the base is not there, a model has no result on the base's texts, or results cannot be
             compared.
     """
+    for option in HOW_COMPUTED:  # results of one model in two dtypes are two models, with a name each
+        values: dict[tuple, set] = {}
+        for each in evaluations:
+            values.setdefault((each.model, each.data, each.protocol), set()).add(each.options.get(option))
+        apart = {model for (model, *_), of_model in values.items() if len(of_model) > 1}
+        evaluations = [
+            replace(each, model=f"{each.model} ({each.options.get(option)})") if each.model in apart else each
+            for each in evaluations
+        ]
     of_model: dict[str, list[Evaluation]] = {}
     for evaluation in evaluations:
         of_model.setdefault(evaluation.model, []).append(evaluation)
@@ -209,7 +228,60 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
             else:
                 comparisons.append(compare_pair(reference, fitting[refusals.index("")]))
     raise_if_any(problems)
+    # Holm, A simple sequentially rejective multiple test procedure, 1979: the smallest p-value times their number, the
+    # next times one less, none smaller than the one before.
+    order = sorted(range(len(comparisons)), key=lambda place: comparisons[place].p_value)
+    adjusted = 0.0
+    for rank, place in enumerate(order):
+        adjusted = max(adjusted, min(1.0, (len(order) - rank) * comparisons[place].p_value))
+        comparisons[place] = replace(comparisons[place], p_adjusted=adjusted)
     return Comparisons(comparisons)
+
+
+def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list[Evaluation]:
+    """Replace the results of models whose names match one pattern, such as runs/a-seed*, by their mean: of the nats of
+    each document, so that intervals are over documents, and `seed_losses` has the spread over seeds.
+
+    Raises:
+        UserError: where a pattern matches fewer than two models, or their results are of other texts or windows.
+    """
+    problems = []
+    for pattern in patterns:
+        models = dict.fromkeys(each.model for each in evaluations if fnmatchcase(each.model, pattern))
+        if len(models) < 2:
+            known = ", ".join(dict.fromkeys(each.model for each in evaluations))
+            problems.append(f"seeds={pattern}: matches {plural(len(models), 'model')} of these results: {known}")
+            continue
+        alike: dict[tuple[str, str | None], list[Evaluation]] = {}
+        for each in evaluations:
+            if each.model in models:
+                alike.setdefault((each.data, each.protocol), []).append(each)
+        means = {}
+        for seeds in alike.values():
+            first, results = seeds[0], [each.perplexity for each in seeds]
+            for each in seeds[1:]:
+                why = refusal(first, each)
+                if not why and any(each.hashes[name] != first.hashes[name] for name in ("texts", "tokens")):
+                    why = f"{each.model} and {first.model} were scored on other texts or tokens of {each.data}"
+                problems += [f"seeds={pattern}: {why}"] if why else []
+            if problems:
+                break
+            mean = replace(
+                results[0],
+                nats=math.fsum(result.nats for result in results) / len(results),
+                reported_loss=math.fsum(result.reported_loss for result in results) / len(results),
+                document_nats=np.mean([result.document_nats for result in results], axis=0),
+                block_nats=np.mean([result.block_nats for result in results], axis=0),
+                document_pairs=np.zeros((0, results[0].documents)),
+            )
+            losses = tuple(result.reported_loss for result in results)
+            changed = {"model": pattern, "divergence": None, "groups": {}, "model_hash": "", "fingerprint": ""}
+            means[id(first)] = replace(first, perplexity=mean, seed_losses=losses, **changed)
+        # A mean has the place of its first seed.
+        kept = [each for each in evaluations if id(each) in means or each.model not in models]
+        evaluations = [means.get(id(each), each) for each in kept]
+    raise_if_any(problems)
+    return evaluations
 
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
@@ -226,7 +298,8 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
         return ""
     if not base.perplexity.bytes:
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
-    if not np.array_equal(base.perplexity.document_bytes, other.perplexity.document_bytes):
+    is_cut = not find_mode(base.mode).is_text  # a text is scored whole, but for first tokens
+    if is_cut and not np.array_equal(base.perplexity.document_bytes, other.perplexity.document_bytes):
         return f"{names} were cut to seq_len at other places; evaluate both with a larger seq_len"
     return ""
 
@@ -234,22 +307,39 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     """Compare two results that `refusal` lets pass."""
     before, after = base.perplexity, other.perplexity
-    change_D = after.document_nats - before.document_nats
     is_scored_D = (after.document_tokens > 0) & (before.document_tokens > 0)
-    same_tokens, notes = base.hashes["tokens"] == other.hashes["tokens"], []
-    for name in ("dtype", "attn_implementation"):
+    same_tokens, notes, nats_D = base.hashes["tokens"] == other.hashes["tokens"], [], after.document_nats
+    if not same_tokens:  # first tokens that are context only have other bytes: nats of as many bytes as the base's
+        ones_D = np.ones(before.documents)
+        nats_D = nats_D * np.divide(
+            before.document_bytes, after.document_bytes, out=ones_D, where=after.document_bytes > 0
+        )
+    change_D = nats_D - before.document_nats
+    for name in HOW_COMPUTED:
         if base.options.get(name) != other.options.get(name):
             notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
     # Blocks of windows can be compared where both models have the same windows, and blocks: an earlier dsft kept more.
     has_same_blocks = same_tokens and before.windows_per_block == after.windows_per_block
     changed_blocks = after.block_nats - before.block_nats if has_same_blocks else None
     units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
-    nats_per_token = None
+    nats_per_token = per_byte = None
     if same_tokens:
         nats_per_token = Estimate(after.reported_loss - before.reported_loss, *ratio_interval(units, 1))
+        if after.bytes:
+            per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(units, 2))
     else:
         notes.append("two tokenizers: only bits per byte and byte perplexity can be compared")
-    per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(units, 2)) if after.bytes else None
+        if not find_mode(other.mode).scores_text_alone:
+            notes.append(
+                f"{other.protocol or f'mode {other.mode}'} also scores tokens that a tokenizer puts between or before"
+                " texts, or leaves first tokens out; mode rolling compares the texts alone"
+            )
+        ratios = [
+            math.fsum(each.document_nats[is_scored_D]) / int(each.document_bytes[is_scored_D].sum())
+            for each in (after, before)
+        ]
+        both = [units_of(each, each.document_nats, None, is_scored_D=is_scored_D) for each in (after, before)]
+        per_byte = Estimate(ratios[0] - ratios[1], *ratio_interval(both[0], 2, both[1]))
     better, worse = (int((change_D[is_scored_D] * sign < 0).sum()) for sign in (1, -1))
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
     ends = [number for number in order[:MOVED] if change_D[number] < 0]
@@ -258,7 +348,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         MovedDocument(
             document=number,
             base_nats=float(before.document_nats[number]),
-            nats=float(after.document_nats[number]),
+            nats=float(nats_D[number]),
             tokens=int(after.document_tokens[number]) if same_tokens else None,
         )
         for number in ends
@@ -276,6 +366,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         worse=worse,
         same=int(is_scored_D.sum()) - better - worse,
         p_value=sign_test(better, worse),
+        p_adjusted=sign_test(better, worse),
         units=units.kind,
         moved=tuple(moved),
         note="; ".join(notes),

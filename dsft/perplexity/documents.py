@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, P
 from dsft.data.prepare import Preparation, cache_folder, prepare
 from dsft.data.sources import Batch, Row
 from dsft.data.store import Store
-from dsft.data.tokenization import Tokens, closes_texts, encode, tokenise
+from dsft.data.tokenization import Tokens, bytes_of_tokens, closes_texts, encode, opens_texts, tokenise
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
 from dsft.perplexity.windows import Windows
@@ -37,7 +37,7 @@ class Documents(Preparation):
 
     max_documents: int | None = None
     """Only the first so many; no further row is read."""
-    version: int = 2
+    version: int = 3
     """Of what is stored for a document; part of the fingerprint, as all fields."""
 
     def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
@@ -68,17 +68,21 @@ class Texts(Documents):
     """As the option."""
     separator: str = "none"
     """As the option, where documents are joined."""
-    has_prefix: bool = False
-    """Each document begins with BOS, else EOS, which is context only."""
+    is_wikitext: bool = False
+    """Tokens are of the text as lm-evaluation-harness rewrites it, bytes and words of the text as it stands."""
+    prefix: Literal["", "once", "always"] = ""
+    """Each document begins with BOS, else EOS, which is context only; "once" where no BOS is there already."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         samples = samples_in(batch, rules, tokenizer)
         texts = [text_of(sample) for sample in samples]
-        start, end, given = [], [], texts
-        if self.has_prefix:
-            start.append(tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id)
+        start, end = [], []
+        given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
         if self.bos == "on":
             start.append(tokenizer.bos_token_id)
+        has_bos = self.bos == "on" or (self.bos == "auto" and opens_texts(tokenizer))
+        if self.prefix == "always" or (self.prefix and not has_bos):
+            start.insert(0, tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
         if self.separator not in ("eos", "none"):  # each document but the first carries the separator before it
             given = [self.separator + text if batch.first + index else text for index, text in enumerate(texts)]
         elif self.separator == "eos" and tokenizer.eos_token_id is not None:
@@ -91,9 +95,31 @@ class Texts(Documents):
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *documents])
         trained = np.ones(len(ids), bool)
-        if self.has_prefix:
+        if self.prefix:
             trained[[0, *ends[:-1]]] = False
         return _with_sizes(ids, trained, ends, texts, samples, Counter(rows=len(batch.rows)))
+
+
+WIKITEXT = (
+    *((r"s '", "s'"), (r"/' [0-9]/", "/'[0-9]/"), (" @-@ ", "-"), (" @,@ ", ","), (r" @\.@ ", ".")),
+    *((" : ", ": "), (" ; ", "; "), (r" \. ", ". "), (" ! ", "! "), (r" \? ", "? "), (" , ", ", ")),
+    *(
+        (rf"\{left}\s*([^\{right}]*?)\s*\{right}", rf"{left}\1{right}")
+        for left, right in ("()", "[]", "{}", '""', "''")
+    ),
+    *(("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"), (" \n", "\n"), ("\n ", "\n")),
+    *((" N ", " 1 "), (" 's", "'s")),
+)
+"""What the harness replaces in a page of its task wikitext, version 2.0, one after the other (`wikitext_detokenizer` in
+lm_eval/tasks/wikitext/preprocess_wikitext.py, 0.4.13).
+"""
+
+
+def wikitext_rewritten(page: str) -> str:
+    """Rewrite a page of WikiText as lm-evaluation-harness does before it is tokenised."""
+    for pattern, replacement in WIKITEXT:
+        page = re.sub(pattern, replacement, page)
+    return page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +245,12 @@ def build_windows(
             data, tokenizer, cache_folder(config.data_cache), preparation=preparation, show_progress=show_progress
         )
 
-    windows, bos = find_mode(name).windows(config, prepared), tokenizer.bos_token_id
+    windows = find_mode(name).windows(config, prepared)
     windows.mode = name
-    if find_mode(name).bos_replaces_first and bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        windows.first_token = bos
+    if find_mode(name).bos_replaces_first and opens_texts(tokenizer):
+        windows.first_token = tokenizer.bos_token_id
+    if is_text and windows.document_bytes.any():
+        windows.leave_out_bytes(*bytes_of_tokens(tokenizer))
     if not any(len(tokens) for *_, tokens in windows.pieces()):
         raise UserError(
             f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"

@@ -63,7 +63,7 @@ HOW_OPTIONS = (
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options of how a result is computed and what is kept of it."""
-SCORING = 5
+SCORING = 6
 """A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""

@@ -79,19 +79,27 @@ def units_of(
     return Units(sums_KU=sums_KU.astype(np.float64), kind=kind)
 
 
-def ratio_interval(units: Units, below: int) -> Interval:
+def ratio_interval(units: Units, below: int, base: Units | None = None) -> Interval:
     """Return the interval of the first sum over all units, divided by that of row `below`.
 
     NaN where there are fewer than two units, or nothing to divide by.
+
+    Args:
+        base: the same units of another result, whose ratio is subtracted.
     """
-    above_U, below_U = units.sums_KU[0], units.sums_KU[below]
-    number, total = len(above_U), below_U.sum()
-    if number < 2 or not total or (below_U == total).any():
-        return math.nan, math.nan
-    without_U = (above_U.sum() - above_U) / (total - below_U)
+    ratio, without_U, freedom = 0.0, np.zeros(units.sums_KU.shape[1]), math.inf
+    for each, sign in ((units, 1), (base, -1)):
+        if each is None:
+            continue
+        above_U, below_U = each.sums_KU[0], each.sums_KU[below]
+        number, total = len(above_U), below_U.sum()
+        if number < 2 or not total or (below_U == total).any():
+            return math.nan, math.nan
+        ratio += sign * above_U.sum() / total
+        without_U += sign * (above_U.sum() - above_U) / (total - below_U)
+        freedom = min(freedom, max(1.0, 1 / ((below_U / total) ** 2).sum() - 1))
     error = math.sqrt((number - 1) / number * ((without_U - without_U.mean()) ** 2).sum())
-    freedom = max(1.0, 1 / ((below_U / total) ** 2).sum() - 1)
-    ratio, half = above_U.sum() / total, error * stdtrit(freedom, (1 + LEVEL) / 2)
+    half = error * stdtrit(freedom, (1 + LEVEL) / 2)
     return float(ratio - half), float(ratio + half)
 
 

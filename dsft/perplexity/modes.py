@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from dsft.units import token_counts
 if TYPE_CHECKING:
     from dsft.data.store import Store
 
+WITHOUT_POSITIONS = 2048
+"""Tokens of a window where a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
 CONTEXT = "context"
 """The mode of `context_curve`; context-512 is the protocol of its length 512."""
 Prepared = Callable[..., "Store"]
@@ -53,12 +55,20 @@ def _sliding(config: EvalConfig, prepared: Prepared) -> Windows:
     return cut(prepared("texts", bos=config.bos, separator=config.separator), spans_of)
 
 
-def _rolling(config: EvalConfig, prepared: Prepared, bos: str | None = None) -> Windows:
+def _rolling(config: EvalConfig, prepared: Prepared) -> Windows:
     """Each document by itself, after a prefix token (BOS, else EOS), in windows of L predicted tokens with one token of
-    context. The last window has as much context as fits (lm-evaluation-harness, `loglikelihood_rolling` in
-    lm_eval/models/huggingface.py and `get_rolling_token_windows` in lm_eval/utils.py).
+    context. The last window has as much context as fits. A BOS that the tokenizer puts before a text is that prefix.
     """
-    store = prepared("texts", bos=bos or config.bos, has_prefix=True)
+    store = prepared("texts", bos=config.bos, prefix="once")
+    return cut(store, partial(rolling_spans, length=config.seq_len), each_document=True)
+
+
+def _lm_eval(config: EvalConfig, prepared: Prepared, **fields: Any) -> Windows:
+    """As rolling, but a BOS that the tokenizer puts before a text comes after the prefix and is scored, as it is by
+    lm-evaluation-harness (`loglikelihood_rolling` in lm_eval/models/huggingface.py and `get_rolling_token_windows` in
+    lm_eval/utils.py, version 0.4.13).
+    """
+    store = prepared("texts", bos="auto", prefix="always", **fields)
     return cut(store, partial(rolling_spans, length=config.seq_len), each_document=True)
 
 
@@ -150,18 +160,24 @@ class Mode:
     """Of EvalConfig, that decide what is scored with which context, beside mode, protocol and seq_len."""
     is_text: bool = True
     """Whether it is of texts, else of prompts with completions and chats."""
+    scores_text_alone: bool = False
+    """All bytes of the texts are scored, and no token that a tokenizer puts before or between them."""
     bos_replaces_first: bool = False
     """BOS is fed in place of the first token of every window, where the tokenizer puts one before a text."""
     source: str = ""
     """Where a protocol is defined."""
+    is_of_one_set: bool = False
+    """It is defined for one data set, so `protocol: all` leaves it out."""
     seq_len: int | None = None
-    """Of a protocol: tokens of a window where the user names none; at most the model's positions, which None takes."""
+    """Of a protocol: tokens of a window where the user names none; at most the model's positions, which None takes, or
+    WITHOUT_POSITIONS.
+    """
 
 
 MODES = {
     "windows": Mode(named_by="mode", windows=_windows, options=("bos", "separator")),
     "sliding": Mode(named_by="mode", windows=_sliding, options=("stride", "scope", "bos", "separator")),
-    "rolling": Mode(named_by="mode", windows=_rolling, options=("bos",)),
+    "rolling": Mode(named_by="mode", windows=_rolling, options=("bos",), scores_text_alone=True),
     "answers": Mode(named_by="mode", windows=_answers, options=("too_long",), is_text=False),
     "gptq": Mode(named_by="protocol", windows=_gptq, source="IST-DASLab/gptq, llama.py", seq_len=2048),
     "llama.cpp": Mode(
@@ -171,12 +187,18 @@ MODES = {
         source="ggml-org/llama.cpp, tools/perplexity",
         seq_len=512,
     ),
-    # Reports word and byte perplexity and bits per byte. The harness changes the texts of its task wikitext first
-    # (`wikitext_detokenizer`); it is given texts so changed.
+    # Both report word and byte perplexity and bits per byte.
     "lm-eval": Mode(
         named_by="protocol",
-        windows=partial(_rolling, bos="auto"),
+        windows=_lm_eval,
         source="EleutherAI/lm-evaluation-harness, loglikelihood_rolling",
+    ),
+    # The task wikitext, whose pages the harness rewrites; it counts bytes and words of the page before that.
+    "lm-eval-wikitext-2.0": Mode(
+        named_by="protocol",
+        windows=partial(_lm_eval, is_wikitext=True),
+        source="EleutherAI/lm-evaluation-harness 0.4.13, task wikitext, version 2.0",
+        is_of_one_set=True,
     ),
     "hf": Mode(
         named_by="protocol",
@@ -262,12 +284,14 @@ def protocol_configs(config: EvalConfig, positions: int | None) -> list[EvalConf
             replace(config, protocol=f"{CONTEXT}-{length}", seq_len=length)
             for length in token_counts(config.context_curve)
         ]
-    names = NAMED_BY["protocol"] if config.protocol == "all" else [config.protocol]
+    names = [config.protocol]
+    if config.protocol == "all":
+        names = [name for name in NAMED_BY["protocol"] if not MODES[name].is_of_one_set]
     configs = []
     for name in names:
         length = config.seq_len
         if name in NAMED_BY["protocol"] and not config.has_seq_len:
-            length = MODES[name].seq_len or positions or config.seq_len
+            length = MODES[name].seq_len or positions or WITHOUT_POSITIONS
             length = min(length, positions or length)
         configs.append(replace(config, protocol=name, seq_len=length))
     return configs

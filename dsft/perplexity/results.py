@@ -29,7 +29,7 @@ import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
-from dsft.perplexity.intervals import LEVEL, ResultIntervals, result_intervals
+from dsft.perplexity.intervals import LEVEL, Interval, ResultIntervals, ratio_interval, result_intervals, units_of
 from dsft.perplexity.modes import find_mode
 from dsft.perplexity.sums import Perplexity
 from dsft.runtime import distributed
@@ -131,6 +131,8 @@ class Evaluation:
     versions: dict[str, str]
     verified_difference: float | None
     """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
+    seed_losses: tuple[float, ...] = ()
+    """`reported_loss` of each seed, where this is the mean of several (`compare.joined_seeds`)."""
     is_known: bool = False
     """Whether it was taken over from an earlier evaluation."""
 
@@ -138,8 +140,9 @@ class Evaluation:
         """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/modes.py."""
         result = self.perplexity
         report = {field.name: getattr(self, field.name) for field in fields(self)}
-        del report["perplexity"], report["is_known"]
+        del report["perplexity"], report["is_known"], report["seed_losses"]
         report["divergence"] = asdict(self.divergence) if self.divergence else None
+        report["divergence_intervals"] = self.divergence_intervals
         report |= {name: getattr(result, name) for name in ("perplexity", "nats", "tokens")}
         report |= {"nats_per_token": result.loss, "reported_loss": result.reported_loss}
         sizes = ("bytes", "words", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -171,6 +174,15 @@ class Evaluation:
         """Compute the 95 % intervals."""
         return result_intervals(self.perplexity)
 
+    @functools.cached_property
+    def divergence_intervals(self) -> dict[str, Interval]:
+        """Compute the 95 % intervals over documents of the means against the reference: kl, reverse_kl, same_top."""
+        result = self.perplexity
+        return {
+            name: ratio_interval(units_of(result, row_D, None, is_scored_D=result.document_tokens > 0), 1)
+            for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=False)
+        }
+
     @property
     def title(self) -> str:
         by = f" by {self.protocol}" if self.protocol else ""
@@ -199,15 +211,23 @@ class Evaluation:
                 f"{result.bits_per_byte:.4f} bits per byte"
             )
         for name, groups in self.groups.items():
-            lines = [f"{each['perplexity']:.4f}  {each['group']} ({each['tokens']:,} tokens)" for each in groups]
+            lines = [
+                f"{each['perplexity']:.4f}{_bounds(*each.get('interval', (None, None)), '.4f')}  {each['group']}"
+                f" ({each['tokens']:,} tokens)"
+                for each in groups
+            ]
             hidden = len(lines) - SHOWN_GROUPS
             more = [f"and {hidden:,} more in {REPORTS}"] if hidden > 0 else []
             rows[f"by {name}"] = "\n".join([*lines[:SHOWN_GROUPS], *more])
         if divergence := self.divergence:
             low, middle, high = (divergence.change_quantiles[share] for share in ("0.01", "0.5", "0.99"))
+            kl, reverse_kl, same_top = (
+                f"{getattr(divergence, name):{spec}}{_bounds(*self.divergence_intervals[name], spec)}"
+                for name, spec in (("kl", ".6f"), ("reverse_kl", ".6f"), ("same_top", ".2%"))
+            )
             rows[f"against {divergence.reference}"] = (
-                f"KL(reference || model) {divergence.kl:.6f}, KL(model || reference) {divergence.reverse_kl:.6f} nats"
-                f" per token; same likeliest token {divergence.same_top:.2%}; change of the true token's probability"
+                f"KL(reference || model) {kl}, KL(model || reference) {reverse_kl} nats"
+                f" per token; same likeliest token {same_top}; change of the true token's probability"
                 f" {low:+.4f} (1%), {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference"
                 f" {divergence.reference_perplexity:.4f}"
             )
@@ -236,6 +256,10 @@ class Evaluation:
 
 Key = tuple[str, str, str]
 """Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
+
+
+def _bounds(low: float | None, high: float | None, spec: str) -> str:
+    return "" if low is None or math.isnan(low) else f" ({low:{spec}} to {high:{spec}})"
 
 
 class Results:

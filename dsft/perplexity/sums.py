@@ -33,7 +33,7 @@ class Perplexity:
     document_tokens: np.ndarray
     """[D] int64: scored tokens of each document."""
     document_bytes: np.ndarray
-    """[D] int64: UTF-8 bytes of each document; 0 where there is no text (token sequences)."""
+    """[D] int64: UTF-8 bytes of each document's scored tokens; 0 where there is no text (token sequences)."""
     document_words: np.ndarray
     """[D] int64."""
     document_pairs: np.ndarray
@@ -163,7 +163,7 @@ def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_token
         tokens=int(tokens.sum()),
         document_nats=sums_by(pieces.documents, nats, documents),
         document_tokens=tokens,
-        document_bytes=windows.document_bytes,
+        document_bytes=windows.document_bytes - windows.unscored_bytes,
         document_words=windows.document_words,
         document_pairs=np.array(
             [sums_by(pieces.documents, row_P, documents) for row_P in sums_KP[1:]], dtype=np.float64

@@ -39,7 +39,7 @@ class Windows:
     spans: np.ndarray
     """[W, 3] int64: start, end, scored_from."""
     document_bytes: np.ndarray
-    """[D] int64: UTF-8 bytes of each document's scored text."""
+    """[D] int64: UTF-8 bytes of each document's text, or of the part that may be scored."""
     document_words: np.ndarray
     """[D] int64."""
     document_hashes: np.ndarray
@@ -51,6 +51,8 @@ class Windows:
     """Fed in place of the first token of every window."""
     known_hashes: dict[str, str] = field(default_factory=dict)
     """Of `hashes()`, what the store knows since it was made; a corpus is not read for them."""
+    unscored_bytes: np.ndarray | int = 0
+    """[D] int64: of `document_bytes`, those of tokens that no window scores."""
     weights: np.ndarray | None = None
     """[W] float64: how a protocol weighs the tokens of each window; None for all alike."""
 
@@ -82,6 +84,23 @@ class Windows:
                 digest.update(np.ascontiguousarray(values))
             hashes[name] = self.known_hashes.get(name) or digest.hexdigest()
         return hashes
+
+    def leave_out_bytes(self, bytes_V: np.ndarray, blank: int) -> None:
+        """Find `unscored_bytes`: of the tokens between what one window scores and what the next one does.
+
+        Args:
+            bytes_V: UTF-8 bytes of the text that each token stands for.
+            blank: how many more a document's first token has there.
+        """
+        begins = np.concatenate([[0], self.spans[:, 1]])
+        numbers = np.concatenate([self.spans[:, 2], [len(self.tokens)]]) - begins
+        places = np.repeat(begins - (np.cumsum(numbers) - numbers), numbers) + np.arange(numbers.sum())
+        documents = np.searchsorted(self.document_ends, places, side="right")
+        bytes_P = bytes_V[self.tokens[places]]
+        is_first_P = places == np.concatenate([[0], self.document_ends])[documents]
+        bytes_P = np.maximum(bytes_P - blank * is_first_P, 0)
+        unscored_D = np.bincount(documents, bytes_P, len(self.document_ends)).astype(np.int64)
+        self.unscored_bytes = np.minimum(unscored_D, self.document_bytes)
 
     def scored_places(self, window: int) -> np.ndarray:
         """Return the places in `tokens` of the scored tokens of a window, in order."""
@@ -178,19 +197,24 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
             return
 
 
-def windows_of_sequences(sequences: "Iterable[Sequence]") -> Windows:
-    """Make a document and a window of each sequence, as training has them."""
+def windows_of_sequences(sequences: "Iterable[Sequence]", document_ends: np.ndarray | None = None) -> Windows:
+    """Make a window of each sequence, as training has them.
+
+    Args:
+        document_ends: where documents end in the sequences laid end to end; by default each sequence is one.
+    """
     sequences = list(sequences)
     tokens = np.concatenate([np.zeros(0, np.int32), *(item["input_ids"].astype(np.int32) for item in sequences)])
     scorable = np.concatenate([np.zeros(0, bool), *(item["labels"] != IGNORED for item in sequences)])
     ends = np.cumsum([len(item["input_ids"]) for item in sequences], dtype=np.int64)
     starts = ends - [len(item["input_ids"]) for item in sequences]
     scorable[starts] = False  # no token is before it
-    zeros = np.zeros(len(starts), dtype=np.int64)
+    document_ends = ends if document_ends is None else document_ends
+    zeros = np.zeros(len(document_ends), dtype=np.int64)
     return Windows(
         tokens=tokens,
         scorable=scorable,
-        document_ends=ends,
+        document_ends=document_ends,
         spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
         document_bytes=zeros,
         document_words=zeros,

@@ -416,7 +416,9 @@ class PerplexityTrainer(Trainer):
         Collective.
         """
         start = time.perf_counter()
-        windows = windows_of_sequences(self.eval_dataset if eval_dataset is None else eval_dataset)
+        held_out = self.eval_dataset if eval_dataset is None else eval_dataset
+        # Intervals are over documents, which a window of training may hold several of, or a part of one.
+        windows = windows_of_sequences(held_out, held_out.document_ends)
         with watchdog.phase("evaluating"), averaged_weights(self.model_wrapped):
             result = evaluate_windows(
                 self.model,

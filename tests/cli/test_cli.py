@@ -81,7 +81,10 @@ def test_commands_end_with_one_clear_line_and_2(arguments, expected):
             ["eval", "--model", "m", "--data", "d", "--mode", "roling"],
             "mode: invalid choice 'roling' (choose from auto,",
         ),
-        (["eval", "--model", "m", "--data", "d", "--protocol", "gtpq"], "(choose from gptq, llama.cpp, lm-eval, hf,"),
+        (
+            ["eval", "--model", "m", "--data", "d", "--protocol", "gtpq"],
+            "(choose from gptq, llama.cpp, lm-eval, lm-eval-wikitext-2.0, hf,",
+        ),
         (["eval", "--model", "m", "--data", "d", "--context_curve", "1"], "context_curve=1: name at least two lengths"),
         (["eval", "--model", "m", "--data", "d", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
         (["train", "--config", "run.yaml", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),

@@ -17,7 +17,7 @@ from dsft.config.options import TrainConfig
 from dsft.data import tokenization
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, encode, safe_cuts, tokenise
+from dsft.data.tokenization import Tokens, bytes_of_tokens, encode, safe_cuts, tokenise
 from dsft.errors import UserError
 from dsft.models.chat_template import PRESETS, load_template
 from dsft.models.tokenizer import check_tokenizer, load_tokenizer
@@ -343,6 +343,23 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
         begins.decode(made_of_rows(pieces, begins).ids) == "_big small<|end|>"
         and begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
     )
+
+
+def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
+    """Of byte-level pieces, and of SentencePiece's, which puts a blank before a text and cuts unknown characters up."""
+    pieces = Tokenizer(models.BPE(byte_fallback=True))
+    pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", *(f"<0x{byte:02X}>" for byte in range(256))])
+    pieces.train_from_iterator(sentences(50), trainer)
+    sentencepiece = PreTrainedTokenizerFast(tokenizer_object=pieces, bos_token="<s>")
+    assert "<0xC3>" in sentencepiece.convert_ids_to_tokens(sentencepiece("é")["input_ids"])
+    for each, blank in ((tokenizer, 0), (sentencepiece, 1)):
+        bytes_V, extra = bytes_of_tokens(each)
+        assert extra == blank
+        for text in ("the model reads é🙂\n and  writes", "a", " big"):
+            assert bytes_V[each(text)["input_ids"]].sum() == len(text.encode()) + blank
+    assert bytes_of_tokens(sentencepiece)[0][sentencepiece.bos_token_id] == 0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity import breakdown, results, scoring
+from dsft.perplexity import breakdown, intervals, results, scoring
 
 GROUPINGS = ["domain", "source", "position", "frequency"]
 
@@ -90,6 +90,21 @@ def test_groups_are_those_of_plain_sums_and_add_up_to_the_last_bit(tiny, data):
         for key, row in zip(keys, rows, strict=True):
             assert row["tokens"] == len(expected[key]) and row["nats"] == pytest.approx(sum(expected[key]), rel=1e-5)
             assert row["perplexity"] == math.exp(row["nats"] / row["tokens"])
+    for row in (row for rows in groups.values() for row in rows if row["interval"][0] is not None):
+        assert row["interval"][0] < row["perplexity"] < row["interval"][1]
+    # A domain is whole documents, so its interval is that of these documents alone.
+    result = evaluate_perplexity(**options_for(tiny, data, group_by=[]), progress=False).perplexity
+    domains = [
+        json.loads(line).get("domain", "(none)") for path in sorted((data / "texts").iterdir()) for line in path.open()
+    ]
+    for row in groups["domain"]:
+        if row["group"] == "(none)":  # a single document
+            assert row["interval"] == [None, None]
+            continue
+        is_in = np.array([domain == row["group"] for domain in domains])
+        units = intervals.units_of(result, result.document_nats, None, is_scored_D=is_in)
+        expected = np.exp(intervals.ratio_interval(units, 1))
+        assert row["interval"] == pytest.approx(expected, rel=1e-9), row["group"]
     assert groups["position"][0]["group"] == "1 token before" and "8 to 15 tokens before" in str(groups["position"])
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
-from dsft.perplexity.compare import compare_results, read_evaluations
+from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
 from dsft.perplexity.results import Evaluation, Results
 from dsft.perplexity.sums import Perplexity
 
@@ -157,13 +157,74 @@ def test_a_comparison_of_two_dtypes_names_them():
     assert comparison.summary()["note"] == "dtype differs: bfloat16, the base float32"
 
 
+def test_two_dtypes_of_one_model_are_compared_by_name():
+    results = [
+        evaluation("base", seed, options=OPTIONS | {"dtype": f"{name}16"}) for seed, name in enumerate(("b", "f"))
+    ]
+    comparison = comparison_of(*results)
+    assert (comparison.base, comparison.model) == ("base (b16)", "base (f16)")
+    assert comparison_of(*results, base="base (f16)").model == "base (b16)"
+    assert "dtype differs" in comparison.note
+
+
 def test_over_two_tokenizers_only_bytes_are_a_measure():
     base, other = evaluation("base", 0), evaluation("other", 1, hashes=HASHES | {"tokens": "x", "windows": "y"})
     comparison = comparison_of(base, other)
     assert comparison.perplexity_ratio is comparison.nats_per_token is None and "two tokenizers" in comparison.note
     same = comparison_of(base, evaluation("other", 1))
-    assert comparison.bits_per_byte == same.bits_per_byte and comparison.byte_perplexity_ratio.value < 1
+    for ours, theirs in zip(vars(comparison.bits_per_byte).values(), vars(same.bits_per_byte).values(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
+    assert comparison.byte_perplexity_ratio.value < 1
     assert "perplexity, ratio" not in comparison.summary()
+
+
+def test_bytes_that_one_tokenizer_alone_scores_do_not_count():
+    """The first token of each document is context only for the first: 4 bytes and as many nats as any other."""
+    other = evaluation("other", 0, hashes=HASHES | {"tokens": "x", "windows": "y"}, mode="windows")
+    result, first = other.perplexity, 1 / other.perplexity.document_tokens
+    nats_D = result.document_nats * (1 - first)
+    shorter = dataclasses.replace(
+        result, document_nats=nats_D, nats=math.fsum(nats_D), document_bytes=result.document_bytes - 4
+    )
+    (comparison,) = compare_results(
+        [evaluation("base", 0, mode="windows"), dataclasses.replace(other, perplexity=shorter)]
+    )
+    assert comparison.bits_per_byte.value == pytest.approx(shorter.bits_per_byte - result.bits_per_byte)
+    assert comparison.bits_per_byte.low < 0 < comparison.bits_per_byte.high
+    assert np.abs([item.nats - item.base_nats for item in comparison.moved]).max(initial=0) < 1e-9
+    assert "mode windows also scores tokens" in comparison.note
+
+
+def test_p_values_of_several_comparisons_are_corrected_by_holm():
+    models = [evaluation(f"m{seed}", seed, documents=40) for seed in range(4)]
+    comparisons = compare_results(models)
+    smallest, middle, largest = sorted(comparisons, key=lambda each: each.p_value)
+    assert smallest.p_adjusted == min(1, 3 * smallest.p_value)
+    assert middle.p_adjusted == max(smallest.p_adjusted, min(1, 2 * middle.p_value))
+    assert largest.p_adjusted == max(middle.p_adjusted, largest.p_value)
+    assert "by Holm" in smallest.summary()["documents"]
+
+
+def test_seeds_of_one_recipe_are_compared_as_their_mean():
+    results = [evaluation(f"runs/a-seed{seed}", seed, blocks=6) for seed in (1, 2, 3)]
+    joined = joined_seeds([evaluation("base", 0), *results, evaluation("other", 4)], ["runs/a-*"])
+    assert [each.model for each in joined] == ["base", "runs/a-*", "other"]
+    losses = [each.perplexity.reported_loss for each in results]
+    assert joined[1].seed_losses == tuple(losses)
+    assert joined[1].perplexity.reported_loss == pytest.approx(sum(losses) / 3)
+    assert joined[1].perplexity.document_nats[7] == pytest.approx(
+        sum(each.perplexity.document_nats[7] for each in results) / 3
+    )
+    for seeds, pattern, part in (
+        (results, "runs/b-*", "seeds=runs/b-.: matches 0 models of these results: runs/a-seed1"),
+        (
+            [results[0], evaluation("runs/a-seed2", 2, hashes=HASHES | {"tokens": "x"})],
+            "runs/a-*",
+            "other texts or tok",
+        ),
+    ):
+        with pytest.raises(UserError, match=part):
+            joined_seeds(seeds, [pattern])
 
 
 def cut(original: Evaluation) -> Evaluation:
@@ -175,7 +236,10 @@ REFUSED = {
     "texts": (evaluation("other", 1, hashes=HASHES | {"texts": "x"}), "no result on the texts of texts.jsonl"),
     "windows": (evaluation("other", 1, options=OPTIONS | {"seq_len": 64}), r"other windows \(seq_len 64 and 32\)"),
     "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), "other windows; evaluate both with this dsft"),
-    "cut": (cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"})), "cut to seq_len at other places"),
+    "cut": (
+        cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
+        "cut to seq_len at other places",
+    ),
     "alone": (evaluation("base", 1), "nothing to compare with base"),
 }
 
@@ -184,7 +248,7 @@ REFUSED = {
 def test_what_cannot_be_compared_is_refused_with_the_way_out(name):
     other, part = REFUSED[name]
     with pytest.raises(UserError, match=part) as caught:
-        compare_results([evaluation("base", 0), other])
+        compare_results([evaluation("base", 0, mode=other.mode), other])
     assert len(caught.value.problems) == 1
 
 

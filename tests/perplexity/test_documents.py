@@ -1,5 +1,6 @@
 """Documents that are scored come from a store on disk: prepared once, whole, and mapped."""
 
+import gzip
 import json
 import pickle
 import re
@@ -10,10 +11,13 @@ from itertools import pairwise
 
 import numpy as np
 import psutil
+import pyarrow
+import pyarrow.parquet
 import pytest
+import torch
 from ranks import on_ranks
 from tiny import sentences, write_jsonl
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
@@ -126,9 +130,57 @@ def test_documents_are_those_that_the_tokenizer_makes_of_the_rows(tokenizer, tmp
         assert np.array_equal(windows.scorable, ~first)
 
 
+@pytest.mark.parametrize("options", [{}, {"mode": "sliding", "scope": "document"}, {"mode": "rolling"}], ids=str)
+def test_bytes_of_tokens_that_are_not_scored_do_not_count(tiny, tokenizer, options):
+    windows = windows_of(tiny / "held_out.jsonl", tokenizer, seq_len=16, **options)
+    places = np.concatenate([windows.scored_places(window) for window in range(len(windows.spans))])
+    documents = np.searchsorted(windows.document_ends, places, side="right")
+    scored = [tokenizer.decode(windows.tokens[places[documents == d]], skip_special_tokens=True) for d in range(31)]
+    left = windows.document_bytes - windows.unscored_bytes
+    assert left.tolist() == [len(text.encode()) for text in scored]
+    assert np.any(windows.unscored_bytes) == ("rolling" not in options.values())
+
+
+@pytest.mark.parametrize("mode", ["rolling", "answers"])
+def test_rows_give_the_same_bits_from_every_kind_of_file(tiny, tmp_path, mode):
+    path = tiny / ("pairs.jsonl" if mode == "answers" else "held_out.jsonl")
+    rows = [json.loads(line) for line in path.open()]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    options = {"model": [str(tiny / "model")], "seq_len": 32, "mode": mode, "zero": "0"}
+    expected = _nats(options | {"data": [str(path)]})
+    for name in ("a.parquet", "a.arrow", "a.jsonl.gz"):
+        assert _nats(options | {"data": [str(tmp_path / name)]}) == expected, name
+
+
+@torch.no_grad()
+def test_chats_of_several_turns_are_scored_as_an_oracle_does(tiny, tmp_path):
+    """Rendered by hand; each answer with its end token is predicted from all turns before it."""
+    words = iter(sentences(24, seed=9, longest=8))
+    chats = [[(role, next(words)) for role in ("user", "assistant") * turns] for turns in (1, 3, 2)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "chat")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "chat")
+    expected = []
+    for chat in chats:
+        ids, is_answer = [], []
+        for role, text in chat:
+            parts = tokenizer(f"<|{role}|>")["input_ids"], tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+            ids += parts[0] + parts[1]
+            is_answer += [False] * len(parts[0]) + [role == "assistant"] * len(parts[1])
+        logs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        expected.append(-sum(logs[at - 1, ids[at]].item() for at in range(1, len(ids)) if is_answer[at]))
+    data = write_jsonl(tmp_path / "chats.jsonl", rows)
+    result = next(evaluate(EvalConfig(model=[str(tiny / "chat")], data=[str(data)], seq_len=256, zero="0"))).perplexity
+    assert result.document_nats == pytest.approx(expected, rel=1e-6)
+
+
 def test_worker_processes_prepare_the_same(tiny, tokenizer):
     """Each gets a copy of the preparation."""
-    for name, preparation in (("held_out.jsonl", Texts(bos="auto", has_prefix=True)), ("pairs.jsonl", Answers())):
+    for name, preparation in (("held_out.jsonl", Texts(bos="auto", prefix="once")), ("pairs.jsonl", Answers())):
         source = source_of(EvalConfig(model=["unused"], data=[str(tiny / name)]), tokenizer)
         work = partial(preparation.tokens, rules=source.rules, tokenizer=tokenizer)
         (batch,) = preparation.batches(source.batches(), source.rules)

@@ -143,6 +143,10 @@ def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tin
     assert evaluation.perplexity.document_pairs[1].sum() == pytest.approx(total)
     report = read_json(tmp_path / "perplexity.json")["results"][0]
     assert report == json.loads(json.dumps(evaluation.report()))
+    for name, bounds in report["divergence_intervals"].items():
+        assert bounds[0] <= divergence[name] <= bounds[1]
+    low, high = report["divergence_intervals"]["kl"]
+    assert f"({low:.6f} to {high:.6f})" in evaluation.summary()[f"against {tiny / 'model'}"]
     assert list(evaluation.to_pandas().columns)[-4:] == ["reference_nats", "kl", "reverse_kl", "same_top"]
     assert f"against {tiny / 'model'}" in evaluation.summary()
 

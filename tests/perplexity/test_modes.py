@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from conftest import ROOT, grid
-from tiny import sentences, write_pairs
+from tiny import sentences, write_jsonl, write_pairs
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import compare, evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.perplexity.compare import print_together
+from dsft.perplexity.documents import wikitext_rewritten
 from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.windows import disjoint_spans
@@ -127,7 +130,8 @@ def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     print_together(evaluations)
     shown = capsys.readouterr().out
     assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
-    assert [evaluation.protocol for evaluation in evaluations] == NAMED_BY["protocol"] == list(REFERENCES)
+    assert [evaluation.protocol for evaluation in evaluations] == list(REFERENCES)
+    assert set(NAMED_BY["protocol"]) - set(REFERENCES) == {"lm-eval-wikitext-2.0"}, "is of one data set"
     assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
 
 
@@ -159,8 +163,60 @@ def test_a_result_is_valid_json_where_bytes_and_interval_are_unknown(measured):
 def test_bytes_are_counted_only_where_the_whole_text_is_scored(measured):
     *_, evaluations = measured
     bytes_of = {evaluation.protocol: evaluation.perplexity.bytes for evaluation in evaluations}
-    joined = len("\n\n".join(TEXTS).encode())
-    assert bytes_of == {"gptq": 0, "llama.cpp": 0, "hf": joined, "lm-eval": joined - 2 * 12, "dsft": joined - 2 * 12}
+    whole = len("\n\n".join(TEXTS).encode())
+    assert bytes_of["gptq"] == bytes_of["llama.cpp"] == 0
+    assert bytes_of["lm-eval"] == whole - 2 * 12
+    tokenizer = measured[1]
+    first = tokenizer("\n\n".join(TEXTS))["input_ids"][:1]  # is context only
+    assert bytes_of["hf"] == whole - len(tokenizer.decode(first, skip_special_tokens=True).encode())
+    assert whole - 2 * 12 - 8 * L < bytes_of["dsft"] < whole - 2 * 12 + (tokenizer.bos_token is not None)
+
+
+PAGE = """ = Robert " Bob " Smith =
+ He ( b . 1 @,@ 950 ) was 1 @.@ 8 m tall ; the author 's first work [ sic ] had N pages : " it rained , " he said .
+ = = Life = =
+ A well @-@ known man ' s dog ' at 20 ° C ! Why ? """
+REWRITTEN = """ = Robert "Bob" Smith =
+He (b. 1,950) was 1.8 m tall; the author's first work [sic] had 1 pages: "it rained," he said .
+== Life ==
+A well-known man' s dog ' at 20°C! Why? """
+
+
+def test_the_task_wikitext_rewrites_pages_and_counts_the_original(tiny, tmp_path):
+    assert wikitext_rewritten(PAGE) == REWRITTEN
+    if find_spec("lm_eval"):
+        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+        assert wikitext_detokenizer({"page": PAGE}) == REWRITTEN
+    options = {"model": str(tiny / "model"), "seq_len": L, "progress": False, "text_column": "page"}
+    results = []
+    for name, page, protocol in (("raw", PAGE, "lm-eval-wikitext-2.0"), ("rewritten", REWRITTEN, "lm-eval")):
+        data = write_jsonl(tmp_path / f"{name}.jsonl", [{"page": page}, {"page": page[:50]}])
+        results.append(evaluate_perplexity(**options, data=str(data), protocol=protocol).perplexity)
+    task, plain = results
+    assert task.document_nats[0] == plain.document_nats[0]
+    assert task.document_bytes[0] == len(PAGE.encode()) > plain.document_bytes[0]
+    assert task.document_words[0] == len(re.split(r"\s+", PAGE))
+
+
+def test_one_model_under_a_tokenizer_that_adds_bos_differs_by_nothing(tiny, tmp_path):
+    """Rolling puts no BOS before one that the tokenizer has put, and scores none."""
+    model = shutil.copytree(tiny / "model", tmp_path / "with_bos")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = tokenizer.eos_token  # which the other tokenizer has as the prefix
+    bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.save_pretrained(model)
+    options = {"data": str(tiny / "held_out.jsonl"), "seq_len": L, "progress": False}
+    for how, alike in (({"mode": "rolling"}, True), ({"mode": "windows"}, False), ({"protocol": "lm-eval"}, False)):
+        results = [evaluate_perplexity(model=str(name), **options, **how) for name in (tiny / "model", model)]
+        (comparison,) = compare(*results)
+        if alike:
+            assert results[0].perplexity.nats == results[1].perplexity.nats
+            assert (comparison.better, comparison.worse, comparison.bits_per_byte.value) == (0, 0, 0.0)
+        before, after = (result.perplexity.bits_per_byte for result in results)
+        assert comparison.bits_per_byte.value == pytest.approx(after - before, abs=1e-12)
+        assert ("mode rolling compares the texts alone" in comparison.note) != alike
 
 
 def test_a_protocol_takes_its_own_length_unless_one_is_named():
@@ -170,6 +226,7 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
 
     assert lengths(8192) == [2048, 512, 8192, 1024, 1024]
     assert lengths(1024) == [1024, 512, 1024, 1024, 1024]
+    assert lengths(None) == [2048, 512, 2048, 1024, 1024]
     assert lengths(8192, seq_len=256) == [256] * 5
     assert list(disjoint_spans(0, 10, 4, scored_from=3, full=True)) == [(0, 4, 3), (4, 8, 7)]
 

@@ -35,9 +35,12 @@ def runs(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["share", "templates"])
 def test_the_evaluation_of_a_run_is_that_of_its_training(runs, name):
-    logged = read_json(runs / name / "run.json")["results"]["eval_perplexity"]
+    logged = read_json(runs / name / "run.json")["results"]
     evaluation = evaluate_perplexity(run=str(runs / name), progress=False)
-    assert evaluation.perplexity.perplexity == pytest.approx(logged, rel=1e-6)
+    assert evaluation.perplexity.perplexity == pytest.approx(logged["eval_perplexity"], rel=1e-6)
+    # Documents are the units, whatever windows they are cut into.
+    bounds = [logged[f"eval_perplexity_{end}"] for end in ("low", "high")]
+    assert evaluation.intervals.perplexity == pytest.approx(bounds, rel=1e-5)
     assert evaluation.model == str(runs / name / "final")
 
 

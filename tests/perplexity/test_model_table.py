@@ -1,0 +1,80 @@
+"""The table of a paper: each number in it is that of a result, and each format is read by what reads it."""
+
+import csv
+import io
+import math
+
+import pytest
+from test_compare import evaluation
+
+from dsft.cli.main import run_command
+from dsft.errors import UserError
+from dsft.perplexity.compare import joined_seeds
+from dsft.perplexity.model_table import table_of, written
+from dsft.perplexity.results import Results
+
+
+@pytest.fixture
+def results():
+    return [
+        evaluation(model, seed, data=data, documents=number)
+        for data, number in (("a.jsonl", 40), ("b_1.jsonl", 20))
+        for seed, model in enumerate(("base", "runs/x_1", "runs/x_2"))
+    ]
+
+
+def read_csv(text: str) -> dict[str, dict[str, str]]:
+    return {row["model"]: row for row in csv.DictReader(io.StringIO(text))}
+
+
+def test_a_table_has_the_perplexities_and_both_means_over_sets(results):
+    rows = read_csv(written(*table_of(results, "perplexity"), metric="perplexity", format="csv"))
+    assert list(rows) == ["base", "runs/x_1", "runs/x_2"]
+    first, second = (result.perplexity for result in results if result.model == "runs/x_1")
+    assert float(rows["runs/x_1"]["a.jsonl"]) == first.perplexity
+    assert float(rows["runs/x_1"]["b_1.jsonl low"]) == pytest.approx(results[4].intervals.perplexity[0])
+    nats, tokens = first.nats + second.nats, first.tokens + second.tokens
+    assert float(rows["runs/x_1"]["micro mean"]) == pytest.approx(math.exp(nats / tokens))
+    macro = math.exp((first.reported_loss + second.reported_loss) / 2)
+    assert float(rows["runs/x_1"]["macro mean"]) == pytest.approx(macro)
+    bits = read_csv(written(*table_of(results, "bits_per_byte"), metric="bits_per_byte", format="csv"))
+    assert float(bits["base"]["a.jsonl"]) == pytest.approx(results[0].perplexity.bits_per_byte)
+
+
+def test_a_model_without_one_of_the_sets_has_no_mean(results):
+    rows = read_csv(written(*table_of(results[:-1], "perplexity"), metric="perplexity", format="csv"))
+    assert rows["runs/x_2"]["macro mean"] == rows["runs/x_2"]["b_1.jsonl"] == "" != rows["base"]["macro mean"]
+
+
+def test_seeds_are_a_row_with_their_standard_deviation(results):
+    table = table_of(joined_seeds(results, ["runs/x_*"]), "perplexity")
+    rows = read_csv(written(*table, metric="perplexity", format="csv"))
+    first, second = (result.perplexity.perplexity for result in results[1:3])
+    assert float(rows["runs/x_*"]["a.jsonl sd over seeds"]) == pytest.approx(abs(first - second) / math.sqrt(2))
+    shown = written(*table, metric="perplexity", format="markdown")
+    assert " ± " in shown and "standard deviation over seeds" in shown
+
+
+def test_latex_and_markdown_are_well_formed(results):
+    markdown = written(*table_of(results, "perplexity"), metric="perplexity", format="markdown").splitlines()
+    assert len({line.count(" | ") for line in markdown[:5]}) == 1 and markdown[1].startswith("| --- |")
+    latex = written(*table_of(results, "perplexity"), metric="perplexity", format="latex")
+    assert r"runs/x\_1 & " in latex and r"\begin{tabular}{lrrrr}" in latex and r"b\_1.jsonl" in latex
+
+
+def test_groups_are_columns(results):
+    groups = {"domain": [{"group": "news", "nats": 20.0, "tokens": 10, "perplexity": math.e**2, "interval": [7, 8]}]}
+    results = [evaluation("base", 0, groups=groups), evaluation("other", 1)]
+    rows = read_csv(written(*table_of(results, "perplexity", "domain"), metric="perplexity", format="csv"))
+    assert float(rows["base"]["news (texts.jsonl)"]) == pytest.approx(math.e**2)
+    assert float(rows["base"]["news (texts.jsonl) high"]) == pytest.approx(8)
+    with pytest.raises(UserError, match="group_by=domian: no such .* have domain; did you mean 'domain'"):
+        table_of(results, "perplexity", "domian")
+
+
+def test_the_command_prints_the_table(results, tmp_path, capsys):
+    for result in results:
+        Results(tmp_path).add(result)
+    run_command("compare", [str(tmp_path), "--format", "markdown", "--metric", "nats_per_token", "--seeds", "runs/*"])
+    shown = capsys.readouterr().out
+    assert "| runs/* | " in shown and "macro mean" in shown and "nats per token, 95% interval" in shown
