@@ -23,7 +23,8 @@ from typing import Any
 import yaml
 
 from dsft.config.checks import check_config
-from dsft.config.options import TrainConfig, argument_types
+from dsft.config.elsewhere import OF, VALUES
+from dsft.config.options import EvalConfig, TrainConfig, argument_types
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -243,7 +244,10 @@ def check_values(
     for key, value in values.items():
         if key not in types_by_name:
             known = [*types_by_name, *(field_types(also) if also else ())]
-            problems.append(f"{key}: unknown key{nearest(key, known)}")
+            problems.append(f"{key}: unknown key{_hint(key, known)}")
+            continue
+        if isinstance(value, str) and (key, value) in VALUES:
+            problems.append(f"{key}={value}: {VALUES[key, value]}")
             continue
         if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
@@ -253,6 +257,26 @@ def check_values(
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
     return checked
+
+
+def _hint(key: str, known: list[str]) -> str:
+    """What an unknown option may mean, with a semicolon before it: by the table of other trainers' names, else by its
+    spelling; empty where nothing is like it.
+
+    Args:
+        known: the options that the command has.
+    """
+    if key not in OF:
+        return nearest(key, known)
+    _, ours, how = OF[key]
+    here = next((name for name in ours.split() if name in known), None)
+    if here:
+        return f"; did you mean {here!r}{f' ({how})' * bool(how)}?"
+    if not ours:
+        return f"; {how}"
+    name = ours.split()[0]
+    command = "eval" if name in field_types(EvalConfig) else "train"
+    return f"; dsft {command} has it as {name}, and this command has no such option"
 
 
 def takes_list(hint: Any) -> bool:

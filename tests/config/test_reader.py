@@ -4,16 +4,19 @@ from typing import Literal
 import pytest
 from transformers import TrainingArguments
 
+from dsft.config.elsewhere import ELSEWHERE, OF, VALUES
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import (
     check_values,
     convert,
     field_types,
+    make_config,
     read_command,
     read_config,
     read_flags,
     read_yaml,
     split_flags,
+    training_types,
 )
 from dsft.errors import UserError
 from dsft.launch.launchers import LaunchOptions
@@ -37,6 +40,98 @@ def test_unknown_key_names_the_nearest_known_one():
     problems: list[str] = []
     check_values({"leraning_rate": 1}, field_types(TrainingArguments), problems)
     assert problems == ["leraning_rate: unknown key; did you mean 'learning_rate'?"]
+
+
+FILES = {
+    "axolotl": {
+        "base_model": "HuggingFaceTB/SmolLM2-135M",
+        "model_type": "LlamaForCausalLM",
+        "load_in_4bit": True,
+        "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
+        "dataset_prepared_path": "prepared",
+        "val_set_size": 0.05,
+        "sequence_len": 2048,
+        "sample_packing": True,
+        "pad_to_sequence_len": True,
+        "adapter": "qlora",
+        "lora_r": 32,
+        "lora_target_linear": True,
+        "wandb_project": "first",
+        "micro_batch_size": 2,
+        "num_epochs": 1,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "cosine",
+        "train_on_inputs": False,
+        "bf16": "auto",
+        "flash_attention": True,
+        "warmup_ratio": 0.1,
+        "evals_per_epoch": 4,
+        "special_tokens": None,
+    },
+    "LLaMA-Factory": {
+        "model_name_or_path": "Qwen/Qwen3-4B",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "lora_rank": 8,
+        "lora_target": "all",
+        "dataset": "identity,alpaca_en_demo",
+        "template": "qwen3",
+        "cutoff_len": 2048,
+        "max_samples": 1000,
+        "preprocessing_num_workers": 16,
+        "overwrite_output_dir": True,
+        "plot_loss": True,
+        "val_size": 0.1,
+        "quantization_bit": 4,
+    },
+    "TRL": {
+        "model_name_or_path": "Qwen/Qwen3-0.6B",
+        "dataset_name": "trl-lib/Capybara",
+        "max_length": 1024,
+        "use_peft": True,
+        "assistant_only_loss": True,
+        "torch_dtype": "bfloat16",
+        "load_in_8bit": True,
+    },
+}
+"""Options as the users of other trainers have them in a file, of which dsft has none, or another value."""
+SAME = {"lora_r"}
+
+
+@pytest.mark.parametrize("trainer", FILES)
+def test_a_file_of_another_trainer_is_told_what_dsft_calls_each_of_its_options(trainer):
+    problems: list[str] = []
+    make_config(TrainConfig, FILES[trainer] | {"output_dir": "runs/first"}, problems)
+    assert {problem.split(":")[0].split("=")[0] for problem in problems} == FILES[trainer].keys() - SAME
+    assert [problem for problem in problems if problem.endswith("unknown key")] == []
+
+
+def test_names_of_other_trainers_are_none_of_dsft_and_mean_options_that_there_are():
+    ours = training_types().keys() | field_types(EvalConfig).keys()
+    assert len(OF) == sum(len(each.names.split()) for each in ELSEWHERE) > 150
+    assert OF.keys() & ours == set()
+    assert {name for each in ELSEWHERE for name in each.ours.split()} <= ours
+    assert [each.names for each in ELSEWHERE if not (each.ours or each.how)] == []
+    assert {option for option, _ in VALUES} <= ours
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "expected"),
+    [
+        (TrainConfig, "lora_rank", "did you mean 'lora_r'?"),
+        (TrainConfig, "datasets", "did you mean 'data' (a list of files or hub names, as data: [a.jsonl, owner/name"),
+        (TrainConfig, "val_set_size", "did you mean 'eval_fraction' (a share of the rows, such as 0.02;"),
+        (TrainConfig, "pad_to_sequence_len", "batches are padded to the longest sequence and a multiple of 8;"),
+        (TrainConfig, "limit", "dsft eval has it as max_documents, and this command has no such option"),
+        (EvalConfig, "lora_rank", "dsft train has it as lora_r, and this command has no such option"),
+        (EvalConfig, "batch_size", "did you mean 'batch_tokens' ("),
+        (EvalConfig, "load_in_4bit", "did you mean 'quantization' ("),
+    ],
+)
+def test_a_name_of_another_trainer_means_what_the_command_has(command, key, expected):
+    problems: list[str] = []
+    make_config(command, {"model": "m", "data": "d", "output_dir": "o", key: "1"}, problems)
+    assert [problem.startswith(f"{key}: unknown key; {expected}") for problem in problems] == [True], problems
 
 
 def test_enumerations_name_the_choices_and_the_nearest():
