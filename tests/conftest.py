@@ -14,6 +14,8 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ["DS_ACCELERATOR"] = "cpu"
 # No test asks the hub; where it cannot be reached, its client would try for 24 s.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Several test processes share the cores: threads of torch that wait for each other there took 30 times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `ranks`
