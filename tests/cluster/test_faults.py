@@ -215,6 +215,7 @@ def test_sigusr1_to_the_launch_saves_on_all_hosts_and_a_restart_goes_on(hosts, f
     assert code == 75 and read_json(job.output_dir / "run.json")["status"] == "preempted"
 
 
+@pytest.mark.exhaustive  # on one machine: launch/test_supervise.py
 def test_a_launch_that_is_killed_before_the_ranks_have_met_leaves_nothing_on_any_host(hosts, folder):
     """Over IPv6 alone, from a host that is not in the host file."""
     head, nodes = hosts[2], [hosts[0], hosts[1]]

@@ -29,6 +29,7 @@ def folder(options, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive  # on ranks with host names of their own: laws/test_agreement.py
 def test_a_stale_configuration_and_code_on_one_host_end_the_job_on_both(hosts, folder, tmp_path):
     source, code = ROOT / "dsft/api.py", tmp_path / "api.py"
     code.write_text(source.read_text() + "\n# another state of the checkout\n")

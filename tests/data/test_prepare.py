@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BIN, ROOT, flags
+from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
@@ -149,6 +149,15 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
         assert len([folder for folder in cache.iterdir() if folder.is_dir()]) == 1
 
 
+PREPARES_WITH_WORKERS = """
+import sys
+from dsft.cli.main import main
+from dsft.data import prepare
+prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 3
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("moments", [[1 << 18], pytest.param([0, 1 << 20], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
@@ -159,7 +168,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
         tmp_path / "chats.jsonl",
         [
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}
-            for text in sentences(20_000, longest=50)
+            for text in sentences(8_000, longest=50)
         ],
     )
     words = ["prepare", "--tokenizer", tiny / "chat", "--data", path, "--data_cache", tmp_path / "cache"]
@@ -169,7 +178,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
 
     for least in moments:
         process = subprocess.Popen(
-            [str(word) for word in [BIN / "dsft", *words]],
+            [sys.executable, "-c", PREPARES_WITH_WORKERS, *map(str, words)],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -179,6 +188,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
         while written() < least:
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.005)
+        assert least == 0 or len(_group(process.pid)) > 2, "no workers"
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not list((tmp_path / "cache").glob("*/facts.json"))
@@ -189,7 +199,7 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
     written_at = [path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/facts.json")]
     second = run_entry("dsft.cli.main", words)
     assert first.returncode == second.returncode == 0, first.stderr
-    assert first.stdout == second.stdout and "20,000 rows" in first.stdout
+    assert first.stdout == second.stdout and "8,000 rows" in first.stdout
     assert "\r" not in first.stdout + first.stderr, "no bar where there is no terminal"
     assert [path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/facts.json")] == written_at != []
     assert not list((tmp_path / "cache").glob("*.partial"))
@@ -358,10 +368,10 @@ def test_a_stream_continues_after_a_batch_without_samples_and_ends_where_there_a
 
 
 def _waits(path: str, cache: str, model: str, seconds: float) -> int:
-    """As a rank on a node of its own, with a process group that allows its collectives 10 seconds."""
+    """As a rank on a node of its own, with a process group that allows its collectives 5 seconds."""
     import torch.distributed as dist
 
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
     time.sleep(seconds * dist.get_rank())
     options = TrainConfig(data=[path], seq_len=32, data_cache=f"{cache}-{dist.get_rank()}", tokenizer=model)
     return len(loaded(options, load_tokenizer(options)).items)
@@ -369,7 +379,7 @@ def _waits(path: str, cache: str, model: str, seconds: float) -> int:
 
 def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(tiny, tmp_path):
     path = str(write_texts(tmp_path / "a.jsonl", 50))
-    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 18.0)
+    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 8.0)
     assert lengths[0] == lengths[1] > 0
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, flags
-from ranks import on_ranks
+from ranks import on_ranks, run_entry
 
 from dsft.doctor.examine import Report, examine_through, machine_of
 from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus, typed
@@ -580,23 +580,13 @@ def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp
 
 
 @pytest.mark.launch
-def test_faults_of_a_run_are_found_without_starting_it(run, options, tmp_path):
-    result = run(
-        [
-            "dsft",
-            "doctor",
-            "--num_gpus",
-            "99",
-            *flags(options(tmp_path / "run", learning_rate=-1, data="none.jsonl")),
-            "--quick",
-        ],
-        XDG_CACHE_HOME=str(tmp_path),
-    )
+def test_faults_of_a_run_are_found_without_starting_it(options, tmp_path):
+    bad = options(tmp_path / "run", learning_rate=-1, data="none.jsonl")
+    words = ["doctor", "--num_gpus", "99", *flags(bad), "--quick"]
+    result = run_entry("dsft.cli.main", words, folder=ROOT, XDG_CACHE_HOME=str(tmp_path))
     assert result.returncode == 2 and "slots=99" in result.stdout and "[data-missing]" in result.stdout, result.stdout
-    full = run(
-        ["dsft", "doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))],
-        XDG_CACHE_HOME=str(tmp_path),
-    )
+    words = ["doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))]
+    full = run_entry("dsft.cli.main", words, folder=ROOT, XDG_CACHE_HOME=str(tmp_path))
     messages = {entry["code"]: entry["message"] for entry in json.loads(full.stdout)["findings"]}
     assert full.returncode == 2 and "configuration" in messages
 

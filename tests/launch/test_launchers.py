@@ -413,7 +413,7 @@ def job(tiny, tmp_path_factory):
             "max_steps": 100_000,
             "per_device_train_batch_size": 2,
             "save_strategy": "steps",
-            "save_steps": 20,
+            "save_steps": 2,
             "disable_tqdm": True,
             "logging_steps": 1,
             "lost_timeout": 10,
@@ -454,6 +454,7 @@ def all_end(pids: list[int]) -> bool:
 
 
 @pytest.mark.launch
+@pytest.mark.exhaustive  # test_supervise holds it without a training
 def test_a_second_ctrl_c_ends_every_process_and_says_so_without_a_traceback(job):
     process, log, _ = job()
     family = descendants(process.pid)
@@ -501,7 +502,7 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_sa
         while not condition() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
 
-    wait_for((folder / "checkpoint-20" / "trainer_state.json").exists)
+    wait_for((folder / "checkpoint-2" / "trainer_state.json").exists)
     os.kill(ranks_below(process.pid)[1], signal.SIGKILL)
     wait_for(lambda: "step " in log.read_text().partition("resuming from")[2])
     process.send_signal(signal.SIGUSR1)

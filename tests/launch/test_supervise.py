@@ -12,7 +12,7 @@ import pytest
 from conftest import KERNEL, ROOT
 from test_environment import SSH
 
-from dsft.launch.launchers import LaunchOptions, build_command, read_launch
+from dsft.launch.launchers import build_command, read_launch
 from dsft.launch.supervise import LauncherProcess
 from dsft.watchdog.processes import descendants, start_time
 
@@ -51,7 +51,8 @@ LAUNCH = """
 import sys
 from dsft.launch.launchers import LaunchOptions
 from dsft.launch.supervise import LauncherProcess
-sys.exit(LauncherProcess(LaunchOptions(), [sys.executable, "-c", sys.argv[1]], saves=True).run())
+options = LaunchOptions(nodes=1) if sys.argv[2:] else LaunchOptions()
+sys.exit(LauncherProcess(options, [sys.executable, "-c", sys.argv[1]], saves=True).run())
 """
 PDSH = """#!/bin/bash
 echo "$*" >> "$FOLDER/calls"
@@ -96,59 +97,86 @@ def wait_until(condition) -> None:
 
 
 LAST_WORD = "start(); wait_until_tied(); client.connect([client.endpoint()]); client.close(0); time.sleep(1)"
-
-
-def exit_code(work: str, **options) -> int:
-    return LauncherProcess(LaunchOptions(**options), [sys.executable, "-c", RANK + work], saves=True).run()
-
-
-def test_a_run_that_is_done_has_exit_code_0_though_its_launcher_ends_with_255(monkeypatch):
-    """As pdsh does where an ssh session died on the way."""
-    monkeypatch.chdir(ROOT)
-    assert exit_code(f"if not os.fork():\n    {LAST_WORD}; os._exit(0)\nos.wait(); sys.exit(255)", nodes=1) == 0
-
-
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 after its work was done"),
-        ("os._exit(3)", "exited with 3 after its work was done"),
-    ],
-    ids=["killed", "another code"],
+DONE = f"if not os.fork():\n    {LAST_WORD}; os._exit(0)\nos.wait(); "
+KILLED_RANK = (
+    "if not os.fork():\n    start(); wait_until_tied(); client.connect([client.endpoint()]);"
+    " os.kill(os.getpid(), signal.SIGKILL)\n"
 )
-@pytest.mark.parametrize(
-    ("reaps", "waits"),
-    [
-        ("", "time.sleep(10); os.wait()"),
-        # The kernel reaps it at once, sooner than its watchdog can look.
-        pytest.param(
-            "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
-            "time.sleep(10)",
-            marks=pytest.mark.skipif(KERNEL < (6, 15), reason="keeps no exit code of a process that was reaped"),
-        ),
-    ],
-    ids=["reaped later", "reaped at once"],
+KILLED_WATCHDOG = (
+    "if not os.fork():\n    start(); wait_until_tied(); client.connect([client.endpoint()]); time.sleep(2);"
+    " os.kill(sidecars()[0].pid, 9); time.sleep(1000)\n"
 )
-def test_a_rank_killed_between_its_last_word_and_its_exit_has_failed(monkeypatch, capfd, end, said, reaps, waits):
-    """Whenever its launcher reaps it, whose own exit code is 0, as DeepSpeed's is for some that were killed."""
-    monkeypatch.chdir(ROOT)
-    as_usual = "signal.signal(signal.SIGCHLD, signal.SIG_DFL)"
-    work = f"{reaps}\nif not os.fork():\n    {as_usual}; {LAST_WORD}; {end}\n"
-    assert exit_code(f"{work}{waits}; sys.exit(0)") == 1
-    assert said in capfd.readouterr().err
 
 
-def test_the_code_of_a_launcher_on_this_machine_counts_where_nobody_else_has_seen_the_exit(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert exit_code(f"if not os.fork():\n    {LAST_WORD}; os._exit(0)\nos.wait(); sys.exit(247)") == 1
+def after_its_last_word(end: str, *, is_reaped_at_once: bool) -> str:
+    """A rank that ends like this once its work is done, under a launcher that has exit code 0 for it, as DeepSpeed's
+    has for some that were killed. Reaped at once: by the kernel, sooner than its watchdog can look.
+    """
+    ignored, reaped = ("IGN", "time.sleep(10)") if is_reaped_at_once else ("DFL", "time.sleep(10); os.wait()")
+    rank = f"signal.signal(signal.SIGCHLD, signal.SIG_DFL); {LAST_WORD}; {end}"
+    return f"signal.signal(signal.SIGCHLD, signal.SIG_{ignored})\nif not os.fork():\n    {rank}\n{reaped}; sys.exit(0)"
 
 
-def test_a_launcher_that_ends_at_once_with_a_killed_rank_does_not_hide_the_cause(monkeypatch, capfd):
-    """The watchdog collects for seconds what else has failed; DeepSpeed's launcher may end sooner."""
-    monkeypatch.chdir(ROOT)
-    killed = "start(); wait_until_tied(); client.connect([client.endpoint()]); os.kill(os.getpid(), signal.SIGKILL)"
-    assert exit_code(f"if not os.fork():\n    {killed}\nos.wait(); sys.exit(247)") == 1
-    assert "was killed from outside" in capfd.readouterr().err
+# Name -> (what the launcher does, the exit code of the launch, what it prints).
+ENDS = {
+    # As pdsh does where an ssh session died on the way.
+    "done, launcher 255, on several nodes": (f"{DONE}sys.exit(255)", 0, ""),
+    # The code of a launcher on this machine counts where nobody else has seen the exit.
+    "done, launcher 247": (f"{DONE}sys.exit(247)", 1, ""),
+    # The watchdog collects for seconds what else has failed; DeepSpeed's launcher may end sooner.
+    "killed, launcher ends at once": (f"{KILLED_RANK}os.wait(); sys.exit(247)", 1, "was killed from outside"),
+    # DeepSpeed's launcher returns 247 for a killed child, or 0.
+    "watchdog of rank 0 killed, launcher 247": (
+        f"{KILLED_WATCHDOG}os.wait(); sys.exit(247)",
+        1,
+        "the watchdog beside rank 0 is gone",
+    ),
+    "watchdog of rank 0 killed, launcher 0": (
+        f"{KILLED_WATCHDOG}os.wait(); sys.exit(0)",
+        1,
+        "the watchdog beside rank 0 is gone",
+    ),
+    **{
+        f"no rank came, launcher {status}": (f"sys.exit({status})", code, "")
+        for status, code in ((247, 1), (255, 1), (0, 0), (4, 4))
+    },
+    "refused before the ranks met": ("start(); client.close(2, ['x']); time.sleep(100)", 2, ""),
+    "exception before the ranks met": ("start(); client._report_error(ValueError, ValueError(3), None)", 1, ""),
+} | {
+    f"{end} after its last word, reaped {'at once' if is_reaped_at_once else 'later'}": (
+        after_its_last_word(code, is_reaped_at_once=is_reaped_at_once),
+        1,
+        said,
+    )
+    for end, code, said in (
+        ("killed", "os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 after its work was done"),
+        ("exited with 3", "os._exit(3)", "exited with 3 after its work was done"),
+    )
+    # Before Linux 6.15 nothing keeps the exit code of a process that was reaped.
+    for is_reaped_at_once in ((False, True) if KERNEL >= (6, 15) else (False,))
+}
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, tuple[int, str]]:
+    """(exit code, what was printed) of a launch for each of ENDS; all at once, for they wait most of the time."""
+    launches = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, RANK + work, *(["nodes"] if "several nodes" in name else [])],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, (work, _, _) in ENDS.items()
+    }
+    printed = {name: process.communicate(timeout=300)[1] for name, process in launches.items()}
+    return {name: (process.returncode, printed[name]) for name, process in launches.items()}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_launch_has_the_exit_code_and_the_message_of_how_its_ranks_ended(ended, name):
+    _, code, said = ENDS[name]
+    assert ended[name][0] == code and said in ended[name][1], ended[name]
 
 
 def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launch, tmp_path):
@@ -162,36 +190,6 @@ def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launch, tmp_path):
     )
     (tmp_path / "go").touch()
     assert process.wait(120) == 0
-
-
-@pytest.mark.parametrize(("status", "code"), [(247, 1), (255, 1), (0, 0), (4, 4)])
-def test_a_launcher_whose_ranks_never_came_has_a_documented_exit_code(status, code):
-    assert exit_code(f"sys.exit({status})") == code
-
-
-@pytest.mark.parametrize("status", [247, 0])
-def test_a_killed_watchdog_of_rank_0_is_named_and_has_exit_code_1(monkeypatch, capfd, status):
-    """DeepSpeed's launcher returns 247 for a killed child, or 0."""
-    monkeypatch.chdir(ROOT)
-    work = (
-        "start(); wait_until_tied(); client.connect([client.endpoint()]); time.sleep(2); os.kill(sidecars()[0].pid, 9);"
-        " time.sleep(1000)"
-    )
-    assert exit_code(f"if not os.fork():\n    {work}\nos.wait(); sys.exit({status})") == 1
-    assert "the watchdog beside rank 0 is gone" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("work", "code"),
-    [
-        ("start(); client.close(2, ['x']); time.sleep(100)", 2),
-        ("start(); client._report_error(ValueError, ValueError(3), None)", 1),
-    ],
-    ids=["says why", "exception"],
-)
-def test_a_rank_that_fails_before_the_others_came_ends_the_launch_with_its_code(monkeypatch, work, code):
-    monkeypatch.chdir(ROOT)
-    assert exit_code(work) == code
 
 
 @pytest.mark.parametrize(
@@ -254,13 +252,20 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_second_one_ends_them_at_once(launch
     assert process.stderr.read() == asked
 
 
-def test_a_second_ctrl_c_ends_the_ranks_at_once(launch):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_second_ctrl_c_ends_the_ranks_at_once(launch, tmp_path, is_stopped):
+    """Also one that is stopped, and cannot follow the first."""
     notes = "signal.signal(signal.SIGUSR1, lambda *_: say('asked')); start(); wait_until_tied(); say('ready')"
     process = launch(f"{notes}\nwhile True: time.sleep(9)")
     family = descendants(process.pid)
+    if is_stopped:
+        os.kill(int((tmp_path / "ready").read_text()), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: os.path.exists(os.environ["FOLDER"] + "/asked"))
+    if is_stopped:
+        assert "a second one terminates them at once" in process.stderr.readline()
+    else:
+        wait_until((tmp_path / "asked").exists)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     wait_until(lambda: not any(start_time(pid) for pid in family))
-    assert process.stderr.read().splitlines()[1:] == ["dsft: Ctrl-C: terminating all ranks"]
+    assert process.stderr.read().splitlines()[-1:] == ["dsft: Ctrl-C: terminating all ranks"]

@@ -32,8 +32,10 @@ def problems_of(function, *arguments) -> list[str]:
     return []
 
 
-def train_as_told(options: list[dict]) -> list[str]:
+def train_as_told(options: list[dict], codes: tuple[str, ...] = ()) -> list[str]:
     as_host()
+    if codes:
+        distributed.code_hash = lambda: codes[distributed.rank()]
     return problems_of(train, options[distributed.rank()])
 
 
@@ -44,11 +46,12 @@ def evaluate_as_told(options: list[dict]) -> list[str]:
     return problems_of(list, evaluate(config, problems))
 
 
-def test_a_training_with_another_learning_rate_on_one_rank_does_not_begin(options, tmp_path):
+def test_a_training_with_another_learning_rate_and_code_on_one_rank_does_not_begin(options, tmp_path):
     told = options(tmp_path / "run", zero="3", learning_rate=1e-2)
     stale = told | {"learning_rate": 1e-3, "data_cache": str(tmp_path / "cache")}
-    first, second = on_ranks(2, train_as_told, [told, stale])
-    assert first == second and len(first) == 1
+    first, second = on_ranks(2, train_as_told, [told, stale], ("abc", "abd"))
+    assert first == second and len(first) == 2
+    assert "code of dsft differs between the ranks: abc on node-0 (rank 0), abd on node-1 (rank 1)" in first[1]
     assert "learning_rate differs between the ranks: 0.01 on node-0 (rank 0), 0.001 on node-1 (rank 1)" in first[0]
     assert not (tmp_path / "run" / "run.json").exists()
 

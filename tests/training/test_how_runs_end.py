@@ -106,7 +106,7 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
         quick=[("deepspeed", "training")],
     ),
 )
-def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options, run, tmp_path, launcher, phase):
+def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options, tmp_path, launcher, phase):
     """deepspeed's ranks are killed with it, those of torchrun and `dsft train` are in groups of their own."""
     words = options(tmp_path / "run", max_steps=10_000, lost_timeout=10, logging_steps=1)
     start = ["dsft", "train", "--num_gpus", "2"] if launcher == "dsft" else launch_words(launcher, "train")
@@ -142,7 +142,7 @@ def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options
     status, error = end_of(tmp_path / "run")
     # Ranks that live on are asked to end, and save where they can.
     assert status in ("failed", "preempted") and ("rank" in error or error == "dsft launch is gone"), (status, error)
-    again = run(["python", "dsft/train.py", *flags(words | {"max_steps": 1, "overwrite": True})], **variables)
+    again = run_entry("dsft.train", flags(words | {"max_steps": 1, "overwrite": True}), folder=ROOT, **variables)
     assert again.returncode == 0, again.stderr[-3000:]
     # torchrun leaves a folder of a few bytes after every start, whatever its end.
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchelastic_")] == []

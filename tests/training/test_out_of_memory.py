@@ -14,12 +14,10 @@ from dsft.runtime.hardware import which_memory
 
 
 @pytest.mark.launch
-def test_out_of_memory_names_the_plan_the_peak_and_the_next_smaller_plan(run, options, tmp_path):
+def test_out_of_memory_names_the_plan_the_peak_and_the_next_smaller_plan(options, tmp_path):
     data = write_texts(tmp_path / "long.jsonl", 4000)
     words = options(tmp_path / "run", data=str(data), per_device_train_batch_size=1024, zero="2")
-    result = run(
-        ["python", "tests/workers/little_memory.py", "600", *flags(words)], OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1"
-    )
+    result = run_entry("workers.little_memory", ["600", *flags(words)])
     assert result.returncode == 2, result.stderr[-3000:]
     (line,) = [line for line in result.stderr.splitlines() if "out of memory" in line]
     assert "out of memory in training" in line and "the plan is ZeRO 2, micro batch 1024 x 1 accumulated" in line
@@ -31,20 +29,9 @@ def test_out_of_memory_names_the_plan_the_peak_and_the_next_smaller_plan(run, op
         line,
     )
     assert int(smaller[2]) * int(smaller[3]) == 1024, "as many sequences per step"
-    again = run(
-        [
-            "python",
-            "tests/workers/little_memory.py",
-            "600",
-            *flags(
-                {key: value for key, value in words.items() if key not in ("per_device_train_batch_size", "zero")}
-                | {"output_dir": tmp_path / "again"}
-            ),
-            *smaller[1].split(),
-        ],
-        OMP_NUM_THREADS="1",
-        MALLOC_ARENA_MAX="1",
-    )
+    given = {key: value for key, value in words.items() if key not in ("per_device_train_batch_size", "zero")}
+    given["output_dir"] = tmp_path / "again"
+    again = run_entry("workers.little_memory", ["600", *flags(given), *smaller[1].split()])
     assert again.returncode == 0, again.stderr[-3000:]
 
 
@@ -118,4 +105,10 @@ def test_pinned_memory_is_the_host_s_though_the_driver_says_the_same_of_a_gpu():
 
     with pytest.raises(RuntimeError) as raised:
         pin_memory()
+    assert which_memory(raised.value) == "pinned host"
+
+
+def test_pinned_memory_is_known_by_the_call_where_a_method_of_a_tensor_has_no_frame_of_its_own():
+    with pytest.raises(RuntimeError) as raised:
+        raise torch.AcceleratorError("CUDA error: out of memory")  # as tensor.pin_memory() does
     assert which_memory(raised.value) == "pinned host"

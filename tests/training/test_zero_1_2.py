@@ -1,6 +1,5 @@
 """What dsft spares DeepSpeed's optimizer of ZeRO 1 and 2."""
 
-import json
 import sys
 
 import pytest
@@ -46,11 +45,20 @@ def test_several_ranks_search_no_gradients_for_infinite_numbers(options, tmp_pat
         assert searches == 0 and elements > 1000 * len(losses)
 
 
-@pytest.mark.parametrize(("optimizer", "is_inductor_needed"), [("AdamW", False), ("Muon", True)])
-def test_a_training_imports_inductor_for_muon_alone(run, options, tmp_path, optimizer, is_inductor_needed):
-    zero = {"zero_optimization": {"stage": 1}, "optimizer": {"type": optimizer, "params": {"lr": "auto"}}}
-    (tmp_path / "zero.json").write_text(json.dumps(zero))
-    words = flags(options(tmp_path / "run", zero=tmp_path / "zero.json"))
-    code = "import sys; from dsft.train import main; main(); print('torch._inductor.compile_fx' in sys.modules)"
+TRAINS = "from dsft.train import main; main()"
+ASKS_FOR_MUON = """
+from dsft.training.engine_patches import import_muon
+import_muon({"optimizer": {"type": "Muon"}})
+import deepspeed.runtime.zero.muon.muon_optimizer
+"""
+"""As DeepSpeed's engine does it later, without the training."""
+
+
+@pytest.mark.parametrize(
+    ("code", "is_inductor_needed"), [(TRAINS, False), (ASKS_FOR_MUON, True)], ids=["AdamW", "Muon"]
+)
+def test_a_training_imports_inductor_for_muon_alone(run, options, tmp_path, code, is_inductor_needed):
+    words = flags(options(tmp_path / "run", zero="1"))
+    code += "\nimport sys; print('torch._inductor.compile_fx' in sys.modules)"
     done = run([sys.executable, "-c", code, *words])  # a process of its own: the tests' ranks have Muon imported
     assert done.stdout.split()[-1:] == [str(is_inductor_needed)], done.stdout + done.stderr
