@@ -4,7 +4,6 @@ They are read from the source, so that help needs neither torch nor transformers
 transformers.TrainingArguments.
 """
 
-import argparse
 import ast
 import dataclasses
 import functools
@@ -16,8 +15,6 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import shtab
 
 from dsft.cli.commands import COMMANDS, Command, CompletionOptions
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, EvalConfig, TrainConfig
@@ -193,6 +190,10 @@ def _placeholder(annotation: ast.expr) -> str:
 
 def print_completion(options: CompletionOptions) -> None:
     """Print the script for a shell: every command with its options, and those of the run that it takes beside."""
+    import argparse  # both for this command alone: other help starts sooner
+
+    import shtab
+
     parser = argparse.ArgumentParser(prog="dsft")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():

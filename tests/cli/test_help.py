@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import runpy
 import subprocess
 import sys
@@ -10,16 +11,17 @@ from transformers import TrainingArguments
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups, command_help, commands_help
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
-from dsft.config.reader import field_types
+from dsft.config.reader import convert, field_types, takes_list
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["doctor", "-h"]])
 def test_help_loads_none_of_the_large_libraries(words):
     code = (
-        "import sys; from dsft.cli.main import main\n"
+        "import sys; before = {*sys.modules}; from dsft.cli.main import main\n"
         f"try: main({words})\n"
         "except SystemExit as end: assert not end.code\n"
-        "loaded = {'torch', 'transformers', 'deepspeed', 'datasets', 'numpy'} & sys.modules.keys()\n"
+        "large = {'torch', 'transformers', 'deepspeed', 'datasets', 'numpy', 'shtab', 'importlib.metadata'}\n"
+        "loaded = large & {*sys.modules} - before\n"
         "assert not loaded, loaded"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -48,6 +50,35 @@ def test_the_help_of_train_has_every_option_that_its_reader_takes():
     names = {field.name for group in command_groups(COMMANDS["train"]) for field in group.fields}
     options = field_types(TrainConfig, TrainingArguments).keys()
     assert options - names == {*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"} & options
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_default_and_the_choices_that_help_shows_are_values_that_the_option_takes(name):
+    command = COMMANDS[name]
+    classes = [cls for cls in (command.options, command.run_options) if cls]
+    types = {key: hint for cls in classes for key, hint in field_types(cls).items()}
+    defaults = {
+        field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
+        for cls in classes
+        for field in dataclasses.fields(cls)
+        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    }
+    for field in (each for group in command_groups(command) for each in group.fields if each.name in types):
+        if field.default:
+            shown = field.default.split() if takes_list(types[field.name]) else field.default
+            assert convert(shown, types[field.name]) == defaults[field.name], field
+        if re.fullmatch(r"[\w.-]+(\|[\w.-]+)+", field.placeholder):
+            for choice in field.placeholder.split("|"):
+                assert convert(choice, types[field.name]) == choice or choice.isdigit(), field
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_every_option_that_a_command_reads_and_fits_a_terminal(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text, types = command_help(name, everything=True), field_types(COMMANDS[name].options)
+    assert all(re.search(rf"^  (--)?{option} ", text, re.M) for option in types)
+    below_options = [line for line in text.splitlines() if line not in COMMANDS[name].details.splitlines()]
+    assert all(len(line) <= 80 for line in below_options if line.startswith(" " * 6))
 
 
 def test_the_help_of_train_is_short_unless_all_is_asked_for():
