@@ -2,9 +2,9 @@
 
 import pytest
 
-from dsft.config.checks import check_config
-from dsft.config.options import EvalConfig, TrainConfig
-from dsft.config.reader import make_config
+from dsft.config.checks import BOUNDS, check_config
+from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
+from dsft.config.reader import field_types, make_config, training_types
 
 TRAIN = {"model": "m", "data": "d.jsonl", "output_dir": "run"}
 EVAL = {"model": "m", "data": "d.jsonl"}
@@ -78,3 +78,79 @@ def test_what_is_not_given_is_no_problem():
 def test_what_an_evaluation_is_to_do_twice_is_refused(name):
     assert problems_of(EvalConfig, **{name: ["none", "nf4", "none"]}) == [f"{name}: none is named twice; name it once"]
     assert problems_of(EvalConfig, **{name: ["none", "nf4"]}) == []
+
+
+def test_every_bound_is_of_an_option_and_lets_its_default_through():
+    """A bound of a name that no option has any more would hold nothing."""
+    types = training_types() | field_types(EvalConfig)
+    names = [name for bound in BOUNDS for name in bound[0].split()]
+    assert len(set(names)) == len(names) and set(names) <= types.keys()
+    assert problems_of(TrainConfig) == problems_of(EvalConfig) == []
+
+
+CONTRADICTIONS = [
+    {"streaming": True},
+    {"streaming": True, "max_steps": 9, "eval_fraction": 0.1},
+    {"streaming": True, "max_steps": 9, "dataloader_num_workers": 1},
+    {"streaming": True, "max_steps": 9, "batch_tokens": 4096},
+    {"global_batch_size": 8, "gradient_accumulation_steps": 2},
+    {"batch_tokens": 4096, "packing": True},
+    {"batch_tokens": 63, "seq_len": 64},
+    {"batch_tokens": 4096, "global_batch_size": 8},
+    {"data_weights": [1, 2]},
+    {"data_weights": [0]},
+    {"seq_len": 1},
+    {"resume_weights_only": True},
+    {"metric_for_best_model": "bleu"},
+    {"load_best_model_at_end": True, "save_only_model": True},
+    {"adapter": "a"},
+    {"bf16": True, "fp16": True},
+    {"bf16": True, "dtype": "float32"},
+    {"prompt_template": "{a}"},
+    {"data_format": "template"},
+    {"completion_template": "{a}", "data_format": "text"},
+]
+"""Options that cannot stand together, one fault each."""
+
+
+@pytest.mark.parametrize("changes", CONTRADICTIONS, ids=str)
+def test_a_contradiction_is_one_problem_that_names_an_option_of_it_and_goes_with_either(changes):
+    problems = problems_of(TrainConfig, **changes)
+    assert len(problems) == 1 and any(name in problems[0] for name in changes), problems
+    if len(changes) > 1:  # without one of its options there is no contradiction left
+        left = [problems_of(TrainConfig, **{key: changes[key] for key in changes if key != name}) for name in changes]
+        assert [] in left, left
+
+
+def test_problems_of_several_kinds_are_reported_at_once():
+    """Each of them as when it is alone."""
+    chosen = [{"data_weights": [0]}, {"adapter": "a"}, {"bf16": True, "dtype": "float32"}, {"lora_r": 0}]
+    together = problems_of(TrainConfig, **{key: value for changes in chosen for key, value in changes.items()})
+    assert sorted(together) == sorted(problem for changes in chosen for problem in problems_of(TrainConfig, **changes))
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED_ARGUMENTS if name in training_types()])
+def test_an_argument_that_would_do_nothing_is_refused_with_its_reason(name):
+    hint = training_types()[name]
+    value = True if hint is bool else "full_shard" if name == "fsdp" else {"a": 1}
+    problems = problems_of(TrainConfig, **{name: value})
+    assert len(problems) == 1 and problems[0].startswith(f"{name}: "), problems
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_fine"),
+    [
+        ({"stride": 1, "seq_len": 8}, True),
+        ({"stride": 7, "seq_len": 8}, True),
+        ({"stride": 8, "seq_len": 8}, False),
+        ({"batch_tokens": 8, "seq_len": 8}, True),
+        ({"batch_tokens": 7, "seq_len": 8}, False),
+        ({"batch_tokens": 7, "seq_len": 8, "context_curve": "2,4"}, True),
+        ({"save_tokens": True}, False),
+        ({"save_tokens": True, "output_dir": "o"}, True),
+        ({"bad_rows": "drop"}, False),
+    ],
+    ids=str,
+)
+def test_an_evaluation_that_contradicts_itself_is_refused_and_its_neighbour_is_not(changes, is_fine):
+    assert (problems_of(EvalConfig, **changes) == []) == is_fine

@@ -1,22 +1,34 @@
+import enum
+import json
+import random
+import typing
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import pytest
+import yaml
 from transformers import TrainingArguments
 
 from dsft.config.elsewhere import ELSEWHERE, OF, VALUES
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import (
+    SENT_FILES,
+    DuplicateKey,
     check_values,
     convert,
     field_types,
     make_config,
+    pack_files,
     read_command,
     read_config,
     read_flags,
+    read_text,
     read_yaml,
+    sent_files,
     split_flags,
     training_types,
+    unique_keys,
 )
 from dsft.errors import UserError
 from dsft.launch.launchers import LaunchOptions
@@ -316,3 +328,80 @@ def test_values_of_files_and_flags_take_the_field_s_type(value, hint, expected):
 def test_wrong_types_are_refused(value, hint):
     with pytest.raises(ValueError):
         convert(value, hint)
+
+
+def values_of(hint, chance: random.Random) -> object:
+    """Some value of an option of this type, as a YAML file has it; None where it takes no plain one."""
+    members = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return chance.choice(members)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return chance.choice([*hint]).value
+    if typing.get_origin(hint) in (list, Sequence):
+        return [values_of(members[0], chance) for _ in range(chance.randint(1, 3))]
+    if members:
+        return values_of(next((each for each in members if isinstance(each, type)), members[0]), chance)
+    words = ["a", "true", "1e-4", "ü", "x y", "no", "3", "a=b", "{", "null: 1"]
+    plain = {bool: chance.random() < 0.5, int: chance.randint(-9, 9), float: chance.uniform(-9, 9)}
+    return (plain | {str: chance.choice(words)}).get(hint)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, EvalConfig])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_file_and_flags_with_the_same_options_are_the_same_run_or_the_same_problems(tmp_path, cls, seed):
+    """Of every option, those of transformers included; some values are refused, with the same words."""
+    chance = random.Random(seed)
+    types = dict(training_types() if cls is TrainConfig else field_types(cls))
+    types.pop("local_rank", None)  # a launcher adds that flag
+    drawn = {name: values_of(types[name], chance) for name in chance.sample(sorted(types), k=25)}
+    drawn = {name: value for name, value in drawn.items() if value is not None}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(drawn, allow_unicode=True))
+    words = []
+    for name, value in drawn.items():
+        texts = [str(item) for item in (value if isinstance(value, list) else [value])]
+        words += [f"--{name}={texts[0]}"] if len(texts) == 1 else [f"--{name}", *texts]
+    of_file, of_flags = [], []
+    first, second = read_config(cls, ["--config", str(path)], of_file), read_config(cls, words, of_flags)
+    assert first == second
+    # A value is quoted as it was given: 3 in a file, '3' on a command line.
+    assert [problem.replace("'", "") for problem in of_file] == [problem.replace("'", "") for problem in of_flags]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_words_are_split_among_two_readers_without_a_loss_and_in_order(seed):
+    chance = random.Random(seed)
+    names = [*sorted(field_types(LaunchOptions)), "seq_len", "data", "packing"]
+    words = []
+    for name in chance.sample(names, k=8):
+        words += chance.choice(
+            [[f"--{name}"], [f"--{name}", "4"], [f"--{name}=a"], [f"--{name.replace('_', '-')}", "x"]]
+        )
+    taken, left = split_flags(words, field_types(LaunchOptions))
+    assert sorted(taken + left) == sorted(words)
+    for part in (taken, left):
+        rest = iter(words)
+        assert all(word in rest for word in part), "in another order"
+    flags_of = {word[2:].partition("=")[0].replace("-", "_") for word in taken if word.startswith("--")}
+    assert flags_of <= field_types(LaunchOptions).keys()
+    assert not flags_of & {word[2:].partition("=")[0].replace("-", "_") for word in left}
+
+
+def test_files_that_a_launch_sends_are_read_in_place_of_those_of_the_node(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {"run.yaml": "model: ü\n", "sub/zero.json": "{}", "empty": ""}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sent_files() == {}
+    monkeypatch.setenv(SENT_FILES, pack_files(texts))
+    (tmp_path / "run.yaml").write_text("model: of this node\n")
+    (tmp_path / "other").write_text("of this node")
+    assert sent_files() == texts
+    assert [read_text(name) for name in texts] == [*texts.values()] and read_text("other") == "of this node"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": 2, "c": 3}}', '{"a": 1, "b": 2, "a": 1}'])
+def test_a_key_that_stands_twice_in_json_is_named_however_deep(text):
+    with pytest.raises(DuplicateKey, match=f"'{'c' if 'c' in text else 'a'}'"):
+        json.loads(text, object_pairs_hook=unique_keys)

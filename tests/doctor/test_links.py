@@ -1,8 +1,11 @@
 """Which pairs of nodes exchange, and which rates stand out."""
 
+import random
+
 import pytest
 
 from dsft.doctor.links import (
+    MIN_SEGMENTS,
     combine,
     neighbours,
     ring_rounds,
@@ -65,3 +68,37 @@ def test_rates_of_ranks_side_by_side_add_up_and_the_slower_direction_counts():
         and total.network_bytes == 3.0
         and not total.again
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_slow_depends_on_neither_the_unit_nor_the_order_of_the_nodes(seed):
+    chance = random.Random(seed)
+    number = chance.randint(2, 7)
+    rates = {(a, b): chance.choice([1.0, 1.0, 1.0, 0.5, 0.1]) for a in range(number) for b in range(a + 1, number)}
+    slow, at_fault = slow_keys(rates), slow_nodes(rates)
+    assert all(rates[key] < max(rates.values()) for key in slow)
+    faster = {key: 1e9 * rate for key, rate in rates.items()}
+    assert (slow_keys(faster), slow_nodes(faster)) == (slow, at_fault)
+    numbers = chance.sample(range(number), k=number)
+    renamed = {tuple(sorted((numbers[a], numbers[b]))): rate for (a, b), rate in rates.items()}
+    assert set(slow_nodes(renamed)) == {numbers[node] for node in at_fault}
+    assert {tuple(sorted((numbers[a], numbers[b]))) for a, b in slow} == set(slow_keys(renamed))
+
+
+@pytest.mark.parametrize("number", range(3, 9))
+def test_one_slow_node_is_found_whichever_it_is(number):
+    for at_fault in range(number):
+        rates = {(a, b): 0.1 if at_fault in (a, b) else 1.0 for a in range(number) for b in range(a + 1, number)}
+        assert slow_nodes(rates) == [at_fault]
+
+
+def test_losses_and_inner_rates_are_those_of_the_worst_rank_of_a_node():
+    rank = {"pairs": {}, "again": [], "slow": [], "flops": 1.0, "wrong": False, "collective_seconds": 1e-4}
+    of_ranks = [
+        rank | {"inside": 3.0, "sent": 10_000, "sent_again": 100},
+        rank | {"inside": 2.0, "sent": 10_000, "sent_again": 500, "collective_seconds": 3e-4},
+        rank | {"inside": 0.0, "sent": 10, "sent_again": 5},
+    ]
+    total = combine(of_ranks, [[0, 1], [2]])
+    assert (total.inside, total.collective_seconds, total.network_bytes) == ({0: 2.0}, 3e-4, 0.0)
+    assert total.lost == {0: 0.05, 1: 5 / MIN_SEGMENTS}, "of few segments a share says little"

@@ -1,0 +1,104 @@
+"""What charts show of a run is what the run recorded: nothing is counted twice, invented or lost."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from test_report import logged, write_run
+
+from dsft.report.charts import COLOURS, MEASURED, MOST_PARTS, MOST_POINTS, charts, largest_parts, memory_parts
+from dsft.report.runs import read_report
+from dsft.units import GiB
+
+PHASES = ("always", "compute", "step")
+
+
+def drawn(*folders) -> dict:
+    return {chart.name: chart.spec for chart in charts(read_report([str(folder) for folder in folders]), COLOURS)}
+
+
+def drawn_terms(seed: int) -> list[dict]:
+    """Some terms of a plan, of each phase and place, as run.json has them."""
+    chance = random.Random(seed)
+    return [
+        {"name": f"{place} {phase} {number}", "num_bytes": chance.randrange(1 << 34), "phase": phase, "place": place}
+        | {"formula": "x"}
+        for place in ("device", "host")
+        for phase in (*PHASES, "load")
+        for number in range(chance.randrange(4))
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 2, MOST_POINTS, MOST_POINTS + 1, 4 * MOST_POINTS + 7])
+def test_a_long_line_is_thinned_evenly_and_keeps_its_ends(tmp_path, steps):
+    log = [{"step": step, "num_input_tokens_seen": 10 * step, "loss": 1 / step} for step in range(1, steps + 1)]
+    points = drawn(write_run(tmp_path / "run", log=log))["loss"]["layer"][0]["data"]["values"]
+    shown = [point["step"] for point in points]
+    assert shown[0] == 1 and shown[-1] == steps and len(points) <= MOST_POINTS + 1
+    gaps = {later - earlier for earlier, later in pairwise(shown[:-1])}
+    assert len(gaps) <= 1 and all(point["value"] == 1 / point["step"] for point in points)
+    assert steps > MOST_POINTS or len(points) == steps
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_planned_bar_is_as_long_as_the_peak_of_the_plan(tmp_path, seed, has_gpu):
+    terms, ranks = drawn_terms(seed), 3
+    plan = {"has_gpu": has_gpu, "ranks_per_node": ranks, "terms": terms, "reason": "x"}
+    report = read_report([str(write_run(tmp_path / "run", plan=plan))])
+    bytes_of = {
+        (place, phase): sum(term["num_bytes"] for term in terms if (term["place"], term["phase"]) == (place, phase))
+        for place in ("device", "host")
+        for phase in PHASES
+    }
+    peak = {
+        place: bytes_of[place, "always"] + max(bytes_of[place, "compute"], bytes_of[place, "step"])
+        for place in ("device", "host")
+    }
+    expected = peak["device"] if has_gpu else ranks * peak["device"] + peak["host"]
+    parts = memory_parts(report.runs[0])
+    assert sum(part["value"] for part in parts) == pytest.approx(expected / GiB)
+    assert {part["bar"] for part in parts} <= {"planned"}, "nothing was measured"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_adding_up_small_parts_keeps_the_length_of_each_bar(seed):
+    chance = random.Random(seed)
+    rows = [
+        {"bar": bar, "part": part, "value": chance.random(), "detail": ""}
+        for bar in "abc"
+        for part in chance.sample([*map(str, range(12)), *MEASURED], k=chance.randrange(1, 12))
+    ]
+    kept = largest_parts(rows)
+    for bar in "abc":
+        before, after = ([row for row in some if row["bar"] == bar] for some in (rows, kept))
+        assert sum(row["value"] for row in after) == pytest.approx(sum(row["value"] for row in before))
+        assert {row["part"] for row in before} & MEASURED.keys() == {row["part"] for row in after} & MEASURED.keys()
+    assert len({row["part"] for row in kept} - MEASURED.keys()) <= MOST_PARTS + 1
+
+
+def test_the_parts_of_the_time_add_up_to_all_of_it(tmp_path):
+    results = {"seconds": 100.0, "saves": {"seconds": 10.0}}
+    bars = drawn(write_run(tmp_path / "run", log=logged(4), results=results))["time"]["data"]["values"]
+    assert {row["part"]: round(60 * row["value"], 6) for row in bars} == {
+        "training": 79.0,
+        "waiting for data": 6.0,
+        "evaluation": 5.0,
+        "saving": 10.0,
+    }
+
+
+@pytest.mark.parametrize(("first", "scale"), [(15.0, "linear"), (900.0, "log")])
+def test_perplexities_far_apart_are_drawn_on_a_logarithmic_axis(tmp_path, first, scale):
+    log = [{"step": step, "eval_perplexity": value, "eval_loss": 1.0} for step, value in ((1, first), (2, 10.0))]
+    assert drawn(write_run(tmp_path / "run", log=log))["perplexity"]["encoding"]["y"]["scale"]["type"] == scale
+
+
+def test_one_run_needs_no_legend_and_several_have_a_colour_each(tmp_path):
+    folders = [write_run(tmp_path / name, log=logged(2)) for name in ("a", "b", "c")]
+    assert drawn(folders[0])["loss"]["encoding"]["color"]["legend"] is None
+    colour = drawn(*folders)["loss"]["encoding"]["color"]
+    assert colour["scale"]["domain"] == ["a", "b", "c"] and len(set(colour["scale"]["range"])) == 3
+    assert colour["legend"]["orient"] == "bottom"
+    bars = drawn(*folders)["memory"]["data"]["values"]
+    assert {row["bar"] for row in bars} == {"a: planned", "b: planned", "c: planned"}
