@@ -142,6 +142,11 @@ class ZeroShards:
                     else:  # the concatenation is cut: a rank holds what falls into its part
                         piece = _Piece(flats, span.start, span.numel)
                     self._pieces.setdefault(name, []).append(piece)
+                if is_stage_3 and offset != flat.numel():  # parts are as long as the number of ranks makes them
+                    raise UserError(
+                        f"{self.folder}: {file.name} was not written by one of {self.world_size} ranks; are the files"
+                        " of all ranks there?"
+                    )
         absent = [
             name
             for name, shape in self.shapes.items()
