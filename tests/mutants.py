@@ -83,6 +83,7 @@ def mutants_of(path: Path) -> list[Mutant]:
     unseen: set[int] = set()
     for node in ast.walk(tree):
         parts = [getattr(node, name, None) for name in ("annotation", "returns")]
+        parts += getattr(node, "decorator_list", [])  # frozen=True and the like
         if isinstance(node, (ast.JoinedStr, ast.Raise)):
             parts.append(node)
         unseen |= {id(each) for part in parts if isinstance(part, ast.AST) for each in ast.walk(part)}
