@@ -38,6 +38,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.models.lora import unwrapped
 from dsft.runtime import distributed
+from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
 
 ROW_TILE, VOCAB_TILE = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}
@@ -215,9 +216,9 @@ class ChunkedHead:
             hidden = self.run_backbone(input_ids=ids_BT)[0]
             with self.weights():
                 chunked = torch.cat([part.clone() for part in self.logits(hidden)], dim=1)
-        except torch.OutOfMemoryError:
-            raise  # of this rank alone, perhaps
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if which_memory(error):
+                raise  # of this rank alone, perhaps
             return False  # built in a way of its own; the same on every rank, since the code is
         return all(distributed.from_all([are_same_logits(plain, chunked)]))
 

@@ -31,6 +31,7 @@ from dsft.models.trials import rope_types, small_model
 from dsft.planner.evaluation_plan import refused_team
 from dsft.planner.fake_model import attention_of
 from dsft.runtime import distributed
+from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
 
 TIMEOUT = timedelta(minutes=30)
@@ -166,9 +167,9 @@ def refused_model(facts: ModelFacts, *, size: int, seq_len: int, model: str, tru
             whole = small(input_ids=ids, use_cache=False).logits
             with team.attention(small):
                 shared = small(**team.share({"input_ids": ids}), use_cache=False).logits
-        except torch.OutOfMemoryError:
-            raise  # of this rank alone, perhaps
         except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
+            if which_memory(error):
+                raise  # of this rank alone, perhaps
             reason = f"{unlike} ({type(error).__name__})"
         else:
             expected = whole.chunk(size, dim=1)[team.position()[1]]

@@ -6,6 +6,7 @@ where a GPU is asked.
 
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import re
@@ -417,14 +418,22 @@ def require_kernels(gpu: int) -> None:
 
 Memory = Literal["GPU", "host", "pinned host"]
 
-SAID_OF_HOST = re.compile(r"can't allocate memory|not enough memory")
-"""What torch says of host memory (c10/core/CPUAllocator.cpp)."""
-SAID_OF_GPU = re.compile(
-    r"(CUDA|HIP)( driver)? error: out of memory"  # torch.AcceleratorError; the driver's with expandable segments
-    r"|CU\w+_STATUS_ALLOC_FAILED"  # workspace of cuBLAS, cuDNN ...
-    r"|(Cuda|HIP) failure (\d+ )?'out of memory'|Failed to CUDA \w+"  # NCCL's buffers (NCCL, src/include/alloc.h)
+SAID_OF_HOST = re.compile(
+    r"can't allocate memory|not enough memory"  # torch (c10/core/CPUAllocator.cpp)
+    r"|(?<!failed with error )Cannot allocate memory"  # mmap, fork; NCCL says "failed with" of too few locked pages
+    r"|DataLoader worker .* killed by signal: Killed"  # the kernel takes the largest process of a full cgroup
 )
-"""What libraries say of GPU memory that torch's own allocator did not ask for; no OutOfMemoryError comes of it."""
+SAID_OF_GPU = re.compile(
+    r"(?i:\b(cuda|hip)\b.{0,40}\bout of memory)"  # torch, the driver under expandable segments, NCCL, Triton, and wraps
+    r"|(?i:(cuda|hip)_?error_?(out_?of_?memory|memory_?allocation))"  # the name of the code alone
+    r"|Failed to CUDA \w+"  # NCCL's buffers (NCCL, src/include/alloc.h)
+    # Workspaces of cuBLAS, cuDNN, hipBLAS ...; their handles, which a full GPU has no room for.
+    r"|(CU|HIP|ROC)\w+_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    # torch asks NVML who holds the memory only while it reports that none is left (c10/cuda/CUDACachingAllocator.cpp).
+    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED",
+    re.DOTALL,
+)
+"""What libraries say of GPU memory where no OutOfMemoryError comes of it."""
 
 
 def which_memory(error: BaseException) -> Memory | None:
@@ -436,7 +445,8 @@ def which_memory(error: BaseException) -> Memory | None:
 
     if isinstance(error, torch.OutOfMemoryError):
         return "GPU"
-    if isinstance(error, MemoryError) or SAID_OF_HOST.search(str(error)):
+    is_of_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if is_of_host or SAID_OF_HOST.search(str(error)):
         return "host"
     if not SAID_OF_GPU.search(str(error)):
         return None
@@ -455,7 +465,9 @@ def memory_errors_explained(explanation: Callable[[BaseException, Memory], str])
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except UserError:  # which has its explanation
+        raise
+    except Exception as error:
         if (memory := which_memory(error)) is None:
             raise
         raise UserError(f"out of memory {explanation(error, memory)}") from error

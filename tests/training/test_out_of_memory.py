@@ -1,5 +1,6 @@
 """A training that really runs out of memory, by a limit on its process."""
 
+import errno
 import re
 from itertools import product
 
@@ -10,7 +11,8 @@ from conftest import flags, grid, read_json
 from ranks import run_entry
 from tiny import write_texts
 
-from dsft.runtime.hardware import which_memory
+from dsft.errors import UserError
+from dsft.runtime.hardware import memory_errors_explained, which_memory
 
 
 @pytest.mark.launch
@@ -75,6 +77,22 @@ def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(options, t
 FORMS = {
     "torch's allocator": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
     "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU"),
+    "a handle of cuBLAS": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        "GPU",
+    ),
+    "a handle of cuDNN": (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), "GPU"),
+    "hipBLAS": (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), "GPU"),
+    "torch, that cannot ask NVML": (
+        RuntimeError(
+            'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1016, please report a'
+            " bug to PyTorch. "
+        ),
+        "GPU",
+    ),
+    "Triton": (RuntimeError("Triton Error [CUDA]: out of memory"), "GPU"),
+    "torch.compile": (RuntimeError("backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried"), "GPU"),
+    "a code's name": (RuntimeError("CUDA Error: CUDA_ERROR_OUT_OF_MEMORY"), "GPU"),
     "an operator": (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), "GPU"),
     "expandable segments": (RuntimeError("CUDA driver error: out of memory"), "GPU"),
     "NCCL": (
@@ -89,6 +107,15 @@ FORMS = {
         "host",
     ),
     "Python": (MemoryError(), "host"),
+    "fork": (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),
+    "mmap": (RuntimeError("unable to mmap 4096 bytes from file <model>: Cannot allocate memory (12)"), "host"),
+    "a worker of the data": (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), "host"),
+    "a limit on locked memory": (
+        torch.distributed.DistBackendError("Call to ibv_reg_mr failed with error Cannot allocate memory"),
+        None,
+    ),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device"), None),
+    "a product of other shapes": (RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublas`"), None),
     "another error": (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), None),
 }
 
@@ -97,6 +124,11 @@ FORMS = {
 def test_every_form_of_the_error_is_known_and_names_its_memory(form):
     error, memory = FORMS[form]
     assert which_memory(error) == memory
+    with (
+        pytest.raises(UserError if memory else type(error), match=f"out of memory in {memory}" if memory else None),
+        memory_errors_explained(lambda error, memory: f"in {memory}"),
+    ):
+        raise error
 
 
 def test_pinned_memory_is_the_host_s_though_the_driver_says_the_same_of_a_gpu():
