@@ -14,7 +14,7 @@ import resource
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -338,32 +338,66 @@ def read_interconnect() -> str:
         links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         links = ""
-    between = links_between_all(links, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if links else ""
-    return "+".join(filter(None, [between, read_network()]))
+    links, visible = re.sub(r"\x1b\[\d*m", "", links), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    between = links_between_all(links, visible) if links else ""
+    return "+".join(filter(None, [between, read_network(nearest=nearest_cards(links, visible))]))
+
+
+def _rows_of_gpus(matrix: str, visible: str) -> list[tuple[int, list[str]]]:
+    """The number and the cells of each GPU in the matrix of `nvidia-smi topo -m`: of those whose numbers are in
+    `visible`, as CUDA_VISIBLE_DEVICES has them; of all where it has something else.
+    """
+    rows = [line.split()[1:] for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
+    numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
+    count = [number for number in numbers if number < len(rows)] or range(len(rows))
+    return [(number, rows[number]) for number in count]
 
 
 def links_between_all(matrix: str, visible: str = "") -> str:
     """Return what joins every GPU of a node with every other, by the matrix of `nvidia-smi topo -m`.
 
-    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well. Those GPUs count whose
-    numbers are in `visible`, as CUDA_VISIBLE_DEVICES has them; all where it has something else.
+    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well.
     """
-    rows = [line.split() for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
-    numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
-    count = [number for number in numbers if number < len(rows)] or range(len(rows))
-    others = [rows[number][1 + other] for number in count for other in count if other != number]
+    rows = _rows_of_gpus(matrix, visible)
+    others = [cells[other] for number, cells in rows for other, _ in rows if other != number]
     return "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
 
 
-def read_network(sysfs: Path = SYSFS) -> str:
-    """Return the cards that carry a node's traffic to others, with their Gbit/s: the fastest InfiniBand or RoCE ports,
-    all of them; without any, the fastest network interface, one. Empty where no rate can be read: many virtual machines
-    tell none. The kernel documents both in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net.
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""From a GPU to a network card, nearest first, as `nvidia-smi topo -m` has them."""
+
+
+def nearest_cards(matrix: str, visible: str = "") -> set[str]:
+    """Return the cards to which some GPU of a node has no nearer one, by the matrix of `nvidia-smi topo -m`: NCCL takes
+    these (src/graph/topo.cc, ncclTopoGetLocal). A DGX has others for its storage, at the processors.
     """
-    ports = [(rate, kind) for _, kind, rate in active_ports(sysfs)]
-    if fastest := max(ports, default=(0, ""))[0]:
-        kinds = [kind for rate, kind in ports if rate == fastest]
-        return f"{len(kinds)}x{kinds[0]}{fastest}"
+    header = next((line.split() for line in matrix.splitlines() if re.match(r"\s+GPU0\b", line)), [])
+    names, nearest = dict(re.findall(r"^\s*(NIC\d+): (\S+)", matrix, re.MULTILINE)), set()
+    for _, cells in _rows_of_gpus(matrix, visible):
+        cards = {names.get(name, name): cell for name, cell in zip(header, cells, strict=False) if cell in DISTANCES}
+        cards = {name: DISTANCES.index(cell) for name, cell in cards.items() if not name.startswith("GPU")}
+        nearest |= {name for name, distance in cards.items() if distance == min(cards.values())}
+    return nearest
+
+
+def read_network(sysfs: Path = SYSFS, *, nearest: Collection[str] = ()) -> str:
+    """Return the cards that carry a node's traffic to others, with their Gbit/s: the fastest InfiniBand or RoCE ports
+    of those that NCCL_IB_HCA names, and of these the `nearest` to the GPUs, where they are known; without any, the
+    fastest network interface, one. Empty where no rate can be read: many virtual machines tell none. The kernel
+    documents both in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net.
+    """
+    # "mlx5_0,mlx5_1:1": cards, or what their names begin with, and ports; "=" whole names, "^" all but these.
+    sign, named = re.fullmatch(r"(\^?=?)(.*)", os.environ.get("NCCL_IB_HCA", "")).groups()
+    prefixes = tuple(word.partition(":")[0] for word in named.split(",") if word)
+    ports = [
+        (rate, kind, card)
+        for card, kind, rate in active_ports(sysfs)
+        if not prefixes or (card in prefixes if "=" in sign else card.startswith(prefixes)) != ("^" in sign)
+    ]
+    if fastest := max((rate for rate, _, _ in ports), default=0):
+        ports = [port for port in ports if port[0] == fastest]
+        ports = [port for port in ports if port[2] in nearest] or ports
+        return f"{len(ports)}x{ports[0][1]}{fastest}"
     # lo, bridges, docker's and virtual pairs have no device; of a bond, its cards have
     interfaces = [path for path in sysfs.glob("net/*") if (path / "device").exists()]
     megabits = max((_number(path / "speed") for path in interfaces if _read(path / "operstate") == "up"), default=0)

@@ -20,6 +20,8 @@ from dsft.runtime.hardware import (
     Machine,
     cpu_computes_bfloat16,
     links_between_all,
+    nearest_cards,
+    read_interconnect,
     read_network,
     require_kernels,
     require_seen_gpus,
@@ -49,6 +51,68 @@ def test_the_fastest_ports_of_infiniband_or_roce_are_the_network(tmp_path):
     write_port(tmp_path, "mlx5_9", "400 Gb/sec (4X NDR)", state="1: DOWN")
     write_interface(tmp_path, "eth0", 800_000)
     assert read_network(tmp_path) == "8xib400"
+
+
+def dgx(kind: str) -> str:
+    """The matrix of `nvidia-smi topo -m` on a node of 8 GPUs, each with a card at its switch, and 4 ports for storage
+    at the processors (the same: github.com/NVIDIA/nccl/issues/1264); "older" drivers name cards in the header.
+    """
+    cards = [f"mlx5_{number}" for number in range(12)]
+    header = [f"GPU{number}" for number in range(8)]
+    header += cards if kind == "older" else [f"NIC{number}" for number in range(12)]
+    lines = ["\x1b[4m\t" + "\t".join(header) + "\tCPU Affinity\tNUMA Affinity\x1b[0m"]
+    for gpu in range(8):
+        near = [("PIX" if card == gpu else "NODE" if card // 4 == gpu // 4 else "SYS") for card in range(8)]
+        storage = ["NODE" if card // 2 == gpu // 4 else "SYS" for card in range(4)]
+        links = [" X " if other == gpu else "NV18" for other in range(8)]
+        lines.append(f"GPU{gpu}\t" + "\t".join([*links, *near, *storage]) + "\t0-55\t0")
+    if kind != "older":
+        lines += ["", "NIC Legend:", "", *(f"  NIC{number}: {card}" for number, card in enumerate(cards))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("kind", ["newer", "older"])
+@pytest.mark.parametrize(
+    ("visible", "links"), [("", "nvlink+8xib400"), ("0,1", "nvlink+2xib400"), ("3", "pcie+1xib400")]
+)
+def test_storage_ports_of_a_dgx_are_not_counted(tmp_path, monkeypatch, kind, visible, links):
+    for number in range(12):
+        write_port(tmp_path / "sys", f"mlx5_{number}", "400 Gb/sec (4X NDR)")
+    (tmp_path / "topology").write_text(dgx(kind))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat {tmp_path}/topology\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(read_network, "__defaults__", (tmp_path / "sys",))
+    assert read_interconnect() == links
+
+
+def test_cards_that_no_gpu_is_near_to_count_where_they_alone_are_fast(tmp_path):
+    write_port(tmp_path, "mlx5_0", "100 Gb/sec (4X EDR)")
+    for number in (1, 2):
+        write_port(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)")
+    assert read_network(tmp_path, nearest={"mlx5_0"}) == "2xib400"
+    assert nearest_cards(matrix("X NV4", "NV4 X")) == {"NIC0"} and nearest_cards("") == set()
+
+
+@pytest.mark.parametrize(
+    ("named", "network"),
+    [
+        ("", "12xib400"),
+        ("mlx5_1", "3xib400"),
+        ("=mlx5_1", "1xib400"),
+        ("mlx5_2:1,mlx5_3:1", "2xib400"),
+        ("^mlx5_10,mlx5_11", "10xib400"),
+        ("^=mlx5_1", "11xib400"),
+        ("bnxt", "eth25"),
+    ],
+)
+def test_cards_that_nccl_is_told_not_to_take_are_not_counted(tmp_path, monkeypatch, named, network):
+    for number in range(12):
+        write_port(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)")
+    write_interface(tmp_path, "eth0", 25_000)
+    monkeypatch.setenv("NCCL_IB_HCA", named)
+    assert read_network(tmp_path) == network
 
 
 def test_roce_is_named(tmp_path):
