@@ -55,14 +55,20 @@ MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_metho
 """All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups); it drops others."""
 NS_METHODS = ("gram", "standard")
 REFUSED = {
-    "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model;"
-    " leave it out",
+    "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model",
     "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP fails on the models of transformers 5.23, and what it trained"
-    " could not be saved; leave it out, ZeRO-3 shards the experts",
-    "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation; leave it out",
-    "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own; leave it out",
+    " could not be saved; ZeRO-3 shards the experts",
+    "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation",
+    "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own",
+    "autotuning.enabled": "DeepSpeed ends the run once it has measured some steps; zero=auto and dsft plan choose",
+    "checkpoint.load_universal": "dsft writes no universal checkpoint, and resumes on other ranks and stages without",
+    "managed_gradient_accumulation": "the Trainer lets DeepSpeed count the micro batches of a step",
+    "gradient_allreduce_op": "the loss is made for gradients that are averaged; others would be too large by the number"
+    " of ranks",
 }
 """Settings that DeepSpeed reads and that train something else, or fail after the model has loaded: place -> why."""
+HARMLESS = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean"}
+"""What may stand in these places, where it is not false."""
 
 
 def known_names() -> list[str]:
@@ -201,12 +207,11 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         problems.append("bf16.enabled and fp16.enabled are both true; keep one")
 
     # What DeepSpeed takes and a training must not have.
-    problems += [f"{place}: {why}" for place, why in REFUSED.items() if at(place) not in (None, False)]
-    if at("managed_gradient_accumulation") is False:
-        problems.append(
-            "managed_gradient_accumulation=false: the Trainer lets DeepSpeed count the micro batches of a step;"
-            " leave it out"
-        )
+    problems += [
+        f"{place}: {why}; leave it out"
+        for place, why in REFUSED.items()
+        if at(place) not in (None, HARMLESS.get(place, False))
+    ]
     optimizer, zero_stage = str(at("optimizer.type")).lower(), at("zero_optimization.stage")
     if optimizer == "muon":
         method = at("optimizer.params.ns_method")

@@ -129,7 +129,10 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
                 f"optim={options.training['optim']} cannot be combined with zero={zero}: {reason}; use zero 1 or 2"
             )
     clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
-    if get_value(zero_file, "zero_optimization.offload_optimizer.super_offload") and clipping:
+    super_offload = get_value(zero_file, "zero_optimization.offload_optimizer.super_offload")
+    if super_offload and here and not has_gpu():  # it asserts CUDA, once the model is loaded
+        problems.append(f"zero={zero}: offload_optimizer.super_offload needs a GPU; leave it out")
+    if super_offload and clipping:
         # superoffload_stage3.py: it steps while gradients still come only where none is clipped.
         problems.append(
             f"zero={zero}: offload_optimizer.super_offload gains nothing while gradients are clipped"

@@ -11,7 +11,13 @@ from transformers import TrainingArguments
 from dsft.config.checks import check_config
 from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
 from dsft.planner.optimizers import OPTIMIZERS
-from dsft.run_setup.arguments import check_training_arguments, ignored_options, training_arguments, with_defaults
+from dsft.run_setup.arguments import (
+    check_training_arguments,
+    check_zero_file,
+    ignored_options,
+    training_arguments,
+    with_defaults,
+)
 from dsft.runtime.hardware import has_gpu
 
 SIZE = SimpleNamespace(unadapted_expert_params=0)
@@ -183,6 +189,23 @@ def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_p
     (tmp_path / "own.json").write_text('{"split_batches": true}')
     problems = check_training_arguments(TrainConfig(training={"output_dir": "x"} | given))
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
+
+
+@pytest.mark.parametrize(
+    ("training", "here", "expected"),
+    [
+        ({}, False, ["gains nothing while gradients are clipped (max_grad_norm=1.0)"]),
+        ({"max_grad_norm": 0.5}, True, ["needs a GPU", "max_grad_norm=0.5"]),
+        ({"max_grad_norm": 0}, True, ["needs a GPU"]),
+        ({"max_grad_norm": 0}, False, []),
+    ],
+)
+def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
+    offload = {"device": "cpu", "super_offload": True}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
+    problems = check_zero_file(config, TrainConfig(zero="ds.json", training=training), here=here)
+    assert len(problems) == len(expected)
+    assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
 
 
 def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypatch):
