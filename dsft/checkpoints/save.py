@@ -41,12 +41,14 @@ from dsft.runtime.hardware import which_memory
 from dsft.units import GB
 
 DISK_ERRORS = re.compile(
-    r"os error \d+"  # safetensors, written in Rust
+    r"os error (?P<number>\d+)"  # safetensors, written in Rust
     r"|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not exist"  # torch's zip writer
 )
 """How libraries report a disk, in errors that are no OSError."""
-UNSUPPORTED = (None, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Numbers of an OSError that comes again at every save."""
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY)
+"""Numbers of a full disk, and of one that may be well at the next save. Others, such as a disk that is read-only, come
+again at every save.
+"""
 
 
 @dataclass
@@ -71,7 +73,9 @@ class StagedSave:
         self.errors: list[str] = []
         """What this rank could not write."""
         self.will_fail_again = False
-        """The cause is not the disk, so that the next save would fail too. After `run` the same on all ranks."""
+        """The next save would fail too: the cause is no disk that is full or may recover. After `run` the same on all
+        ranks.
+        """
         self.is_past_collectives = False
         """No rank waits for another any more while it writes."""
         self.hashed: dict[str, dict[str, Any]] = {}
@@ -90,12 +94,10 @@ class StagedSave:
         if which_memory(error):
             raise error
         if not self.errors:  # later errors follow from the first
-            # The disk may have room, or be well, at the next save.
-            is_of_disk = (
-                error.errno not in UNSUPPORTED if isinstance(error, OSError) else DISK_ERRORS.search(str(error))
-            )
-            self.will_fail_again = not is_of_disk
-            if self.will_fail_again:
+            told = DISK_ERRORS.search(str(error))
+            number = error.errno if isinstance(error, OSError) else told and told["number"]
+            self.will_fail_again = int(number) not in PASSING if number else not told
+            if not (number or told):
                 traceback.print_exception(error, file=sys.stderr)
         self.errors.append(one_line(error) or type(error).__name__)
 

@@ -500,8 +500,8 @@ class PerplexityTrainer(Trainer):
         self._staged_save, self._saved_at = None, time.monotonic()
         if not is_saved and save.will_fail_again and not self.saves.number:
             raise TrainingStopped(
-                f"{save.folder.name}, the first of this run, could not be saved, nor could a later one: the disk is not"
-                f" the cause ({self.saves.failed[-1]}). Training stops instead of going on towards nothing"
+                f"{save.folder.name}, the first of this run, could not be saved, nor could a later one:"
+                f" {self.saves.failed[-1]}. Training stops instead of going on towards nothing"
             )
         if not is_saved:
             say(

@@ -1,6 +1,7 @@
 """What a training leaves on the disk: a tied head once, and a final model or the way to one where the disk is full."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import os
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 from conftest import grid
 from ranks import on_ranks, train, train_all
+from safetensors import SafetensorError
 from tiny import write_model
 
 from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors
 from dsft.checkpoints.readback import SafetensorsFiles
+from dsft.checkpoints.save import StagedSave
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import EXIT_CODES, Unsaved
@@ -188,17 +191,19 @@ def test_on_disks_that_nodes_do_not_share_the_final_model_is_saved_and_verified(
         assert {path.name for path in (tmp_path / "node-1" / name).iterdir()} == {"logs"}
 
 
-def refuse_to_save(*_, **__):
-    raise NotImplementedError("this kind of tensor is not supported")
+UNSUPPORTED = NotImplementedError("this kind of tensor is not supported")
 
 
-def train_with_saves_that_fail(options: dict, from_step: int) -> tuple[str, int]:
-    """(the outcome, the last step), where DeepSpeed's save fails from a step on, for another cause than the disk."""
+def train_with_saves_that_fail(options: dict, from_step: int, error: Exception) -> tuple[str, int]:
+    """(the outcome, the last step), where DeepSpeed's save fails with `error` from a step on."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     from dsft.training.trainer import PerplexityTrainer
 
     save, write, steps = PerplexityTrainer._save_checkpoint, TorchCheckpointEngine.save, []
+
+    def refuse_to_save(*_, **__):
+        raise error
 
     def save_or_fail(trainer, *args) -> None:
         steps.append(trainer.state.global_step)
@@ -218,13 +223,39 @@ def train_with_saves_that_fail(options: dict, from_step: int) -> tuple[str, int]
 @pytest.mark.launch
 def test_a_first_checkpoint_that_no_disk_is_to_blame_for_stops_the_run_a_later_one_does_not(options, tmp_path):
     words = {"zero": "2", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    (said, step), _ = on_ranks(2, train_with_saves_that_fail, options(tmp_path / "first", **words), 1)
+    (said, step), _ = on_ranks(2, train_with_saves_that_fail, options(tmp_path / "first", **words), 1, UNSUPPORTED)
     assert step == 1 and said.startswith("TrainingStopped: checkpoint-1, the first of this run, could not be saved")
     assert "rank 1: this kind of tensor is not supported" in said
     assert json.loads((tmp_path / "first" / "run.json").read_text())["status"] == "stopped"
-    (said, step), _ = on_ranks(2, train_with_saves_that_fail, options(tmp_path / "later", **words), 2)
+    (said, step), _ = on_ranks(2, train_with_saves_that_fail, options(tmp_path / "later", **words), 2, UNSUPPORTED)
     assert step == 3 and said.startswith("Unsaved") and "2 checkpoints on the way not" in said
     assert [folder.name for folder in checkpoints(tmp_path / "later")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_again"),
+    [
+        (UNSUPPORTED, True),
+        (RuntimeError("Some tensors share memory, this will lead to duplicate memory on disk"), True),
+        (OSError(errno.EROFS, "Read-only file system"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), True),
+        (SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), False),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), False),
+    ],
+    ids=str,
+)
+def test_only_a_full_disk_or_one_that_may_recover_is_tried_again(tmp_path, capsys, error, comes_again):
+    def write():
+        raise error
+
+    save = StagedSave(tmp_path / "checkpoint-1")
+    save.attempt(write)
+    assert save.will_fail_again is comes_again and save.errors == [str(error)]
+    assert ("Traceback" in capsys.readouterr().err) == (error is UNSUPPORTED or "share memory" in str(error))
 
 
 SIZES = [("0", "adamw_torch_fused"), ("2", "adamw_torch_fused"), ("3", "adamw_torch_fused"), ("2", "sgd"), ("3", "sgd")]
