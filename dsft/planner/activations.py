@@ -386,7 +386,7 @@ def training_activations(
         dtype: float32, bfloat16 or float16.
         adapters: with lora and qlora.
         seq_len: the length that sequences are padded to.
-        liger: with Liger's norms and feed-forwards, whose loss is "fused".
+        liger: with Liger's norms and feed-forwards; its own loss is "fused".
     """
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
     options |= {"tiled": True} if loss == "tiled" else {}

@@ -110,7 +110,7 @@ class Job:
             attention=self.attention,
             seq_len=self.seq_len,
             adapters=self.adapters,
-            loss="fused" if liger else "tiled" if self.tiled_loss else "hf",
+            loss="tiled" if self.tiled_loss else "fused" if liger else "hf",
             liger=liger,
         )
 
@@ -162,7 +162,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory
     if not machine.nvme_bytes:
         left_out.add("3-nvme")
-    if job.liger:  # its loss reads the head past ZeRO-3's hooks
+    if job.liger and not job.tiled_loss:  # its loss reads the head past ZeRO-3's hooks
         left_out |= {name for name in NAMES if name.startswith("3")}
     if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}

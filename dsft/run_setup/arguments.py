@@ -82,6 +82,10 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     # width.
     streamed = {"dispatch_batches": False} if options.streaming else {}
     values["accelerator_config"] = {"non_blocking": has_gpu()} | (dealt or {}) | streamed
+    if values.get("use_liger_kernel") and options.tiled_loss:  # its forward with a loss would take the place of tiles
+        given = values.get("liger_kernel_config") or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
     for name, older in NEW_NAMES.items():
         if name in values and name not in TrainingArguments.__dataclass_fields__:
             values[older] = values.pop(name)
@@ -103,11 +107,12 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
             " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 where that base"
             " fits one GPU, else method lora, whose base is sharded and offloaded"
         )
-    if options.training.get("use_liger_kernel") and stage(zero_file) == 3:
+    if options.training.get("use_liger_kernel") and stage(zero_file) == 3 and options.tiled_loss is False:
+        # Liger's norms and feed-forwards are forwards of their own modules, whose hooks gather their weights.
         # liger_kernel 0.8.5, transformers/model/llama.py: lce_maybe_trainable_lm_head reads lm_head.weight itself.
         problems.append(
             f"use_liger_kernel cannot be combined with zero={zero}: its loss reads the head's weight past ZeRO-3's"
-            " hooks, which no run has proven; leave it out (tiled_loss saves the same memory), or use zero 2"
+            " hooks, and this run cannot take tiled_loss in its place; leave it out, or use zero 2"
         )
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")

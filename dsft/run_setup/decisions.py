@@ -153,9 +153,9 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
     vocab_size, training = facts.size.vocab_size, options.training
     if options.tiled_loss is False:
         return Decision("tiled_loss", False, "as asked for")
-    if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB:
+    if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB and not training.get("use_liger_kernel"):
         return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
-    others = [name for name in ("use_liger_kernel", "label_smoothing_factor", "torch_compile") if training.get(name)]
+    others = [name for name in ("label_smoothing_factor", "torch_compile") if training.get(name)]
     others += [f"{name}={options.value(name)}" for name in ("dtype", "method") if options.value(name) in UNTILED]
     if others:
         return Decision("tiled_loss", False, f"not with {' and '.join(others)}")

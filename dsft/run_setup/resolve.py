@@ -559,7 +559,8 @@ def plan_run(
         left_out=NOT_TAKEN_OVER if checkpoint and zero == "auto" else (),
     )
     config = choice.plan.deepspeed_config
-    problems = check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), here=machine.measured)
+    decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
+    problems = check_zero_file(config, decided, here=machine.measured)
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan

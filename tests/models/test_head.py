@@ -159,10 +159,12 @@ def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):
         {"tiled_loss": False},
         {"dtype": "float16"},
         {"method": "qlora"},
-        {"training": {"use_liger_kernel": True}},
+        {"training": {"use_liger_kernel": True, "label_smoothing_factor": 0.1}},
         {"training": {"label_smoothing_factor": 0.1}},
     ):
         assert not job_over_data(dataclasses.replace(options, **other), facts, []).tiled_loss
     small = dataclasses.replace(facts, size=dataclasses.replace(facts.size, vocab_size=31999))
     assert not tiled_loss_decision(options, small).value
     assert tiled_loss_decision(dataclasses.replace(options, tiled_loss=True), small).value
+    liger = dataclasses.replace(options, training={"use_liger_kernel": True})
+    assert tiled_loss_decision(liger, small).value and job_over_data(liger, facts, []).tiled_loss

@@ -88,6 +88,21 @@ def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
     assert dealt(str(tmp_path / "own.json")) == {"non_blocking": True, "even_batches": False}
 
 
+def test_tiles_keep_the_loss_beside_liger_s_other_kernels(monkeypatch):
+    monkeypatch.setattr("dsft.run_setup.arguments.TrainingArguments", lambda **values: SimpleNamespace(**values))
+    monkeypatch.setattr("dsft.run_setup.arguments.TrainingArguments.__dataclass_fields__", {*NEW_NAMES}, raising=False)
+
+    def config(**given):
+        training = {"use_liger_kernel": True} | ({"liger_kernel_config": given["given"]} if "given" in given else {})
+        arguments = training_arguments(TrainConfig(training=training, tiled_loss=given["tiled"]), PLAN)
+        return vars(arguments).get("liger_kernel_config")
+
+    tiled = {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    assert config(tiled=True) == tiled and config(tiled=False) is None
+    assert config(tiled=True, given={"rope": False, "fused_linear_cross_entropy": True}) == tiled | {"rope": False}
+    assert config(tiled=True, given='{"swiglu": false}') == tiled | {"swiglu": False}
+
+
 def test_the_plan_decides_batches_and_checkpointing(tmp_path):
     training = {"output_dir": str(tmp_path), "report_to": "none", "max_steps": 2}
     many = [

@@ -110,7 +110,7 @@ def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resol
     monkeypatch.setattr(resolve, "resume_decisions", lambda *_: (str(checkpoint), [], False))
     assert resolved(resume_from_checkpoint="auto").plan.zero == "3"
     with pytest.raises(UserError, match="use_liger_kernel cannot be combined with zero=3"):
-        resolved(resume_from_checkpoint="auto", use_liger_kernel=True)
+        resolved(resume_from_checkpoint="auto", use_liger_kernel=True, tiled_loss=False)
 
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, ["mixtral"]))
