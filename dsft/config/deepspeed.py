@@ -174,6 +174,8 @@ def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[st
         zero["zero_hpz_partition_size"] = ranks_per_node
     if zero.get("stage") == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # else the Trainer writes no model at the end
+    # On by default, DeepSpeed's throughput timer waits for the device in each micro batch and step (utils/timer.py).
+    composed.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     return composed
 
 
