@@ -7,6 +7,7 @@ import json
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from dsft.config.options import DataFields
@@ -26,6 +27,39 @@ MOST_WEIGHT = 1_000_000
 """Of a message: beyond it fp32 sums of a step would lose its other tokens."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning, as transformers reads them."""
+TURN_FLAGS = ("train", "loss", "training", "label")
+"""Keys of a message that are false where it is given and not trained (axolotl, ms-swift)."""
+MESSAGE_KEYS = {
+    *("role", "content", "from", "value", "name", "weight"),
+    *("tool_calls", "tool_call_id", "function_call", *TURN_FLAGS, *REASONING),
+}
+"""Those that are read of a message."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+CHAT_COLUMNS = (*SYSTEM_COLUMNS, "tools", "functions")
+"""Read beside the turns wherever a row becomes a chat. `functions` is OpenAI's form before tools."""
+
+# What a row or message holds beside what its format reads, and would be learnt wrongly without.
+
+PICTURES = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "only text can be trained")
+PARTS = PICTURES | {
+    "history": "earlier turns belong into the chat",
+    "chat_template_kwargs": "every chat is rendered with the same arguments",
+    **dict.fromkeys(CHAT_COLUMNS, "a prompt that is text has no place for it"),
+}
+"""Column -> why it cannot be read. `drop_unrendered` trains the row without it."""
+PARTS_OF_MESSAGES = PICTURES | {
+    "loss_scale": "write it as weight",
+    **dict.fromkeys(
+        ("train_detail", "training_detail", "reasoning_train_detail", "reasoning_training_detail"),
+        "turns are trained whole; write train or weight for the turn",
+    ),
+}
+"""Likewise of a message: keys of LLaMA-Factory, ms-swift and axolotl."""
+PREFERENCES = ("chosen", "rejected")
+"""Columns of DPO and of reward models (TRL, LLaMA-Factory)."""
+VERDICTS = ("kto_tag", "label")
+"""Columns of KTO (LLaMA-Factory, TRL): false marks an answer to be avoided."""
+WITHOUT = "take it out of the data, or set drop_unrendered: true, which goes on without it"
 
 Message = dict[str, Any]
 """role, content (text); where there are any: reasoning_content, name, tool_call_id, tool_calls with arguments that are
@@ -75,6 +109,8 @@ class FormatRules:
     drop_unrendered: bool = False
     has_chat_pairs: bool = False
     """Whether prompts and completions are lists of messages."""
+    grouped_by: tuple[str, ...] = ()
+    """Columns that would be refused and that an evaluation reads for its groups."""
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
@@ -104,7 +140,7 @@ class Format:
     forms: Callable[[FormatRules], set[type]]
     """See FormatRules."""
     more_columns: tuple[str, ...] = ()
-    """Read where they are there."""
+    """Read where they are there, beside CHAT_COLUMNS where the row becomes a chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +151,8 @@ class FormattedSource:
     rules: FormatRules
     held_out: HeldOut | None = None
     """The share of the rows that is read; None for all of them."""
+    unused: tuple[str, ...] = ()
+    """Columns of the first rows, and keys of their messages, that are not read."""
 
     def batches(self) -> Iterator[Batch]:
         """Reads the rows in order."""
@@ -151,6 +189,11 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
     if name == "auto":
         shown_by = {known: each.columns(config) for known, each in FORMATS.items() if each.columns(config)}
         name = next((known for known, needed in shown_by.items() if needed <= {*columns}), None)
+        if name is None and (preferred := [column for column in columns if column in PREFERENCES]):
+            raise ValueError(
+                f"{', '.join(preferred)} are columns of preference training, which dsft does not do; to learn the"
+                " preferred answers alone, name their column messages (chats), or completion beside prompt (texts)"
+            )
         if name is None:
             known = "; ".join(", ".join(sorted(needed)) for needed in shown_by.values())
             raise ValueError(
@@ -165,6 +208,7 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
         format=name,
         has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
         keep_all=keep_all,
+        grouped_by=tuple(name for name in getattr(config, "group_by", ()) if name in (*PARTS, *PREFERENCES, *VERDICTS)),
         **{option: getattr(config, option) for option in shared},
     )
 
@@ -178,6 +222,8 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
     Raises:
         EmptyAnswer, ValueError: why the row cannot be used.
     """
+    if not rules.completion_template:  # templates of the user's own name what they mean
+        _check_unread(row.values, rules, has_template)
     sample = FORMATS[rules.format].sample(row, rules, has_template)
     if isinstance(sample, Chat):
         texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
@@ -189,6 +235,66 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
         except UnicodeEncodeError as error:
             raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
     return sample
+
+
+@lru_cache
+def read_columns(rules: FormatRules, *, has_template: bool) -> frozenset[str]:
+    """Returns the columns that are read of a source's rows, by `canonical` and for groups."""
+    known = FORMATS[rules.format]
+    is_chat = Chat in rules.forms and (has_template or rules.forms == {Chat})
+    beside = CHAT_COLUMNS if is_chat else ()
+    return frozenset({*known.columns(rules), *known.more_columns, *beside, *rules.grouped_by})
+
+
+def _check_unread(values: dict[str, Any], rules: FormatRules, has_template: bool) -> None:
+    """Raises where a column or key that is not read changes what the row's text or answer means."""
+    read = read_columns(rules, has_template=has_template)
+    parts = {} if rules.drop_unrendered else PICTURES if rules.is_text else PARTS
+    for name, value in values.items():
+        if name in read:
+            turns = value if isinstance(value, list) and not rules.drop_unrendered else []
+            for number, turn in enumerate(turns, start=1):
+                for key in turn if isinstance(turn, dict) else ():
+                    if turn[key] and key in PARTS_OF_MESSAGES:
+                        raise ValueError(
+                            f"message {number} of {name!r} has {key!r}: {PARTS_OF_MESSAGES[key]}; {WITHOUT}"
+                        )
+        elif value and name in parts:
+            raise ValueError(f"column {name!r}: {parts[name]}; {WITHOUT}")
+        elif name in VERDICTS and _verdict(name, value) is False and not rules.is_text:
+            raise ValueError(
+                f"column {name!r} is false, which marks an answer to be avoided (KTO); take such rows out of the data,"
+                " or the column where it means something else"
+            )
+        # The chosen answer may be the one that is read, as in UltraFeedback's rows for supervised training.
+        elif name == "chosen" and value and not rules.is_text and value not in [values.get(each) for each in read]:
+            raise ValueError(
+                "columns 'chosen' and 'rejected' are of preference training, which dsft does not do, and no column that"
+                " is read holds the chosen answer; take them out of the data"
+            )
+
+
+def _verdict(name: str, value: Any) -> bool | None:
+    """What a column of KTO says of its row; None where it is another's: a label may be a class."""
+    if name == "kto_tag" and isinstance(value, str):  # CSV has no other values
+        return {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
+
+
+def unused_columns(rows: list[Row], rules: FormatRules, *, has_template: bool) -> tuple[str, ...]:
+    """Lists columns with a value, and keys of messages, that are read of none of the rows."""
+    read = read_columns(rules, has_template=has_template)
+    verdicts = () if rules.is_text or rules.completion_template else VERDICTS
+    unused = {}
+    for row in rows:
+        for name, value in row.values.items():
+            if name not in read:
+                if value not in (None, "", [], {}) and not (name in verdicts and _verdict(name, value) is not None):
+                    unused[name] = None
+            elif isinstance(value, list) and name in FORMATS[rules.format].columns(rules):
+                keys = (key for turn in value if isinstance(turn, dict) for key in turn if turn[key] is not None)
+                unused |= {f"{name}[].{key}": None for key in keys if key not in MESSAGE_KEYS}
+    return tuple(unused)
 
 
 def text_of(sample: Text | Pair | Chat) -> str:
@@ -266,12 +372,11 @@ def _from_prompt_completion(row: Row, rules: FormatRules, has_template: bool) ->
 def _from_alpaca(row: Row, rules: FormatRules, has_template: bool) -> Pair | Chat:
     values = row.values
     instruction, output = _column(values, "instruction"), _column(values, "output", empty=True)
-    given, history = values.get("input") or "", values.get("history") or []
+    given, history, system = values.get("input") or "", values.get("history") or [], _system(values)
     if not isinstance(given, str):
         raise ValueError(f"column 'input' must hold text; it holds {type(given).__name__}")
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
         raise ValueError("column 'history' must be a list of [instruction, output]")
-    system = [{"role": "system", "content": _column(values, "system")}] if values.get("system") else []
     if has_template:
         question = f"{instruction}\n{given}" if given else instruction
         turns = [
@@ -279,13 +384,13 @@ def _from_alpaca(row: Row, rules: FormatRules, has_template: bool) -> Pair | Cha
             for turn in [*history, (question, output)]
             for role, text in zip(("user", "assistant"), turn, strict=True)
         ]
-        return _chat([*system, *turns], {})
+        return _chat(turns, values)
     if history:
         raise ValueError(
             "column 'history' holds earlier turns, which need a chat template; name one with chat_template"
         )
     # The headings of github.com/tatsu-lab/stanford_alpaca.
-    parts = [system[0]["content"]] if system else []
+    parts = [system] if system else []
     parts += [f"### Instruction:\n{instruction}", *([f"### Input:\n{given}"] if given else []), "### Response:\n"]
     return _pair("\n\n".join(parts), output)
 
@@ -300,7 +405,7 @@ def _from_sharegpt(row: Row, rules: FormatRules, has_template: bool) -> Chat:
     if turns and all("role" in turn for turn in turns):  # messages under ShareGPT's name of the column
         return _chat(turns, row.values)
     known = ROLES | SHAREGPT_ROLES
-    messages = [{"role": "system", "content": _column(row.values, "system")}] if row.values.get("system") else []
+    messages = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn.get("from"), str) or turn["from"] not in known:
             raise ValueError(
@@ -322,8 +427,16 @@ others, or render what no server renders. Two turns of an assistant in a row are
 """
 
 
+def _system(row: dict[str, Any]) -> str:
+    """Reads the column of the system message; empty where there is none."""
+    given = {name: _column(row, name) for name in SYSTEM_COLUMNS if row.get(name)}
+    if len(set(given.values())) > 1:
+        raise ValueError(f"columns {' and '.join(given)} differ; keep one")
+    return next(iter(given.values()), "")
+
+
 def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
-    """Brings messages of every shape into one.
+    """Brings messages of every shape into one, with what stands beside them in the row.
 
     Raises:
         EmptyAnswer, ValueError: why a message cannot be used.
@@ -360,11 +473,19 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         raise EmptyAnswer("no turn of an assistant")
     if not any(message.get("weight", 1) for message in answers):
         raise EmptyAnswer("every turn of an assistant has weight 0")
-    tools = row.get("tools") or []
+    if system := _system(row):
+        if chat[0]["role"] != "system":
+            chat.insert(0, {"role": "system", "content": system})
+            first_answer += bool(first_answer)
+        elif chat[0]["content"] != system:
+            raise ValueError("the system message differs from the column of it; keep one")
+    tools = row.get("tools") or row.get("functions") or []
     if isinstance(tools, str) and tools.strip():  # columns of Parquet hold them as JSON, since their schemas differ
         tools = _json(tools, "tools is no JSON") or []
     if not isinstance(tools, list):
         raise ValueError(f"tools must be a list; it is a {type(tools).__name__}")
+    if not row.get("tools"):
+        tools = [{"type": "function", "function": function} for function in tools]
     return Chat(messages=chat, tools=tools, answers_from=first_answer)
 
 
@@ -418,8 +539,8 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
         raise ValueError(
             f"{where} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
         )
-    for key in ("train", "loss"):
-        if not isinstance(given.get(key), bool | None):
+    for key in TURN_FLAGS:
+        if key != "label" and not isinstance(given.get(key), bool | None):
             raise ValueError(f"{where}: {key} is {given[key]!r:.40}; use true, false, or weight")
         weight = 0 if given.get(key) is False else weight
     return (message if weight == 1 else message | {"weight": weight}), is_call
@@ -435,25 +556,22 @@ def _json(text: Any, problem: str) -> Any:
 FORMATS = {
     "messages": Format(
         columns=lambda _: {"messages"},
-        more_columns=("tools",),
         sample=lambda row, rules, has_template: _chat(row.values.get("messages"), row.values),
         forms=lambda _: {Chat},
     ),
     "sharegpt": Format(
         columns=lambda _: {"conversations"},
-        more_columns=("system", "tools"),
         sample=_from_sharegpt,
         forms=lambda _: {Chat},
     ),
     "alpaca": Format(
         columns=lambda _: {"instruction", "output"},
-        more_columns=("input", "system", "history"),
+        more_columns=("input", "history", *SYSTEM_COLUMNS),
         sample=_from_alpaca,
         forms=lambda _: {Chat, Pair},  # a pair where the tokenizer has no chat template
     ),
     "prompt_completion": Format(
         columns=lambda _: {"prompt", "completion"},
-        more_columns=("tools",),
         sample=_from_prompt_completion,
         forms=lambda rules: {Chat} if rules.has_chat_pairs else {Pair},
     ),

@@ -1,6 +1,6 @@
 """Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from dsft.data.batches import (
     padding_share,
     sequences_of,
 )
-from dsft.data.formats import Chat, FormattedSource, format_rules
+from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
 from dsft.data.sources import HeldOut, find_sources
@@ -69,8 +69,9 @@ def check_sources(
     for source in find_sources(entries, config, key=key, split=split, problems=problems):
         try:
             batch = source.first_batch()
+            rules = format_rules(batch.rows[:CHECKED_ROWS], config, keep_all=keep_all)
+            unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
             batch = replace(batch, rows=batch.rows[:CHECKED_ROWS])
-            rules = format_rules(batch.rows, config, keep_all=keep_all)
             if tokenizer is not None:
                 if rules.forms == {Chat} and not tokenizer.chat_template:
                     raise ValueError(
@@ -78,7 +79,9 @@ def check_sources(
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
                 tokenise(batch, rules, tokenizer)
-            sources.append(FormattedSource(source=source, rules=rules))
+            grouped_by = getattr(config, "group_by", ())  # of an evaluation
+            unused = tuple(name for name in unused if name not in grouped_by)
+            sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
         except ValueError as error:
@@ -232,7 +235,7 @@ def load_training_data(
         held_out_counts=held_out_counts,
         strategy=strategy,
         rules=rules,
-        notes=_notes(config, data, tokenizer, stores),
+        notes=[*_notes(config, data, tokenizer, stores), *notes_on_columns([*data, *held_out])],
     )
 
 
@@ -279,6 +282,11 @@ def notes_on_escapes(config: DataFields) -> list[str]:
         for key in ("prompt_template", "completion_template", "separator")
         if "\\n" in (getattr(config, key, None) or "")
     ]
+
+
+def notes_on_columns(data: Iterable[FormattedSource]) -> list[str]:
+    """Names what of the data is not read, for each source."""
+    return [f"{each.source.name}: columns not used: {', '.join(each.unused)}" for each in data if each.unused]
 
 
 def _notes(

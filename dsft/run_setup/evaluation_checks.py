@@ -14,7 +14,7 @@ from dsft.config.deepspeed import check_nvme, read_sound_file, stage
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut
-from dsft.data.training_data import check_sources
+from dsft.data.training_data import check_sources, notes_on_columns
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
 from dsft.models.candidate import Candidate, check_weights, with_bases
@@ -78,6 +78,8 @@ def check_evaluation(
             data = replace(data, held_out=share)
         data_sets[source] = data
     distributed.raise_together([*dict.fromkeys(problems)])
+    for note in notes_on_columns(data_sets.values()):
+        say(f"note: {note}")
 
     for model in models if reference else []:  # whether the KL of the two can be taken
         names, vocab_size = f"reference={reference.config.model}", reference.facts.size.vocab_size

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -423,6 +424,24 @@ def test_a_note_names_the_tokens_that_answers_end_with_where_they_are_others_tha
             any("answers end with <|end|>, and the tokenizer's end token is <|endoftext|>" in n for n in notes)
             == is_noted
         )
+
+
+@pytest.mark.parametrize("keep_all", [False, True])  # training, evaluation
+@pytest.mark.parametrize("role", ["developer", "system", "tool"])
+def test_a_message_of_a_role_that_the_template_leaves_out_is_refused(role, keep_all):
+    text = (
+        "{% for m in messages if m.role != left_out %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = tokenizer_for("bare", text.replace("left_out", repr(role)))
+    ask, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}
+    left_out = {"role": role, "content": "be kind"}
+    chats = [{"messages": [ask, answer, left_out, answer] if role == "tool" else [left_out, ask, answer]}]
+    chats += [{"messages": [ask, answer], "system": "be kind"}] * (role == "system")
+    for chat in chats:
+        rules = replace(format_rules([Row(chat, 1)], TrainConfig()), keep_all=keep_all)
+        with pytest.raises(UserError, match=rf"message . \({role}\): the chat template does not render its content"):
+            tokenise(Batch(rows=[Row(chat, 1)], place="rows.jsonl"), rules, tokenizer)
 
 
 def test_a_template_without_a_token_that_stops_gets_the_end_token_or_is_refused():

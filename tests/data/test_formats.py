@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 from conftest import ROOT
 
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import field_types
-from dsft.data.formats import FORMATS, format_rules
+from dsft.data.formats import CHAT_COLUMNS, FORMATS, Chat, Pair, canonical, format_rules, unused_columns
 from dsft.data.sources import Row
 
 MANUAL = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -21,6 +21,9 @@ def find_format(columns: list[str], config: TrainConfig) -> str:
 def test_every_format_has_its_line_in_the_manual_with_all_its_columns(name):
     (line,) = [line for line in MANUAL.splitlines() if line.startswith(f"| `{name}` |")]
     for column in (*FORMATS[name].columns(TrainConfig()), *FORMATS[name].more_columns):
+        assert f"`{column}`" in line
+    (line,) = [line for line in MANUAL.splitlines() if line.startswith("Beside the turns of a chat")]
+    for column in CHAT_COLUMNS:
         assert f"`{column}`" in line
 
 
@@ -47,3 +50,131 @@ def test_columns_of_a_template_are_those_of_both_its_parts():
     assert find_format(["q", "a"], TrainConfig(prompt_template="{q}", completion_template="{a}")) == "template"
     with pytest.raises(ValueError, match="columns of no known format"):  # and no crash: half a template is reported
         find_format(["q", "a"], TrainConfig(prompt_template="{q}"))
+
+
+TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+ROWS = {
+    "messages": {"messages": TURNS},
+    "sharegpt": {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]},
+    "alpaca": {"instruction": "hello", "output": "hi"},
+    "pairs of messages": {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    "prompt_completion": {"prompt": "hello", "completion": "hi"},
+    "text": {"text": "hello"},
+}
+CHATS = ("messages", "sharegpt", "alpaca", "pairs of messages")
+FLAWS = {
+    "images": {"images": ["a.png"]},
+    "audio": {"audio": "a.wav"},
+    "history": {"history": [["before", "after"]]},
+    "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+    "kto_tag": {"kto_tag": False},
+    "kto_tag of CSV": {"kto_tag": "False"},
+    "label": {"label": False},
+    "chosen": {"chosen": "a third answer", "rejected": "ho"},
+    "system": {"system": "be kind"},
+    "system_prompt": {"system_prompt": "be kind"},
+    "tools": {"tools": [{"type": "function", "function": {"name": "look_up"}}]},
+    "functions": {"functions": [{"name": "look_up"}]},
+}
+"""What stands beside a row and changes what it means."""
+READ = {("alpaca", "history"), *((name, flaw) for name in CHATS for flaw in CHAT_COLUMNS)}
+"""(row, flaw) that a format reads."""
+
+
+def made(row: dict, *, has_template: bool = True, options=TrainConfig, **given):
+    return canonical(Row(row, 1), format_rules([Row(row, 1)], options(**given)), has_template=has_template)
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "text"])
+def test_a_column_that_changes_the_meaning_is_read_or_refused_by_name(name, flaw):
+    row = ROWS[name] | FLAWS[flaw]
+    if (name, flaw) in READ:
+        assert made(row) != made(ROWS[name])
+        return
+    for options in (TrainConfig, EvalConfig):
+        with pytest.raises(ValueError, match=flaw.split()[0]):
+            made(row, options=options)
+
+
+def test_without_a_chat_template_alpaca_reads_a_system_column_and_refuses_tools_and_history():
+    assert made(ROWS["alpaca"] | FLAWS["system"], has_template=False).prompt.startswith("be kind\n\n")
+    for flaw in ("tools", "history"):
+        with pytest.raises(ValueError, match=flaw):
+            made(ROWS["alpaca"] | FLAWS[flaw], has_template=False)
+
+
+@pytest.mark.parametrize("flaw", ["images", "history", "system", "tools"])
+def test_drop_unrendered_goes_on_without_a_part_that_is_then_named_as_unused(flaw):
+    row = ROWS["prompt_completion"] | FLAWS[flaw]
+    assert made(row, drop_unrendered=True) == Pair(prompt="hello", completion="hi")
+    rules = format_rules([Row(row, 1)], TrainConfig(drop_unrendered=True))
+    assert unused_columns([Row(row, 1)], rules, has_template=True) == (flaw,)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROWS["text"] | FLAWS["label"],  # a class
+        ROWS["text"] | FLAWS["kto_tag"] | FLAWS["chosen"] | FLAWS["history"],
+        ROWS["prompt_completion"] | {"label": 0},
+        ROWS["prompt_completion"] | {"label": True, "kto_tag": "true"},
+        ROWS["prompt_completion"] | dict.fromkeys(FLAWS),  # null in every row
+        ROWS["messages"] | {"chosen": TURNS, "rejected": [*TURNS[:1], {"role": "assistant", "content": "no"}]},
+        ROWS["messages"] | {"images": [], "history": [], "tools": None, "system": ""},
+        ROWS["messages"] | {"system": "be kind", "messages": [{"role": "system", "content": "be kind"}, *TURNS]},
+    ],
+)
+def test_columns_that_change_nothing_are_no_error(row):
+    assert made(row)
+
+
+def test_a_template_of_the_user_names_what_it_means():
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["c"], "label": False}
+    assert made(row, prompt_template="{prompt}", completion_template="{chosen}") == Pair(prompt="q", completion="a")
+
+
+def test_rows_of_preference_training_are_named_as_such():
+    with pytest.raises(ValueError, match="chosen, rejected are columns of preference training"):
+        made({"prompt": "q", "chosen": "a", "rejected": "b"})
+
+
+def test_an_evaluation_by_groups_of_a_column_reads_it():
+    row = ROWS["prompt_completion"] | FLAWS["label"]
+    assert made(row, options=EvalConfig, group_by=["label"]) == Pair(prompt="hello", completion="hi")
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_system_column_is_the_first_message_of_every_chat(name):
+    sample = made(ROWS[name] | {"system": "be kind", "functions": [{"name": "look_up"}]})
+    assert sample == Chat(
+        messages=[{"role": "system", "content": "be kind"}, *TURNS],
+        tools=FLAWS["tools"]["tools"],
+        answers_from=2 if name == "pairs of messages" else 0,
+    )
+
+
+def test_two_system_messages_that_differ_are_refused():
+    turns = [{"role": "system", "content": "be brief"}, *TURNS]
+    with pytest.raises(ValueError, match="the system message differs from the column of it"):
+        made({"messages": turns, "system": "be kind"})
+    with pytest.raises(ValueError, match="columns system and system_prompt differ"):
+        made({"messages": TURNS, "system": "be kind", "system_prompt": "be brief"})
+
+
+@pytest.mark.parametrize("key", ["train", "loss", "training", "label"])
+def test_a_turn_whose_flag_is_false_is_given_and_not_trained(key):
+    turns = [TURNS[0], TURNS[1] | {key: False}, *TURNS]
+    assert made({"messages": turns}).messages[1]["weight"] == 0
+
+
+def test_keys_of_messages_that_change_the_meaning_are_refused_and_others_named():
+    turns = [TURNS[0] | {"images": ["a.png"]}, TURNS[1] | {"score": 3, "loss_scale": 0.5, "id": None}]
+    row = {"messages": turns, "id": 7, "empty": ""}
+    with pytest.raises(ValueError, match="message 1 of 'messages' has 'images': only text can be trained"):
+        made(row)
+    with pytest.raises(ValueError, match="message 1 of 'messages' has 'loss_scale': write it as weight"):
+        made({"messages": [turns[1]]})
+    rules = format_rules([Row(row, 1)], TrainConfig(drop_unrendered=True))
+    expected = ("messages[].images", "messages[].score", "messages[].loss_scale", "id")
+    assert unused_columns([Row(row, 1)], rules, has_template=True) == expected

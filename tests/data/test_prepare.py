@@ -2,6 +2,7 @@
 and what is read from them.
 """
 
+import gzip
 import itertools
 import json
 import os
@@ -16,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
@@ -24,7 +27,7 @@ from tiny import sentences, write_jsonl, write_texts
 
 from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data import prepare as preparing
 from dsft.data.batches import PackedCollator, Stream, cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
@@ -33,6 +36,7 @@ from dsft.data.sources import BATCH_ROWS, HeldOut, Row, find_sources
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
+from dsft.perplexity.documents import build_windows
 from dsft.units import IGNORED
 
 
@@ -288,8 +292,6 @@ def test_rows_are_held_out_of_every_batch_that_is_read(tokenizer, tmp_path, conf
 
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
     """Over the full corpus, not over batches of documents."""
-    from dsft.config.options import EvalConfig
-    from dsft.perplexity.documents import build_windows
 
     path = write_texts(tmp_path / "texts.jsonl", 2500)
     data = loaded(config(data=[str(path)]), tokenizer)
@@ -365,6 +367,57 @@ def test_a_stream_continues_after_a_batch_without_samples_and_ends_where_there_a
         else:
             with pytest.raises(UserError, match="rows.jsonl gives no token to train on"):
                 next(iter(stream))
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """In the format of the ending."""
+    if path.suffix == ".csv":
+        path.write_text("\n".join(",".join(map(str, values)) for values in [rows[0], *(row.values() for row in rows)]))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        write_jsonl(path, rows)
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet", "a.arrow"])
+def test_a_column_that_changes_the_meaning_is_seen_in_every_file_prepared_streamed_and_evaluated(
+    tokenizer, tmp_path, config, name
+):
+    rows = [{"prompt": f"{i} ", "completion": "x", "kto_tag": i != 60, "id": i} for i in range(80)]  # not of the first
+    path = write_rows(tmp_path / name, rows)
+    with pytest.raises(UserError, match=r"a\..*, (line|row) 6[12]: column 'kto_tag' is false.*bad_rows: drop"):
+        loaded(config(data=[path]), tokenizer)
+    dropped = loaded(config(data=[path], bad_rows="drop"), tokenizer)
+    assert dropped.counts["dropped_bad"] == 1
+    assert [note for note in dropped.notes if "not used" in note] == [f"{path}: columns not used: id"]
+
+    problems: list[str] = []
+    how = {"key": "data", "split": "train", "problems": problems}
+    streamed = Stream(
+        check_sources([path], config(), tokenizer, **how),
+        tokenizer,
+        seq_len=32,
+        pack=False,
+        weights=[],
+        seed=1,
+        shuffle_buffer=100,
+    )
+    with pytest.raises(UserError, match="column 'kto_tag' is false"):
+        next(iter(streamed))
+    options = EvalConfig(model=["unused"], data=[path], seq_len=32, data_cache=str(tmp_path / "cache"))
+    (scored,) = check_sources([path], options, tokenizer, keep_all=True, **how)
+    assert scored.unused == ("id",) and problems == []
+    with pytest.raises(UserError, match="column 'kto_tag' is false"):
+        build_windows(scored, options, tokenizer)
 
 
 def _waits(path: str, cache: str, model: str, seconds: float) -> int:
