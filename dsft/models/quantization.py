@@ -8,6 +8,7 @@ format is one value below.
 import copy
 import dataclasses
 import importlib.util
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTr
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
 
 from dsft.errors import UserError, nearest, one_line
+from dsft.runtime.distributed import rank
 
 BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
 """Names of the bits of a weight in configs."""
@@ -77,9 +79,21 @@ class Quantization:
         return self
 
 
+_logged: set[str] = set()
+
+
+def _first_time(record: logging.LogRecord) -> bool:
+    """Lets a message through once, on rank 0."""
+    is_new = rank() == 0 and record.getMessage() not in _logged
+    _logged.add(record.getMessage())
+    return is_new
+
+
 class _BitsAndBytes(Quantization):
     def load_config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
         if self.bits == 8:
+            # Every layer says in every forward that its inputs are cast to float16.
+            logging.getLogger("bitsandbytes.autograd._functions").addFilter(_first_time)
             return BitsAndBytesConfig(load_in_8bit=True)
         return BitsAndBytesConfig(
             load_in_4bit=True,

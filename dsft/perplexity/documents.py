@@ -25,7 +25,7 @@ from dsft.data.tokenization import Tokens, bytes_of_tokens, closes_texts, encode
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
 from dsft.perplexity.windows import Windows
-from dsft.units import one_of
+from dsft.units import one_of, plural
 
 Sample = Text | Pair | Chat | None
 """A document in its canonical form; None for a row without an answer."""
@@ -124,7 +124,9 @@ def wikitext_rewritten(page: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTexts(Documents):
-    """Takes all texts as one document, joined by two newlines and tokenised once."""
+    """Takes all texts as one document, joined and tokenised once."""
+
+    separator: str = "\n\n"
 
     def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         whole = list(super().batches(batches, rules))
@@ -133,7 +135,7 @@ class JoinedTexts(Documents):
             yield Batch(rows=rows, place=", ".join(dict.fromkeys(batch.place for batch in whole)))
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        joined = Text(text="\n\n".join(text_of(sample) for sample in samples_in(batch, rules, tokenizer)))
+        joined = Text(text=self.separator.join(text_of(sample) for sample in samples_in(batch, rules, tokenizer)))
         ids = np.array(next(encode(tokenizer, [joined.text])), np.int32)
         ends, counts = np.array([len(ids)], np.int64), Counter(rows=len(batch.rows))
         return _with_sizes(ids, np.ones(len(ids), bool), ends, [joined.text], [joined], counts)
@@ -240,10 +242,13 @@ def build_windows(
             raise UserError(f"{key} is of texts, and the data holds {data.rules.format}; leave it out")
 
     def prepared(kind: str, **fields: Any) -> Store:
-        preparation = KINDS[kind](max_documents=config.max_documents, **fields)
-        return prepare(
+        preparation = KINDS[kind](**{"max_documents": config.max_documents} | fields)
+        store = prepare(
             data, tokenizer, cache_folder(config.data_cache), preparation=preparation, show_progress=show_progress
         )
+        if is_text and not store.document_bytes.any():  # of BOS and end tokens alone
+            raise UserError(f"data: {data.source.name}: {plural(len(store.ends), 'document')}, none of which has text")
+        return store
 
     windows = find_mode(name).windows(config, prepared)
     windows.mode = name

@@ -80,21 +80,31 @@ def _answers(config: EvalConfig, prepared: Prepared) -> Windows:
     return windows
 
 
-def _gptq(config: EvalConfig, prepared: Prepared, scored_from: int = 1) -> Windows:
+def _gptq(
+    config: EvalConfig,
+    prepared: Prepared,
+    scored_from: int = 1,
+    most_documents: int | None = None,
+    most_windows: int | None = None,
+    **fields: Any,
+) -> Windows:
     """All texts joined by two newlines and tokenised once, BOS as the tokenizer adds it. Windows of 2,048 tokens, or
     the model's positions where these are fewer, do not overlap. What does not fill a window is dropped, and the first
     token of a window is context only. `llama_eval` in llama.py of IST-DASLab/gptq and its `get_wikitext2`, of which
-    many papers on quantisation carry copies.
+    many papers on quantisation carry copies. Its ptb-new and c4-new join by a blank instead (`get_ptb_new` and
+    `get_c4_new` in datautils.py), and c4-new takes the first 1,100 documents and of them 256 windows at most.
     """
-    store = prepared("joined")
+    if most_documents:
+        fields["max_documents"] = min(most_documents, config.max_documents or most_documents)
+    store = prepared("joined", **fields)
     if len(store.tokens) < config.seq_len:
         raise UserError(
             f"protocol={config.protocol} drops what does not fill a window of seq_len={config.seq_len} tokens, and"
             f" the data has {len(store.tokens):,}; use more data, a smaller seq_len or protocol dsft"
         )
-    return _without_sizes(
-        cut(store, partial(disjoint_spans, length=config.seq_len, scored_from=scored_from, full=True))
-    )
+    windows = cut(store, partial(disjoint_spans, length=config.seq_len, scored_from=scored_from, full=True))
+    windows.spans = windows.spans[:most_windows]
+    return _without_sizes(windows)
 
 
 def _llama_cpp(config: EvalConfig, prepared: Prepared) -> Windows:
@@ -180,6 +190,20 @@ MODES = {
     "rolling": Mode(named_by="mode", windows=_rolling, options=("bos",), scores_text_alone=True),
     "answers": Mode(named_by="mode", windows=_answers, options=("too_long",), is_text=False),
     "gptq": Mode(named_by="protocol", windows=_gptq, source="IST-DASLab/gptq, llama.py", seq_len=2048),
+    "gptq-ptb-new": Mode(
+        named_by="protocol",
+        windows=partial(_gptq, separator=" "),
+        source="IST-DASLab/gptq, get_ptb_new in datautils.py",
+        is_of_one_set=True,
+        seq_len=2048,
+    ),
+    "gptq-c4-new": Mode(
+        named_by="protocol",
+        windows=partial(_gptq, separator=" ", most_documents=1100, most_windows=256),
+        source="IST-DASLab/gptq, get_c4_new in datautils.py",
+        is_of_one_set=True,
+        seq_len=2048,
+    ),
     "llama.cpp": Mode(
         named_by="protocol",
         windows=_llama_cpp,

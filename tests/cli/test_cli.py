@@ -83,7 +83,7 @@ def test_commands_end_with_one_clear_line_and_2(arguments, expected):
         ),
         (
             ["eval", "--model", "m", "--data", "d", "--protocol", "gtpq"],
-            "(choose from gptq, llama.cpp, lm-eval, lm-eval-wikitext-2.0, hf,",
+            "(choose from gptq, gptq-ptb-new, gptq-c4-new, llama.cpp, lm-eval, lm-eval-wikitext-2.0, hf,",
         ),
         (["eval", "--model", "m", "--data", "d", "--context_curve", "1"], "context_curve=1: name at least two lengths"),
         (["eval", "--model", "m", "--data", "d", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),

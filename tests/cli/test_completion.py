@@ -17,7 +17,7 @@ OFFERED = {
     ("train", "--packing", ""): "true false",
     ("train", "--config", "r"): "run.yaml",
     ("eval", "--mode", ""): "auto windows sliding rolling answers",
-    ("eval", "--protocol", ""): "gptq llama.cpp lm-eval lm-eval-wikitext-2.0 hf dsft all",
+    ("eval", "--protocol", ""): "gptq gptq-ptb-new gptq-c4-new llama.cpp lm-eval lm-eval-wikitext-2.0 hf dsft all",
     ("plan", "--packi"): "--packing",  # of the run that is planned
     ("launch", "--hostfile", "h", "train", "--seq_l"): "--seq_len",
     ("verify", "r"): "run.yaml",

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import compare, evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
+from dsft.errors import UserError
 from dsft.perplexity.compare import print_together
 from dsft.perplexity.documents import wikitext_rewritten
 from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
@@ -131,7 +132,8 @@ def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     shown = capsys.readouterr().out
     assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
     assert [evaluation.protocol for evaluation in evaluations] == list(REFERENCES)
-    assert set(NAMED_BY["protocol"]) - set(REFERENCES) == {"lm-eval-wikitext-2.0"}, "is of one data set"
+    of_one_set = {"gptq-ptb-new", "gptq-c4-new", "lm-eval-wikitext-2.0"}
+    assert set(NAMED_BY["protocol"]) - set(REFERENCES) == of_one_set
     assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
 
 
@@ -180,6 +182,37 @@ REWRITTEN = """ = Robert "Bob" Smith =
 He (b. 1,950) was 1.8 m tall; the author's first work [sic] had 1 pages: "it rained," he said .
 == Life ==
 A well-known man' s dog ' at 20°C! Why? """
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("protocol", "length", "documents", "tokens"),
+    [("gptq-ptb-new", 4, None, None), ("gptq-c4-new", 4, 1100, 4 * 256), ("gptq-c4-new", 32, 1100, 32 * 256)],
+)
+def test_new_sets_of_gptq_are_joined_by_a_blank_and_c4_is_cut(tiny, tmp_path, protocol, length, documents, tokens):
+    texts = sentences(1105, seed=7, longest=4)
+    data = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    options = {"model": str(tiny / "model"), "data": str(data), "progress": False, "seq_len": length}
+    measured = evaluate_perplexity(**options, protocol=protocol).perplexity
+    model, tokenizer = (kind.from_pretrained(tiny / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer(" ".join(texts[:documents]), return_tensors="pt").input_ids[0][:tokens]
+    windows = ids[: len(ids) // length * length].view(-1, length)
+    nats = [losses(model, window).sum().item() for window in windows]
+    assert measured.tokens == len(nats) * (length - 1)
+    assert math.log(measured.perplexity) == pytest.approx(sum(nats) / measured.tokens, rel=1e-5)
+    assert (len(nats) == 256) == (tokens == 4 * 256), "elsewhere the texts end before"
+
+
+@pytest.mark.parametrize("bos", ["auto", "on"])
+@pytest.mark.parametrize("mode", ["windows", "sliding", "rolling"])
+def test_documents_without_any_text_are_refused_also_where_bos_and_end_tokens_are_there(tiny, tmp_path, mode, bos):
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = "<|user|>"
+    tokenizer.save_pretrained(model)
+    data = write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(UserError, match=r"empty.jsonl: 3 documents, none of which has text"):
+        evaluate_perplexity(model=str(model), data=str(data), seq_len=L, mode=mode, bos=bos, progress=False)
 
 
 def test_the_task_wikitext_rewrites_pages_and_counts_the_original(tiny, tmp_path):

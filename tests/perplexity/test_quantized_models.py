@@ -216,13 +216,14 @@ def test_gguf_files_are_read_beside_the_model_they_were_made_from(tiny, model, t
 @needs("bitsandbytes")
 @pytest.mark.exhaustive
 @torch.no_grad()
-def test_the_formats_of_bitsandbytes_are_evaluated_in_layers_of_any_size(tiny, tmp_path):
+def test_the_formats_of_bitsandbytes_are_evaluated_in_layers_of_any_size(tiny, tmp_path, caplog):
     """nf4 in fp32 is plain weights rounded to its grid, also where a CPU has products in bf16 for some sizes."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     model = str(write_certain_model(tmp_path / "model", intermediate_size=40))
     evaluations = results(tiny, model=[model], quantization=["none", "nf4", "int8"], reference=model)
     plain, nf4, int8 = evaluations
+    assert sum("inputs will be cast" in record.getMessage() for record in caplog.records) <= 1, "in every layer"
     assert abs(plain.divergence.kl) < 1e-7 < int8.divergence.kl < nf4.divergence.kl
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for layer in rounded.model.layers.modules():
