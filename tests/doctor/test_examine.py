@@ -459,6 +459,9 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     expected = {"data": ["a.jsonl", "b.jsonl"], "models": ["m", "l"], "output_dir": "runs/y"}
     assert files == RunFiles(**expected, saves=False, nvme=True, config=str(tmp_path / "run.yaml"))
     assert read_run_files([]) == RunFiles()
+    # The run refuses an option that is given twice; what is looked at is one of them.
+    assert read_run_files(["--output_dir", "a", "--output_dir", "b"]).output_dir == "a"
+    assert read_run_files(["--config", "a", "--config", "b"]).config == "a"
     assert next(check_output(files, "n1", {}, {"n2": False})).severity == "note", (
         "local disks do where no checkpoint is written"
     )
@@ -551,6 +554,49 @@ def test_a_node_that_runs_another_version_of_dsft_is_named():
     assert [(entry.code, entry.where) for entry in report.findings] == [("no-dsft", "n3")] and report.facts == {}
 
 
+class Answering:
+    """Nodes that answer two phases with these facts and connections."""
+
+    lost, failures = {}, []
+
+    def __init__(self, facts: dict[str, NodeFacts], connections: dict[str, Reached]):
+        self.answers = {"facts": facts, "reach": connections}
+
+    def start(self, phase): ...
+
+    def end(self, phase): ...
+
+    def run(self, phase, inputs, **options):
+        return json.loads(json.dumps({name: dataclasses.asdict(each) for name, each in self.answers[phase].items()}))
+
+
+@pytest.mark.parametrize(
+    ("facts", "connections", "why_not"),
+    [
+        ({}, {}, ""),
+        ({"network__interfaces__eth0__mtu": 1500, "clock_synchronized": False}, {}, ""),  # warnings alone
+        ({}, {"open": "!refused"}, "the nodes do not reach each other"),
+        ({"slots": 3}, {}, "there are more slots than GPUs"),
+        ({"cpu_only": True}, {}, "some nodes have GPUs that ranks can use"),
+    ],
+    ids=["healthy", "warnings", "cut off", "too many slots", "without GPUs"],
+)
+@pytest.mark.parametrize("is_default_port_busy", [False, True])
+def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections, why_not, is_default_port_busy):
+    measured_on = []
+    monkeypatch.setattr(
+        "dsft.doctor.examine._measure", lambda nodes, report, devices, *_: measured_on.append(devices) or []
+    )
+    busy = {"n1": node("n1", master_port_taken="in use by process 7 (python)")} if is_default_port_busy else {}
+    there = Answering(nodes(**facts) | busy, reached(**connections))
+    report, listed = Report(nodes=NAMES, quick=True), [Node(name=name, slots=2) for name in NAMES]
+    examine_through(there, report, listed, argv=[], port=29500, master="")
+    codes = {entry.code: entry.message for entry in report.findings}
+    assert ("default-port-busy" in codes) == is_default_port_busy
+    assert why_not in codes.get("smoke-skipped", "") and ("smoke-skipped" in codes) == bool(why_not)
+    assert [list(devices) for devices in measured_on] == ([] if why_not else [NAMES])
+
+
 @pytest.mark.launch
 def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp_path):
     """Also where a notebook's own process group, of one rank, has left its variables and holds the port."""
@@ -591,8 +637,18 @@ def test_faults_of_a_run_are_found_without_starting_it(options, tmp_path):
     assert full.returncode == 2 and "configuration" in messages
 
 
+PATIENT_FOR_5_SECONDS = """
+import sys
+from dsft.cli.main import main
+from dsft.doctor import launched
+launched.JOIN_SECONDS = 5
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.launch
 def test_missing_ranks_are_named(run, tmp_path):
+    """Rank 2 is there before rank 0, and waits for it as long as it usually does."""
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "3",
@@ -607,7 +663,8 @@ def test_missing_ranks_are_named(run, tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    result = run(["dsft", "doctor", "--quick", "--json"], XDG_CACHE_HOME=str(tmp_path), **environment)
+    words = [sys.executable, "-c", PATIENT_FOR_5_SECONDS, "doctor", "--quick", "--json"]
+    result = run(words, XDG_CACHE_HOME=str(tmp_path), **environment)
     assert other.wait(timeout=300) == 2 == result.returncode
     assert [(entry["code"], entry["where"]) for entry in json.loads(result.stdout)["findings"]] == [
         ("missing-ranks", "rank 1")

@@ -1,6 +1,7 @@
 """What trials find of an architecture: no token sees a later one, no row another; padding without a mask."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -231,3 +232,17 @@ def test_in_every_architecture_a_row_scores_the_same_alone_and_in_a_batch(archit
     plain = torch.tensor([plain_nats(model, windows, window) for window in range(6)], dtype=torch.float64)
     for batch_tokens in (1, 1000):
         torch.testing.assert_close(nats(model, windows, batch_tokens)[0], plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_is_a_multiple_wide_holds_its_longest_row_and_lies_on_one_side_of_each_limit(seed):
+    chance = random.Random(seed)
+    limits = tuple(sorted(chance.sample(range(2, 100), k=chance.randint(0, 3))))
+    rules = RowRules(limits=limits, alone=seed % 5 == 0, multiple=chance.choice([1, 2, 3, 8]))
+    for longest in range(1, 120):
+        width, shortest = rules.width(longest), -(-longest // rules.multiple) * rules.multiple
+        assert width >= longest and width % rules.multiple == 0
+        assert width == shortest or not rules.alone
+        # Beyond a limit only where no multiple lies before it.
+        assert width == shortest or not any(longest <= limit < width for limit in limits)
+        assert not any(rules.share(longest, length) for length in range(1, longest)) or not rules.alone

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -173,19 +174,21 @@ def read_nats(folder) -> float:
 
 
 def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, data, monkeypatch):
-    monkeypatch.setattr(breakdown, "MOST_GROUPS", 20)
+    monkeypatch.setattr(breakdown, "MOST_GROUPS", 23)  # of 24 texts
     for options, part in (
         (
             {"group_by": ["domian"]},
             "group_by=domian: invalid choice .choose from source, position, .*did you mean 'domain'",
         ),
-        ({"group_by": ["text"]}, "group_by=text: the column has more than 20 values"),
+        ({"group_by": ["text"]}, "group_by=text: the column has more than 23 values"),
         ({"group_by": ["turn"]}, "group_by=turn: texts have no turns"),
         ({"group_by": ["domain"], "protocol": "gptq", "mode": "auto"}, "group_by=domain: protocol=gptq joins all"),
         ({"save_tokens": True}, "save_tokens needs output_dir"),
     ):
         with pytest.raises(UserError, match=part):
             evaluate_perplexity(**options_for(tiny, data, **options), progress=False)
+    monkeypatch.setattr(breakdown, "MOST_GROUPS", 24)
+    evaluate_perplexity(**options_for(tiny, data, group_by=["text"]), progress=False)
 
 
 def test_sums_of_rounded_nats_depend_on_no_grouping():
@@ -196,3 +199,26 @@ def test_sums_of_rounded_nats_depend_on_no_grouping():
         order = np.random.default_rng(seed).permutation(len(values))
         groups = np.bincount(order % 7, values[order])
         assert values[order].sum() == total == math.fsum(groups) == groups.sum()
+
+
+def test_the_frequency_of_a_token_is_counted_over_the_whole_data():
+    """Which is read in parts of a million tokens; each token here is in the first, the last or both."""
+    part = 1 << 20
+    tokens = np.zeros(2 * part + 7, dtype=np.uint16)
+    tokens[[0, part - 1, part, 2 * part, -1]] = [3, 3, 3, 4, 300]
+    source = SimpleNamespace(first_batch=lambda: SimpleNamespace(rows=[]))
+    windows = SimpleNamespace(tokens=tokens)
+
+    def groups(*places: int) -> list[str]:
+        made = breakdown.grouping(
+            "frequency", SimpleNamespace(source=source), None, windows, max_documents=None, cache=None
+        )
+        return [made.labels[group] for group in made.groups_of(None, np.array(places))]
+
+    seldom, often = "token seen 1 to 9 times", "token seen 10 to 99 times"
+    assert groups(0, part, 2 * part, -1) == [seldom] * 4
+    assert groups(1) == ["token seen 1,000,000 to 9,999,999 times"]
+    tokens[5:13] = 4
+    assert groups(5, 2 * part) == [seldom] * 2, "9 times"
+    tokens[-2] = 4
+    assert groups(5, 2 * part) == [often] * 2, "10 times, in two parts"

@@ -1,6 +1,5 @@
 """What a training leaves on the disk: a tied head once, and a final model or the way to one where the disk is full."""
 
-import dataclasses
 import errno
 import importlib.util
 import json
@@ -8,7 +7,6 @@ import os
 import subprocess
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import grid
@@ -120,30 +118,6 @@ def test_a_disk_that_fills_costs_no_training(options, tmp_path):
         for run in (held, lost, without):
             assert not {".saving", ".removed", ".room_for_final"} & {path.name for path in run.iterdir()}
         assert not (lost / "final").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
-        ({"save_strategy": "no"}, 0),
-        ({"save_strategy": "no", "save_minutes": 5}, 3),
-        ({}, 3),
-        ({"max_steps": 100}, 1),
-        ({"max_steps": 1000, "save_steps": 1}, 3),
-        ({"max_steps": 100, "save_minutes": 5}, 3),
-        ({"save_steps": 0.5, "save_total_limit": 10}, 2),
-        ({"save_strategy": "epoch", "num_train_epochs": 2, "save_total_limit": 10}, 2),
-        ({"save_total_limit": 4}, 5),
-        ({"save_total_limit": 1}, 2),
-        ({"save_total_limit": 1, "metric_for_best_model": "loss"}, 3),
-    ],
-)
-def test_the_checkpoints_that_lie_on_the_disk_at_once_are_counted(options, count):
-    problems: list[str] = []
-    config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
-    config = dataclasses.replace(config, dtype="float32")
-    size = SimpleNamespace(num_trainable=1000, other_params=0, lora_r=0, vocab_size=100)
-    assert problems == [] and checkpoint_size(config, size).kept == count
 
 
 @needs_root
