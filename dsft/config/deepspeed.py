@@ -163,7 +163,9 @@ def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
 
 
 def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[str, Any]:
-    """A copy completed for this job: precision sections that follow the flags, and hpZ groups of one node's ranks."""
+    """A copy completed for this job: precision sections that follow the flags, hpZ groups of one node's ranks, and no
+    timer that waits for the device.
+    """
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
         composed.setdefault(section, {"enabled": "auto"})

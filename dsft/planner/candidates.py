@@ -17,7 +17,9 @@ from dsft.planner.activations import (
     training_activations,
 )
 from dsft.planner.fake_model import LIGER_MODELS, Attention
+from dsft.planner.gpus import GPUS, gpu_name
 from dsft.planner.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, PLANNED_AS, optimizer_memory
+from dsft.planner.step_time import parse_interconnect
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.runtime.hardware import Machine
 from dsft.units import Batch
@@ -39,6 +41,12 @@ LEAST_BUCKET = 2**25
 """Elements of ZeRO-3's buckets, at least, where all that passes through them is as much: transformers' "auto" is the
 hidden size squared, 65,536 at a width of 256, and gradients then go in hundreds of small collectives.
 """
+LEAST_REDUCED = 2**25
+"""Elements of a rank's share from which on ZeRO 1 and 2 reduce a gradient to the rank that keeps it, over slow links.
+64 MiB in bf16 take longer than the hops from rank to rank; less is reduced to all ranks, in fewer calls.
+"""
+FAST_LINK_BYTES = 1e11
+"""Bytes per second of a rank's links within a node, from which on half as many gain little: NVLink through a switch."""
 LEAST_PERSISTENT = 100_000
 """Elements up to which ZeRO-3 keeps a parameter gathered, at least: DeepSpeed's own default."""
 PERSISTENT_SHARE = 0.05
@@ -210,6 +218,11 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
         if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
             enough = max(size.num_trainable // 8, largest_trained)
             zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
+    if name in ("1", "2") and machine.has_gpu and ranks > 1 and size.num_trainable >= LEAST_REDUCED * ranks:
+        link = parse_interconnect(machine.interconnect, GPUS[gpu_name(machine)])[0]
+        if machine.nodes > 1 or link < FAST_LINK_BYTES:
+            # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
+            zero["use_multi_rank_bucket_allreduce"] = False
     if ranks == 1 and zero.get("stage") in (1, 2) and "offload_optimizer" not in zero:
         zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
     if zero.get("stage") == 3:

@@ -269,6 +269,14 @@ PATCHES = {
         if_changed="skip",
         test="tests/training/test_zero_1_2.py::test_several_ranks_search_no_gradients_for_infinite_numbers",
     ),
+    "reduces_unwaited": Patch(
+        target=f"{_ZERO_1_2}.allreduce_and_copy",
+        why="where each gradient goes to one rank, the host waits for the device before each of these reductions",
+        code=(f"{_ZERO_1_2}.allreduce_and_copy", f"{_ZERO_1_2}.average_tensor"),
+        seen={"0.19.8": "222ea587e16b"},
+        if_changed="skip",
+        test="tests/training/test_host_waits.py::test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced",
+    ),
     "positions_on_gpu": Patch(
         target="transformers.masking_utils:find_packed_sequence_indices",
         why="it reads the positions of each micro batch back from the GPU, to see whether rows are packed",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -63,8 +64,31 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
         if is_alone and patches.fits("one_rank_divides_none"):
             optimizer.reduce_scatter = False  # else it is not asked for what is replaced here
             patches.replace("one_rank_divides_none", lambda _: lambda gradients, dtype: gradients, on=optimizer)
+        if optimizer.overlap_comm and optimizer.contiguous_gradients and not optimizer.use_multi_rank_bucket_allreduce:
+            replacement = functools.partial(reduce_unwaited, optimizer)
+            patches.replace("reduces_unwaited", lambda reduce: functools.partial(replacement, reduce), on=optimizer)
         if optimizer.compute_grad_norm:  # the norm of infinite gradients skips the step as well
             patches.replace("no_overflow_search", lambda _: lambda partition_gradients: None, on=optimizer)
+
+
+def reduce_unwaited(
+    optimizer: DeepSpeedZeroOptimizer,
+    reduce: Callable[..., None],
+    gradients: list[torch.Tensor],
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Reduce gradients to one rank on the stream that `average_tensor` has entered, which waits for what computes them.
+    DeepSpeed's own would have the host wait for the device first, to free gradients that are not contiguous.
+    """
+    optimizer.overlap_comm = False
+    try:
+        reduce(gradients, *args, **options)
+    finally:
+        optimizer.overlap_comm = True
+    if not get_accelerator().resolves_data_dependency():
+        for gradient in gradients:  # in memory of another stream, which must not reuse it before
+            gradient.record_stream(get_accelerator().current_stream())
 
 
 def patch_16_bit_optimizer(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer, *, resumes: bool) -> None:

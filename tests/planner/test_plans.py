@@ -384,6 +384,20 @@ def test_a_single_rank_overlaps_no_communication(configs):
     assert overlaps == {(1, "1"): False, (2, "1"): True, (1, "2-offload"): True, (2, "2-offload"): True}
 
 
+def test_gradients_go_to_one_rank_where_links_are_slow_and_shares_large(configs):
+    def is_reduced_to_all(machine: Machine, zero: str = "2", **options) -> bool:
+        job = paper_job(TrainConfig(model=configs["8b"], **options))
+        section = next(settings(zero, None, job, machine))["zero_optimization"]
+        return section.get("use_multi_rank_bucket_allreduce", True)
+
+    assert not is_reduced_to_all(gpus(nodes=2)) and not is_reduced_to_all(gpus(nodes=2), "1")
+    assert not is_reduced_to_all(gpus(interconnect="pcie"))
+    assert is_reduced_to_all(gpus()), "NVLink"
+    assert is_reduced_to_all(gpus(nodes=2), method="lora"), "shares of adapters are small"
+    assert is_reduced_to_all(gpus(nodes=32)), "256 ranks"
+    assert is_reduced_to_all(gpus(1)) and is_reduced_to_all(gpus(nodes=2), "2-offload")
+
+
 def test_sub_groups_fill_a_power_of_two(configs):
     job = paper_job(TrainConfig(model=configs["70b"]))
     for world_size in (1, 8, 16):

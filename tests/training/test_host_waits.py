@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from ranks import on_ranks, train
 from transformers import TrainerCallback, trainer
 
 import dsft
+from dsft.config.deepspeed import read_zero_file
 from dsft.data.batches import Collator
 from dsft.training.metrics import RankTimes, SlowRanks
 
@@ -99,6 +101,72 @@ def test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none(
     if packing:  # its rows are collated by another class
         return
     assert line["data_wait_seconds"] > 4 * WAIT_SECONDS and line["rank_skew"] >= 1
+
+
+class Device:
+    """A stream and an event of a GPU, of which only the calls that the host waits in are of interest."""
+
+    waits: Counter = Counter()
+
+    def wait_stream(self, *args) -> None: ...
+
+    wait_event = record = record_event = wait_stream
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, *args) -> None:
+        frame = sys._getframe(1)
+        self.waits[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+
+def waits_of_deepspeed(options: dict) -> dict[str, int]:
+    """Places in DeepSpeed that wait for the device from the third step of a training to the sixth: its CPU accelerator
+    says, as one of GPUs, that work is queued on streams.
+    """
+    for name in ("is_synchronized_device", "resolves_data_dependency", "handles_memory_backpressure"):
+        setattr(CPU_Accelerator, name, lambda self: False)
+    CPU_Accelerator.use_host_timers = lambda self: True
+    CPU_Accelerator.Stream = CPU_Accelerator.Event = Device
+    CPU_Accelerator.current_stream = CPU_Accelerator.default_stream = lambda self, index=None: Device()
+    CPU_Accelerator.synchronize = Device.synchronize
+    CPU_Accelerator.waits = Device.waits
+    torch.Tensor.record_stream = lambda self, stream: None
+    after_steps = []
+
+    class AfterSteps(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            after_steps.append(Device.waits.copy())
+
+    trainer.DEFAULT_CALLBACKS.append(AfterSteps)
+    train(options)
+    return dict(after_steps[5] - after_steps[2])
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ("1", {"stage_1_and_2.py:independent_gradient_partition_epilogue": 3}),
+        ("2", {"stage_1_and_2.py:independent_gradient_partition_epilogue": 6}),
+        ("2-reduced", {"stage_1_and_2.py:independent_gradient_partition_epilogue": 6}),
+        (
+            "3",
+            {
+                "stage3.py:independent_gradient_partition_epilogue": 6,
+                "partition_parameters.py:_allgather_params_coalesced": 3,  # of those that stay gathered, after a step
+            },
+        ),
+    ],
+)
+def test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced(tiny, options, tmp_path, zero, expected):
+    """In 3 steps of 2 micro batches. Its throughput timer waited around each forward pass and step too."""
+    changes = {"max_steps": 7, "seq_len": 32, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    if zero == "2-reduced":
+        content = read_zero_file("2", [])
+        content["zero_optimization"] |= {"use_multi_rank_bucket_allreduce": False, "reduce_bucket_size": 20_000}
+        (tmp_path / "zero.json").write_text(json.dumps(content))
+        zero = str(tmp_path / "zero.json")
+    assert on_ranks(2, waits_of_deepspeed, options(tmp_path / "run", zero=zero, **changes)) == 2 * [expected]
 
 
 def training_beside_a_slow_rank(options: dict) -> None:

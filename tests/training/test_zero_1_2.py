@@ -1,13 +1,16 @@
 """What dsft spares DeepSpeed's optimizer of ZeRO 1 and 2."""
 
+import json
 import sys
+from collections import Counter
 
 import pytest
-from conftest import flags
+from conftest import flags, grid
 from deepspeed import comm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ranks import on_ranks, trained
 
+from dsft.config.deepspeed import read_zero_file
 from dsft.training import trainer
 
 pytestmark = pytest.mark.launch
@@ -43,6 +46,39 @@ def test_several_ranks_search_no_gradients_for_infinite_numbers(options, tmp_pat
     case = options(tmp_path / "run", zero="1", dtype="bfloat16", logging_steps=1)
     for elements, searches, losses in on_ranks(2, counted, case, True):
         assert searches == 0 and elements > 1000 * len(losses)
+
+
+def sent(cases: list[dict]) -> list[tuple[dict[str, int], list[float]]]:
+    """Of each training: elements in all-reductions and in reductions to one rank, and the losses."""
+    results, plain = [], {name: getattr(comm, name) for name in ("all_reduce", "reduce")}
+    for options in cases:
+        elements = Counter()
+        for name, reduce in plain.items():
+
+            def counting(tensor, *args, name=name, reduce=reduce, elements=elements, **kwargs):
+                elements[name] += tensor.numel()
+                return reduce(tensor, *args, **kwargs)
+
+            setattr(comm, name, counting)
+        history = trained(options).state.log_history
+        results.append((elements, [entry["loss"] for entry in history if "loss" in entry]))
+    return results
+
+
+@pytest.mark.parametrize("stage", grid([1, 2], quick=[2]))
+def test_gradients_that_go_to_one_rank_alone_are_half_the_bytes_and_train_to_the_same_bits(options, tmp_path, stage):
+    """An all-reduce moves each element twice: to where it is added up, and back. Two ranks add up in one order."""
+    cases = []
+    for goes_to_all in (True, False):
+        content = read_zero_file(str(stage), [])
+        content["zero_optimization"] |= {"use_multi_rank_bucket_allreduce": goes_to_all, "reduce_bucket_size": 20_000}
+        (tmp_path / f"{goes_to_all}.json").write_text(json.dumps(content))
+        changes = {"zero": str(tmp_path / f"{goes_to_all}.json"), "dtype": "bfloat16", "max_steps": 3}
+        cases.append(options(tmp_path / str(goes_to_all), logging_steps=1, gradient_accumulation_steps=2, **changes))
+    for (to_all, losses), (to_one, same_losses) in on_ranks(2, sent, cases):
+        assert losses == same_losses and len(losses) == 3
+        gradients, norms = to_one["reduce"], to_one["all_reduce"]
+        assert to_all == {"all_reduce": gradients + norms} and gradients > 1000 * norms
 
 
 TRAINS = "from dsft.train import main; main()"
