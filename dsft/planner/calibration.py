@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.step_time import ASSUMED, Speeds, speeds_of
@@ -40,8 +41,10 @@ EXCHANGE_SECONDS = 0.12
 """Aimed at for one timed exchange; its size follows from a first small one, so that slow links do not take minutes."""
 FEWEST_BYTES = MiB // 4
 MOST_BYTES = {"cuda": 128 * MiB, "cpu": 32 * MiB}
-COLLECTIVE_NUMBERS = {"cuda": 64 * MiB // 4, "cpu": 16 * MiB // 4}
-"""Of fp32, in a rank's part of a timed collective."""
+TIMED_NUMBERS = {"cuda": 2**28, "cpu": 16 * MiB // 4}
+"""Of fp32, in a timed collective over all ranks and in a timed update: 1 GiB on a GPU, to make a launch short."""
+USED_BYTES = {"cuda": (2**10, 2**20, 2**28), "cpu": (2**10, 2**20)}
+"""Of collectives after which a communicator has all its buffers: NCCL makes those of a protocol at its first use."""
 
 
 def seconds_of(
@@ -64,14 +67,18 @@ def seconds_of(
     return seconds
 
 
+def _half(place: torch.device) -> torch.dtype:
+    """The type of 16 bits that a device multiplies itself."""
+    emulates = place.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if emulates else torch.bfloat16
+
+
 def matmul_flops(place: torch.device) -> float:
     """Operations per second of a matrix product; short ones on a CPU: that its cores are taken away for a moment is no
     fault of this rank. Of random numbers: a GPU multiplies equal ones faster, since its clock falls with the power that
     bits take that change.
     """
-    size, dtype, repeats = (8192, torch.bfloat16, 5) if place.type == "cuda" else (512, torch.float32, 20)
-    if place.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        dtype = torch.float16
+    size, dtype, repeats = (8192, _half(place), 5) if place.type == "cuda" else (512, torch.float32, 20)
     matrix = torch.randn(size, size, device=place, dtype=dtype)
     return 2 * size**3 / min(seconds_of(lambda: matrix @ matrix, place, repeats))
 
@@ -175,7 +182,7 @@ def _measure_rank(dtype: str) -> dict[str, float]:
     place, ranks = device(), dist.get_world_size()
     measured = {"flops": _training_flops(place, getattr(torch, dtype))}
     # A rank's own memory, in an update by fused AdamW.
-    weights = torch.nn.Parameter(torch.randn(COLLECTIVE_NUMBERS[place.type], device=place))
+    weights = torch.nn.Parameter(torch.randn(TIMED_NUMBERS[place.type], device=place))
     weights.grad = torch.randn_like(weights)
     adam = torch.optim.AdamW([weights], fused=True)
     moved = weights.numel() * OPTIMIZERS["adamw_torch_fused"].update_bytes
@@ -219,16 +226,14 @@ def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
     """Rates of DeepSpeed's collectives over all ranks, as `Speeds` names them. On CPUs they are not torch's."""
     import deepspeed.comm as comm
 
-    numbers = COLLECTIVE_NUMBERS[place.type] // ranks * ranks
-    mine, gathered, scattered = (
-        torch.ones(count, device=place) for count in (numbers, numbers * ranks, numbers // ranks)
-    )
+    numbers = TIMED_NUMBERS[place.type] // ranks * ranks
+    whole, part = (torch.ones(count, device=place) for count in (numbers, numbers // ranks))
     few, few_gathered = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
     received = 4 * numbers * (ranks - 1) / ranks
     timed = {
-        "link_bytes": (received * ranks, lambda: comm.all_gather_into_tensor(gathered, mine)),
-        "reduce_bytes": (received, lambda: comm.reduce_scatter_tensor(scattered, mine)),
-        "all_reduce_bytes": (2 * received, lambda: comm.all_reduce(mine)),
+        "link_bytes": (received, lambda: comm.all_gather_into_tensor(whole, part)),
+        "reduce_bytes": (received, lambda: comm.reduce_scatter_tensor(part, whole)),
+        "all_reduce_bytes": (2 * received, lambda: comm.all_reduce(whole)),
     }
     latency = max_over_ranks(min(seconds_of(lambda: comm.all_gather_into_tensor(few_gathered, few), place)))
     rates = {name: num_bytes / max_over_ranks(min(seconds_of(run, place))) for name, (num_bytes, run) in timed.items()}
@@ -246,13 +251,24 @@ def _outside_of_rank(held: list[int]) -> list[int]:
     if has_gpu():
         torch.cuda.set_device(rank)
     place, counts = device(), []
-    numbers = torch.ones(1024, 1024, device=place)
-    numbers @ numbers
+    # What a training has loaded by its first step: kernels of products and of attention, and NCCL's buffers for small
+    # messages and large ones in each of DeepSpeed's collectives.
+    heads_BHTD = torch.randn(1, 8, 1024, 128, device=place, dtype=_half(place), requires_grad=True)
+    attended_BHTD = functional.scaled_dot_product_attention(heads_BHTD, heads_BHTD, heads_BHTD, is_causal=True)
+    (attended_BHTD @ attended_BHTD.transpose(-1, -2)).sum().backward()
     for communicators in range(1 + (len(ASSUMED.communicators_bytes) if ranks > 1 else 0)):
         if communicators == 1:
             dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
         if communicators:
-            dist.all_reduce(numbers, group=dist.new_group() if communicators > 1 else None)
+            group = dist.new_group() if communicators > 1 else dist.group.WORLD
+            for num_bytes in USED_BYTES[place.type]:
+                whole = torch.ones(num_bytes // 4 // ranks * ranks, device=place)
+                part = whole.chunk(ranks)[rank].clone()
+                dist.all_reduce(whole, group=group)
+                dist.all_gather_into_tensor(whole, part, group=group)
+                dist.reduce(whole, 0, group=group)
+                if place.type == "cuda":
+                    dist.reduce_scatter_tensor(part, whole, group=group)
         taken = peak_resident_bytes()
         if place.type == "cuda":
             torch.cuda.synchronize(place)

@@ -10,7 +10,7 @@ from dsft.runtime.distributed import start_ranks
 
 def rates(ranks: int) -> dict[str, float]:
     start_ranks()
-    calibration.COLLECTIVE_NUMBERS["cpu"] = 1000  # which 3 does not divide, as it does not divide 64 MiB
+    calibration.TIMED_NUMBERS["cpu"] = 1000  # which 3 does not divide, as it does not divide 1 GiB
     return calibration._collectives(torch.device("cpu"), ranks)
 
 
