@@ -1,6 +1,8 @@
 import pytest
 
+from dsft.cli import quickstart
 from dsft.cli.commands import InitOptions
+from dsft.cli.main import main
 from dsft.cli.quickstart import init
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
@@ -23,3 +25,38 @@ def test_the_file_is_one_that_a_training_takes(tmp_path, capsys, method, data, r
     with pytest.raises(UserError, match="run.yaml: exists"):
         init(InitOptions(model="ns/other", data=data, out=str(path)))
     assert "ns/other" not in path.read_text()
+
+
+def write_files(folder, names: list[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("of an earlier one")
+
+
+def files_of(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_quickstart_replaces_what_an_earlier_one_made_and_nothing_else(tmp_path, monkeypatch):
+    kept, replaced = (
+        ["full.yaml", "corpus/train.jsonl", "runs/mine/run.json", "notes.txt"],
+        ["runs/full/run.json", "runs/lora/final/a", "merged/a", "perplexity/a", "report/loss.png", "report.html"],
+    )
+    write_files(tmp_path, kept + replaced)
+    monkeypatch.setattr(quickstart, "STEPS", {"nothing": "--version"})
+    monkeypatch.setattr(quickstart, "show_results", lambda folder, start: None)
+    main(["quickstart", str(tmp_path)])
+    assert files_of(tmp_path) == {*kept}
+
+
+def test_a_quickstart_stops_at_the_step_that_fails_and_leaves_another_folder_alone(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(quickstart, "STEPS", {"good": "--version", "bad": "no-command", "never": "--version"})
+    with pytest.raises(SystemExit) as ended:
+        main(["quickstart", str(tmp_path / "new")])
+    printed = capfd.readouterr()
+    assert ended.value.code == 2 and "2 of 3: bad" in printed.out and "never" not in printed.out
+    write_files(tmp_path / "other", ["thesis.txt", "report.html"])
+    with pytest.raises(SystemExit):
+        main(["quickstart", str(tmp_path / "other")])
+    assert "is no quickstart folder; choose a new one" in capfd.readouterr().err
+    assert files_of(tmp_path / "other") == {"thesis.txt", "report.html"}

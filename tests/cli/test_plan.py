@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -12,7 +13,7 @@ from dsft.errors import UserError
 from dsft.planner.calibration import gpus_key, keep, ranks_key, speeds_for
 from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine
-from dsft.units import GiB
+from dsft.units import GB, GiB
 
 H100 = Machine(nodes=1, ranks_per_node=2, device_bytes=79 * GiB, host_bytes=500 * GiB, has_gpu=True, measured=True)
 
@@ -56,6 +57,61 @@ def test_a_json_without_measured_rates_and_a_missing_one_are_refused(tmp_path, m
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match="no measured rates in it; write it with"):
             read_machine(path)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "named"),
+    [
+        ({"gpus": "72xH100", "nodes": "1"}, ""),
+        ({"gpus": "73xH100"}, "no node has more than 72 GPUs; use --nodes"),
+        ({"gpus": "8xH100", "nodes": "12500"}, ""),
+        ({"gpus": "8xH100", "nodes": "1,12501"}, "100,008 GPUs: the largest clusters have 100,000"),
+        ({"gpus": "8xH100", "nodes": "0"}, "--nodes 0: write a number of at least 1"),
+        ({"gpus": "8xH100", "nodes": "1,,2"}, "--nodes 1,,2: write a number"),
+        ({"gpus": "8xH100", "gpu_type": "A100-40GB"}, "both name the card; keep one"),
+        ({"gpus": "4x80GB", "gpu_type": "H100"}, ""),
+        ({"gpus": "4xH100", "hostfile": "hosts"}, "hosts has 8 per node; make them the same"),
+        ({"gpus": "8xH100", "hostfile": "hosts", "nodes": "2"}, "--hostfile hosts has 2; keep one"),
+        ({"gpus": "8xH100", "hostfile": "hosts"}, ""),
+    ],
+    ids=str,
+)
+def test_impossible_hardware_is_refused_and_its_neighbour_is_taken(tmp_path, monkeypatch, hardware, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    if named:
+        with pytest.raises(UserError, match=re.escape(named)):
+            read_machines(PlanOptions(**hardware))
+        return
+    machines = read_machines(PlanOptions(**hardware))
+    number = 2 if "hostfile" in hardware else int(hardware.get("nodes", 1))
+    assert [machine.nodes for machine in machines] == [number]
+    assert machines[0].host_names == (("a", "b") if "hostfile" in hardware else ())
+
+
+@pytest.mark.parametrize("card", ["H100", "A100-40GB", "L4"])
+def test_a_card_by_its_name_and_by_its_memory_is_one_machine(card):
+    by_name, by_type = (read_machines(PlanOptions(**each)) for each in ({"gpus": f"4x{card}"}, {"gpu_type": card}))
+    size = f"{by_name[0].device_bytes // 10**6}MB"
+    (by_size,) = read_machines(PlanOptions(gpus=f"4x{size}", gpu_type=card))
+    assert dataclasses.replace(by_type[0], ranks_per_node=4) == by_name[0] == by_size
+    (small,) = read_machines(PlanOptions(gpus="4x10GB", gpu_type=card))
+    assert small == dataclasses.replace(by_size, device_bytes=10 * GB), "a part of a card has the part's memory"
+
+
+def test_options_about_a_machine_change_what_they_name_alone(tmp_path):
+    (plain,) = read_machines(PlanOptions(gpus="8xH100"))
+    changes = {
+        "host_memory": ("768GB", {"host_bytes": 768 * GB}),
+        "nvme": ("4TB", {"nvme_bytes": 4000 * GB}),
+        "interconnect": ("ib400+nvlink", {"interconnect": "nvlink+ib400"}),  # within the node first
+    }
+    for name, (word, changed) in changes.items():
+        assert read_machines(PlanOptions(gpus="8xH100", **{name: word})) == [dataclasses.replace(plain, **changed)]
+    (here,) = read_machines(PlanOptions(gpus="8xH100", nvme=str(tmp_path)))
+    assert here.nvme_path == str(tmp_path) and here.nvme_bytes > 0
+    several = read_machines(PlanOptions(gpus="8xH100", nodes="1,2,8"))
+    assert several == [dataclasses.replace(plain, nodes=number) for number in (1, 2, 8)]
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,7 @@ from dsft.checkpoints.export import export
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import build_model
-from dsft.models.package import auto_class, from_config, whole_class
+from dsft.models.package import auto_class, from_config, unreached, whole_class
 from dsft.models.size import measure_model
 from dsft.models.weights import weight_problems
 from dsft.run_setup.resolve import check_run, resolve_offline
@@ -47,6 +47,13 @@ def test_what_is_frozen_is_what_no_text_reaches(kind):
     assert frozen == {name for name, parameter in model.named_parameters() if parameter.grad is None}
     towers = any(part in name for name in frozen for part in ("visi", "visual", "audio", "vqmodel"))
     assert towers == (type(model) is whole_class(package_config(kind)) and kind != "mistral4")
+
+
+def test_a_parameter_that_no_text_reaches_is_named_alone_where_it_lies_beside_some_that_are_reached():
+    model = from_config(package_config("gemma3"))
+    before = unreached(model)
+    model.register_parameter("of_images", torch.nn.Parameter(torch.zeros(3)))
+    assert set(unreached(model)) == {*before, "of_images"}
 
 
 @pytest.mark.parametrize("kind", grid(KINDS, ["qwen3_5", "mllama", "gemma3", "mistral3"]))

@@ -8,7 +8,7 @@ from peft import PeftModel
 from quantized import as_fp8, describe, write_certain_model
 from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
@@ -137,3 +137,31 @@ def test_what_transformers_cannot_train_is_refused_before_loading(fp8, monkeypat
         "model=m: its weights are quantised (fbgemm_fp8), over which transformers cannot train adapters; use the model"
         " that it was made from"
     ]
+
+
+@pytest.mark.parametrize(
+    ("section", "bits"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4),
+        ({"quant_method": "gptq", "bits": 3}, 3),
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "unheard of"}, 8),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}, "c": {}},
+            },
+            8,
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, 4),
+    ],
+    ids=str,
+)
+def test_a_model_on_disk_has_the_bits_that_its_format_names(section, bits):
+    config = LlamaConfig(quantization_config=section)
+    assert quantization_on_disk(config).bits == bits
+    assert quantization_on_disk(LlamaConfig()) is None
