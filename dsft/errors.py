@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from dsft.units import in_columns
+
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 """Training stopped itself, for example at a NaN loss; what was saved before is intact."""
@@ -127,10 +129,11 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
                 is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
-                head = "dsft: error: " if is_error else "dsft: "
+                head = plain = "dsft: error: " if is_error else "dsft: "
                 if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
                     head = f"\033[31m{head}\033[0m"
-                print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
+                texts = [in_columns(plain + line, is_terminal=sys.stderr.isatty()) for line in lines]
+                print("\n".join(head + text.removeprefix(plain) for text in texts), file=sys.stderr, flush=True)
             if not is_rank_0:
                 time.sleep(RANK_0_SECONDS)
             if os.environ.get("WORLD_SIZE", "1") != "1":

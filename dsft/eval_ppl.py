@@ -22,6 +22,7 @@ from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import check_words, map_launcher_variables
+from dsft.units import plural
 
 
 @ends_with_clear_errors
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_evaluation(argv, problems)
     check_before_rendezvous(config, problems)
+    say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()
     with quick_imports():
         distributed.start_ranks(
@@ -41,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         from dsft.data.training_data import notes_on_escapes
         from dsft.perplexity.compare import print_together
 
+    say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and models")
     for note in notes_on_escapes(config):
         say(f"note: {note}")
     evaluations = []

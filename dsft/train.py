@@ -22,7 +22,7 @@ from dsft.config.reader import read_config
 from dsft.errors import ends_with_clear_errors
 from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, preemption, quick_imports
-from dsft.runtime.console import set_up_screen
+from dsft.runtime.console import say, set_up_screen
 from dsft.runtime.launcher_env import check_words, map_launcher_variables
 
 
@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     options = read_config(TrainConfig, argv, problems)
     check_before_rendezvous(options, problems)
+    say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     preemption.listen()

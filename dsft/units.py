@@ -1,5 +1,9 @@
-"""What every room shares: units as dsft writes them, a batch, the padded width of rows, the label of ignored tokens."""
+"""What every room shares: units and lines as dsft writes them, a batch, the padded width of rows, the label of ignored
+tokens.
+"""
 
+import shutil
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +60,35 @@ def token_counts(text: str) -> list[int]:
 def in_gib(num_bytes: float) -> str:
     """Write bytes in GiB with three digits, or as a full number from 1,000 GiB on."""
     return f"{num_bytes / GiB:.3g} GiB" if num_bytes < 1000 * GiB else f"{num_bytes / GiB:,.0f} GiB"
+
+
+def in_columns(text: str, *, is_terminal: bool, is_command: bool = False) -> str:
+    """Break lines between words where a terminal is too narrow for them. In a file they stay whole, so that paths and
+    commands can be searched for.
+
+    Args:
+        is_command: a shell takes the lines as one.
+    """
+    if not is_terminal or (is_command and "'" in text):  # inside of quotes a backslash would not go on
+        return text
+    columns, end = shutil.get_terminal_size().columns, " \\\n" if is_command else "\n"
+    unbroken = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+    wrapped = [textwrap.wrap(line, columns - 2 * is_command, **unbroken) or [""] for line in text.split("\n")]
+    return "\n".join(end.join(lines) for lines in wrapped)
+
+
+def in_digits(value: float) -> str:
+    """Write a number with four digits, from 1,000 on in full with separators: 0.002995, 98.2, 4,110."""
+    if isinstance(value, int) or 999.95 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def describe_value(value: int | float | list[float]) -> str:
+    """Write a count, a share or the epochs per source."""
+    if isinstance(value, list):
+        return ", ".join(f"{number:.3g}" for number in value)
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def plural(number: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from dsft.cli.commands import ExportOptions, FolderOptions
 from dsft.errors import UserError, raise_if_any
 from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.runtime import quick_imports
-from dsft.runtime.console import set_up_screen, show_table
+from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
 
 
@@ -47,7 +47,7 @@ def show_checkpoints(options: FolderOptions) -> None:
             newest, ranks = folder, manifest["world_size"]
     show_table(table)
     if newest:
-        print(
+        show_text(
             f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
             f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
         )
@@ -69,7 +69,7 @@ def verify_checkpoint(options: FolderOptions) -> None:
     raise_if_any(pickle_errors(file for folder in folders for file in files_of(folder) if is_read_pickle(file)))
     for folder in folders:
         files = plural(len(files_of(folder)), "file")
-        print(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")
+        show_text(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")
 
 
 def _num_bytes(folder: Path) -> int:
@@ -84,7 +84,7 @@ def run_export(options: ExportOptions) -> None:
     with quick_imports():
         from dsft.checkpoints.export import export
 
-    print(f"dsft: written and read back: {export(**dataclasses.asdict(options))}")
+    show_text(f"dsft: written and read back: {export(**dataclasses.asdict(options))}")
 
 
 def run_merge(options: ExportOptions) -> None:
@@ -95,4 +95,4 @@ def run_merge(options: ExportOptions) -> None:
     with quick_imports():
         from dsft.checkpoints.export import merge
 
-    print(f"dsft: merged, written and read back: {merge(**dataclasses.asdict(options))}")
+    show_text(f"dsft: merged, written and read back: {merge(**dataclasses.asdict(options))}")

@@ -20,9 +20,9 @@ from dsft.doctor.machine_checks import differences
 from dsft.errors import EXIT_USER_ERROR, nearest, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.launchers import hosts_of, number_problems
-from dsft.runtime.console import show_table
+from dsft.runtime.console import show_table, show_text
 from dsft.runtime.launcher_env import Node, map_launcher_variables
-from dsft.units import GiB, plural
+from dsft.units import GiB, in_columns, plural
 
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 NUMBERS = ("slots", "memory", "shm", "disk", "MTU")
@@ -135,19 +135,19 @@ def show(report: Report, *, only_findings: bool) -> None:
         lines += [f"patches of {library}: {', '.join(names)}" for library, names in report.patches.items()]
         lines += [f"plan: {report.plan}"] if report.plan else []
         for line in lines:
-            console.print(line, soft_wrap=True)
+            show_text(line)
     for finding in report.sorted_findings():
         if not (only_findings and finding.severity == "note"):
             head = f"{finding.severity}: {finding.where}: {finding.message}  [{finding.code}]"
+            head = in_columns(head, is_terminal=console.is_terminal)
             console.print(Text(head, style=COLOURS[finding.severity]), soft_wrap=True)
             for name, text in (("why", finding.why), ("fix", finding.fix)):
-                console.print(Text(f"    {name}: {text}"), soft_wrap=True)
+                show_text(f"    {name}: {text}")
     counts = {severity: sum(finding.severity == severity for finding in report.findings) for severity in COLOURS}
     words = ", ".join(plural(count, severity) for severity, count in counts.items() if count) or "nothing found"
-    console.print(
+    show_text(
         f"dsft doctor: {plural(len(report.nodes), 'node')}, {plural(sum(report.slots.values()), 'rank')},"
-        f" {words}; {report.seconds:.1f} s{', quick part' if report.quick else ''}",
-        soft_wrap=True,
+        f" {words}; {report.seconds:.1f} s{', quick part' if report.quick else ''}"
     )
 
 

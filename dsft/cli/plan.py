@@ -18,6 +18,7 @@ from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
 from dsft.runtime import quick_imports
+from dsft.runtime.console import show_text
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
 from dsft.runtime.launcher_env import read_hosts
 from dsft.units import GB
@@ -90,7 +91,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     elif has_gpu():
         machine = dataclasses.replace(this_machine(), ranks_per_node=slots)
     else:
-        print(
+        show_text(
             f"dsft: no GPU here to take as a sample: {ASSUMED_GPU} assumed; --gpus 8xH100 or --gpu_type changes that",
             file=sys.stderr,
         )

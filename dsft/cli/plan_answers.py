@@ -68,7 +68,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
             )
         dtype = training.dtype if training.dtype != "auto" else auto_dtype(machine)
         path, others = calibrate(machine, dtype=dtype)
-        print(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
+        show_text(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
         if others:
             print_note(f"other programs hold {in_gib(others)} of a GPU: its memory outside of torch was not measured")
     asked_for_one = options.perplexity or options.largest or options.longest
@@ -80,13 +80,15 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
         rows = largest_models(training, machine, attention=options.attention)
         if options.json:
             return print_json([dataclasses.asdict(row) for row in rows])
-        print(f"{machine}, {training.seq_len:,} tokens per sequence")
+        show_text(f"{machine}, {training.seq_len:,} tokens per sequence")
         for row in rows:
             if row.plan:
                 beyond = f"; not {row.too_large[0]}" if row.too_large else ""
-                print(f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed_text(row.plan, machine)}){beyond}")
+                show_text(
+                    f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed_text(row.plan, machine)}){beyond}"
+                )
             else:
-                print(f"{row.method}: none fits, from {row.too_large[0]} on")
+                show_text(f"{row.method}: none fits, from {row.too_large[0]} on")
     elif options.perplexity:
         _perplexity(options, training, machine)
     elif options.longest:
@@ -95,9 +97,9 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
             print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
         elif longest:
             tokens, plan = longest
-            print(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
+            show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
         else:
-            print("no sequence fits, however short")
+            show_text("no sequence fits, however short")
         if not longest:
             raise SystemExit(NOTHING_FITS)
     elif len(machines) > 1:
@@ -119,7 +121,7 @@ def print_json(content: Any) -> None:
 
 
 def print_note(text: str) -> None:
-    print(f"dsft: note: {text}", file=sys.stderr)
+    show_text(f"dsft: note: {text}", file=sys.stderr)
 
 
 def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> DecidedRun:
@@ -205,15 +207,16 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
                 hours += f" ({cost.least_hours:,.1f} to {cost.most_hours:,.1f})"
             dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
             steps = f"{cost.tokens:,.0f} tokens in {cost.steps:,.0f} steps"
-            print(f"{steps}: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}")
+            show_text(f"{steps}: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}")
         for path in written:
-            print(f"dsft: written: {path}")
+            show_text(f"dsft: written: {path}")
         if ways:
-            print("what would fit:")
+            show_text("what would fit:")
         elif not plan.fits:
-            print("nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
+            show_text("nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
         for way, command in zip(ways, commands, strict=True):
-            print(f"  {command}\n    {way.plan.label}{speed_text(way.plan, way.machine)}")
+            show_text(f"  {command}", is_command=True)
+            show_text(f"    {way.plan.label}{speed_text(way.plan, way.machine)}")
     if not plan.fits:
         raise SystemExit(NOTHING_FITS)
 
@@ -323,7 +326,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
     batch, other = "stays (strong scaling)", "weak"
     if options.scaling == "weak":
         batch, other = "grows with the nodes (weak scaling)", "strong"
-    print(f"the global batch {batch}; --scaling {other} for the other")
+    show_text(f"the global batch {batch}; --scaling {other} for the other")
 
 
 def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:
@@ -359,12 +362,12 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
             f"{plan.tokens_per_second:,.0f}" if choice.speeds.has_time_estimate else "-",
             _fits(plan, plan.limiting_resource),
         )
-    print(f"{describe_model(offline.model.size)}\n{machine}")
+    show_text(f"{describe_model(offline.model.size)}\n{machine}")
     show_table(table)
     show_text(choice.reason)
     if choice.longest_window:
         ranks = plural(options.sequence_parallel, "rank")
-        print(f"longest window that fits: {choice.longest_window:,} tokens on {ranks}")
+        show_text(f"longest window that fits: {choice.longest_window:,} tokens on {ranks}")
 
 
 def describe_model(size: ModelSize) -> str:
@@ -410,9 +413,9 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
             *(times if plan.has_time_estimate else "---"),
             _fits(plan, plan.limiting_resource.replace(" memory", "").replace(" and ", "+")),
         )
-    print(f"{describe_model(size)}\n{machine}")
+    show_text(f"{describe_model(size)}\n{machine}")
     show_table(table)
-    print(f"{chosen.time.tokens_per_step:,} tokens per step")
+    show_text(f"{chosen.time.tokens_per_step:,} tokens per step")
 
 
 def _fits(plan: Plan | EvaluationPlan, limiting_resource: str) -> str:
@@ -442,4 +445,4 @@ def explain(plan: Plan) -> None:
         times.add_row(name, f"{getattr(plan.time, f'{part}_seconds'):,.4f}")
     show_table(table)
     show_table(times)
-    print("peak = always + the larger of (forward and backward) and (optimizer step)")
+    show_text("peak = always + the larger of (forward and backward) and (optimizer step)")

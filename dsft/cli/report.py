@@ -11,7 +11,7 @@ from dsft.perplexity.model_table import table_of, written
 from dsft.perplexity.results import finite
 from dsft.report.page import write_report
 from dsft.report.runs import read_report
-from dsft.runtime.console import print_table
+from dsft.runtime.console import print_table, show_text
 from dsft.units import plural
 
 
@@ -22,7 +22,9 @@ def run_report(options: ReportOptions) -> None:
         UserError: where a folder holds no run, or the page cannot be written.
     """
     page, *pictures = write_report(read_report(options.runs), Path(options.out).expanduser())
-    print(f"dsft: {page}: written, {page.stat().st_size / 1e6:.1f} MB; {len(pictures)} PNGs in {page.with_suffix('')}/")
+    show_text(
+        f"dsft: {page}: written, {page.stat().st_size / 1e6:.1f} MB; {len(pictures)} PNGs in {page.with_suffix('')}/"
+    )
 
 
 def run_compare(options: CompareOptions) -> None:
@@ -34,7 +36,7 @@ def run_compare(options: CompareOptions) -> None:
     evaluations = read_evaluations(options.results)
     if options.card:
         write_card(path := Path(options.card).expanduser(), evaluations)
-        print(f"dsft: {path}: written, a card of {plural(len(evaluations), 'result')}")
+        show_text(f"dsft: {path}: written, a card of {plural(len(evaluations), 'result')}")
     if options.against:
         cards = read_card(Path(options.against).expanduser())
         for table in [agreement(evaluation, cards, options.against) for evaluation in evaluations]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import PackedRows, Stream, describe_counts, describe_value, sequence, sequences_in
+from dsft.data.batches import PackedRows, Stream, describe_counts, sequence, sequences_in
 from dsft.data.batches import Sequence as TokenSequence
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder
@@ -21,8 +21,8 @@ from dsft.data.tokenization import tokenise
 from dsft.data.training_data import TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any
 from dsft.models.tokenizer import check_tokenizer
-from dsft.runtime.console import show_table
-from dsft.units import IGNORED
+from dsft.runtime.console import show_table, show_text
+from dsft.units import IGNORED, describe_value
 
 STREAMED = 1000
 """Sequences that the figures of a stream are of."""
@@ -37,13 +37,13 @@ def prepare(config: TrainConfig) -> None:
         UserError: with every problem of the tokenizer and the data.
     """
     sources, _, data = _load(config)
-    print(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
+    show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
     if data.held_out_counts:
-        print(f"dsft: held out: {describe_counts(data.held_out_counts)}")
+        show_text(f"dsft: held out: {describe_counts(data.held_out_counts)}")
     for note in data.notes:
-        print(f"dsft: note: {note}")
+        show_text(f"dsft: note: {note}")
     folder = cache_folder(config.data_cache)
-    print(f"dsft: ready in {folder}; training with the same options and files takes it from there")
+    show_text(f"dsft: ready in {folder}; training with the same options and files takes it from there")
 
 
 def preview(config: TrainConfig, *, samples: int) -> None:

@@ -25,7 +25,7 @@ from dsft.data.store import Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.trials import NO_RULES, RowRules, positions
-from dsft.units import IGNORED, padded_width
+from dsft.units import IGNORED, describe_value, padded_width
 
 Sequence = dict[str, np.ndarray]
 """input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1."""
@@ -181,13 +181,6 @@ def describe_counts(counts: dict[str, Any]) -> str:
             share = f" ({value / counts['rows']:.1%})" if name == "dropped_long" and counts.get("rows") else ""
             words.append(f"{describe_value(value)} {text}{share}")
     return ", ".join(words)
-
-
-def describe_value(value: int | float | list[float]) -> str:
-    """Writes a count, a share or the epochs per source."""
-    if isinstance(value, list):
-        return ", ".join(f"{number:.3g}" for number in value)
-    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def count(sequences: Sequences, stores: list[Store], *, epochs: list[float] | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dsft.config.reader import LONGEST_SENT, SENT_FILES, pack_files, read_file_and_flags, read_flags
 from dsft.launch.launchers import Launcher
+from dsft.runtime.console import OPERATOR_LOG
 from dsft.runtime.disk import ENV_FILE
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import JOB, LAUNCH, LOOPBACK, WORDS, Node, own_addresses
@@ -71,13 +72,17 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def accelerator() -> dict[str, str]:
-    """The variable by which DeepSpeed knows that there is no GPU.
+    """The variables by which DeepSpeed knows that there is no GPU, and torch that this is no news.
 
     Raises:
         UserError: where there are GPUs that torch does not see.
     """
     require_seen_gpus()
-    return {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
+    if has_gpu():
+        return {}
+    # A build of torch for CUDA would say in each of the launcher's processes that no CUDA runtime is found.
+    logs = ",".join(filter(None, [os.environ.get("TORCH_LOGS"), f"-{OPERATOR_LOG}"]))
+    return {"DS_ACCELERATOR": "cpu", "TORCH_LOGS": logs}
 
 
 def shared_environment(launcher: Launcher, script: list[str]) -> tuple[dict[str, str], list[str]]:

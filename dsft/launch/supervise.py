@@ -33,6 +33,7 @@ from dsft.launch.environment import launcher_environment, shared_environment
 from dsft.launch.launchers import MODULES, HostFields, Launcher, LaunchOptions, build_command, read_launch, shown
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
+from dsft.runtime.console import show_text
 from dsft.runtime.disk import remove_leftovers
 from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
 from dsft.runtime.ssh import SSH, SshProblem, ssh_banner, ssh_problem
@@ -78,7 +79,7 @@ def launch(argv: list[str]) -> int:
     if not options.dry_run:
         variables, notes = shared_environment(launcher, script)
         for note in notes:
-            print(f"dsft: {note}", flush=True)
+            show_text(f"dsft: {note}")
         os.environ.update(variables)  # from here they reach the preflight and the ranks
         remove_leftovers()
     examines = not (options.no_preflight or options.dry_run)
@@ -97,12 +98,13 @@ def launch(argv: list[str]) -> int:
             if attempt and launcher.ssh_nodes() and not options.no_preflight:
                 wait_until_examined(launcher, name, script)
             command = build_command(options, name, script)
-            print("dsft: " + shown(command), flush=True)
+            show_text("dsft: " + shown(command), is_command=True)
             if options.dry_run:
                 return 0
             if options.no_preflight:  # DeepSpeed asks the first host for its address, and shows a traceback without one
                 away = unreachable([node.name for node in launcher.ssh_nodes()[:1]])
                 raise_if_any([f"{problem.node}: {problem.message}; {problem.fix}" for problem in away])
+            show_text("dsft: starting the ranks")
             os.environ[WORDS] = digest_of_words(script)
             process = LauncherProcess(options, command, saves=is_training)
             code = process.run()
@@ -111,7 +113,7 @@ def launch(argv: list[str]) -> int:
                 return code
             if attempt < options.max_restarts:
                 restart = f"restart {attempt + 1} of {options.max_restarts}, from the last checkpoint"
-                print(f"dsft: exit code {code}: {restart}", file=sys.stderr, flush=True)
+                show_text(f"dsft: exit code {code}: {restart}", file=sys.stderr)
         words = resumed(script) if is_training else script
         if lost and (continues := without_lost(launcher, name, words, lost)):
             say(f"complete checkpoints are kept; to continue {continues}")
@@ -279,7 +281,7 @@ def preflight_command(launcher: Launcher, script: list[str]) -> list[str]:
         port = launcher.port(script) + 1 if launcher.has_port_beside else None
         by_ranks = dataclasses.replace(options, num_gpus=1, master_port=port)
         command = build_command(by_ranks, DOCTOR, [*QUICK, *script])
-        print("dsft: preflight: " + shown(command), flush=True)
+        show_text("dsft: preflight: " + shown(command), is_command=True)
         return command
     keys = [field.name for field in dataclasses.fields(HostFields)] if hosts else ["num_gpus"]
     values = {key: getattr(hosts or options, key) for key in keys}
@@ -309,7 +311,7 @@ def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> Non
             text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"
             text += "; ".join(["", *filter(None, [without_lost(launcher, name, script)])])
             raise UserError([f"--wait_for_nodes {launcher.options.wait_for_nodes:g}: {text}"])
-        print(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr, flush=True)
+        show_text(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr)
         time.sleep(min(WAIT_SECONDS, left))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dsft.errors import UserError, nearest, raise_if_any
-from dsft.perplexity.intervals import LEVEL, ratio_interval, sign_test, units_of
+from dsft.perplexity.intervals import in_words, ratio_interval, sign_test, units_of
 from dsft.perplexity.modes import CONTEXT, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
 from dsft.perplexity.sums import exp
@@ -43,8 +43,7 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        bounds = "unknown" if math.isnan(self.low) else f"{self.low:.6g} to {self.high:.6g}"
-        return f"{self.value:.6g}, {LEVEL:.0%} {bounds}"
+        return f"{self.value:,.6g}, {in_words((self.low, self.high), '{:,.6g}'.format)}"
 
     def exp(self) -> "Estimate":
         return Estimate(exp(self.value), exp(self.low), exp(self.high))
@@ -386,16 +385,16 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
         same_pair.setdefault((evaluation.model, evaluation.data), []).append(evaluation)
         if divergence := evaluation.divergence:
             rows = against.setdefault((evaluation.data, evaluation.protocol or ""), {})
-            rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:.4f}")
+            rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:,.4f}")
             rows[evaluation.model] = (
-                f"{evaluation.perplexity.perplexity:.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
+                f"{evaluation.perplexity.perplexity:,.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
                 f" {divergence.same_top:.2%})"
             )
     is_curve = (evaluations[0].protocol or "").startswith(f"{CONTEXT}-")
     if not is_curve and len({evaluation.protocol for evaluation in evaluations}) > 1:
         for (model, data), results in same_pair.items():
             rows = {
-                each.protocol: f"{each.perplexity.perplexity:.4f}  (windows of {each.options['seq_len']:,},"
+                each.protocol: f"{each.perplexity.perplexity:,.4f}  (windows of {each.options['seq_len']:,},"
                 f" {each.perplexity.tokens:,} tokens scored; {find_mode(each.protocol).source})"
                 for each in results
             }
@@ -407,11 +406,9 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
         for (model, data), results in curves.items():  # each length with the change from the one before
             rows, before = {}, None
             for each in results:
-                result, (low, high) = each.perplexity, each.intervals.perplexity
+                result, interval = each.perplexity, in_words(each.intervals.perplexity, "{:,.4f}".format)
                 change = "" if before is None else f", {result.loss - before:+.6f} nats per token"
-                rows[f"{each.options['seq_len']:,} tokens"] = (
-                    f"{result.perplexity:.4f} ({LEVEL:.0%} interval {low:.4f} to {high:.4f}){change}"
-                )
+                rows[f"{each.options['seq_len']:,} tokens"] = f"{result.perplexity:,.4f}, {interval}{change}"
                 before = result.loss
             documents = result.documents - result.unscored_documents
             rows["scored"] = f"the last {result.tokens // documents:,} tokens of {documents:,} documents"

@@ -11,13 +11,14 @@ Shape suffixes: U units, K sums of each.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import bdtr, stdtrit
 
 from dsft.perplexity.sums import Perplexity, exp
-from dsft.units import plural
+from dsft.units import in_digits, plural
 
 LEVEL = 0.95
 
@@ -101,6 +102,14 @@ def ratio_interval(units: Units, below: int, base: Units | None = None) -> Inter
     error = math.sqrt((number - 1) / number * ((without_U - without_U.mean()) ** 2).sum())
     half = error * stdtrit(freedom, (1 + LEVEL) / 2)
     return float(ratio - half), float(ratio + half)
+
+
+def in_words(interval: Iterable[float | None], write: Callable[[float], str] = in_digits) -> str:
+    """Write an interval as "1,740 to 1,831 (95 %)", or "unknown" where there are too few units for one."""
+    low, high = interval
+    if low is None or math.isnan(low):
+        return "unknown"
+    return f"{write(low)} to {write(high)} ({100 * LEVEL:.0f} %)"
 
 
 def sign_test(better: int, worse: int) -> float:

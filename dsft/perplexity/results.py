@@ -29,7 +29,7 @@ import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
-from dsft.perplexity.intervals import LEVEL, Interval, ResultIntervals, ratio_interval, result_intervals, units_of
+from dsft.perplexity.intervals import Interval, ResultIntervals, in_words, ratio_interval, result_intervals, units_of
 from dsft.perplexity.modes import find_mode
 from dsft.perplexity.sums import Perplexity
 from dsft.runtime import distributed
@@ -197,22 +197,21 @@ class Evaluation:
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the result, for the screen."""
         result = self.perplexity
-        low, high = self.intervals.perplexity
-        bounds = "unknown" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
+        interval = in_words(self.intervals.perplexity, "{:,.4f}".format)
         rows = {
-            "perplexity": f"{result.perplexity:.4f}",
-            f"{LEVEL:.0%} interval": f"{bounds} (over {self.intervals.units})",
+            "perplexity": f"{result.perplexity:,.4f}, {interval}",
+            "interval": f"over {self.intervals.units}",
             "scored": f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})",
             "nats per token": f"{result.loss:.6f}",
         }
         if result.bytes:
             rows["per text"] = (
-                f"word perplexity {result.word_perplexity:,.4f}, byte perplexity {result.byte_perplexity:.4f}\n"
+                f"word perplexity {result.word_perplexity:,.4f}, byte perplexity {result.byte_perplexity:,.4f}\n"
                 f"{result.bits_per_byte:.4f} bits per byte"
             )
         for name, groups in self.groups.items():
             lines = [
-                f"{each['perplexity']:.4f}{_bounds(*each.get('interval', (None, None)), '.4f')}  {each['group']}"
+                f"{each['perplexity']:,.4f}{_bounds(*each.get('interval', (None, None)), ',.4f')}  {each['group']}"
                 f" ({each['tokens']:,} tokens)"
                 for each in groups
             ]
@@ -229,7 +228,7 @@ class Evaluation:
                 f"KL(reference || model) {kl}, KL(model || reference) {reverse_kl} nats"
                 f" per token; same likeliest token {same_top}; change of the true token's probability"
                 f" {low:+.4f} (1%), {middle:+.4f} (median), {high:+.4f} (99%); perplexity of the reference"
-                f" {divergence.reference_perplexity:.4f}"
+                f" {divergence.reference_perplexity:,.4f}"
             )
         left_out = {"without a token to score": result.unscored_documents, "truncated": self.truncated_documents}
         if any(left_out.values()):

@@ -40,7 +40,7 @@ from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
-from dsft.units import IGNORED
+from dsft.units import IGNORED, in_digits
 from dsft.watchdog import client as watchdog
 
 STEPS = 2.0**28
@@ -165,7 +165,7 @@ def evaluate_windows(
                     if recorder:
                         recorder.record(index, batches[index], columns_KN, sums_KP[:, place].tolist())
                 nats, num_scored = nats + columns_KN[0].sum().item(), num_scored + columns_KN.shape[1]
-                bar.set_postfix_str(f"{exp(nats / max(num_scored, 1)):.4f} so far", refresh=False)
+                bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
             elif collective_forward:  # the same collectives as a batch with work
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))

@@ -4,16 +4,15 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import socket
 import sys
-import textwrap
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dsft.runtime.launcher_env import rank, world_size
+from dsft.units import in_columns
 from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 LINE_SECONDS = 60.0  # between two lines about progress, where no bar is seen; shorter work has none
 LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed}<{remaining}, {rate_fmt}{postfix}"
 
+OPERATOR_LOG = "torch.utils.cpp_extension"  # warns that no CUDA runtime is found where no GPU is
 NO_LIMIT = 1000  # columns of a file, wider than any table
-UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def say(line: str) -> None:
     """Print on rank 0."""
     if rank() == 0:
-        print(f"dsft: {line}", flush=True)
+        show_text(f"dsft: {line}")
 
 
 def set_up_screen() -> None:
@@ -50,6 +49,7 @@ def set_up_screen() -> None:
     transformers.logging.disable_progress_bar()  # of loading and saving weights, and the hub's of downloads with them
     if shows_downloads:
         enable_progress_bars()
+    logging.getLogger(OPERATOR_LOG).setLevel(logging.ERROR)
     # At each start it says that the Trainer gave the model the tokenizer's end tokens.
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
     if rank():
@@ -115,16 +115,19 @@ def show_table(table: "Table") -> None:
             rows.append(": ".join(cells).replace("\n", "; "))
     for text in (table.title, *rows, table.caption):
         if text:
-            lines = textwrap.wrap(str(text), console.width, subsequent_indent="    ", **UNBROKEN)
-            console.print("\n".join(lines), soft_wrap=True)
+            console.print(in_columns(str(text), is_terminal=width is None), soft_wrap=True)
     console.print()  # between two of them
 
 
-def show_text(text: str) -> None:
-    """Print a text, in lines that end between words where a terminal is too narrow for it."""
-    if sys.stdout.isatty():
-        text = "\n".join(textwrap.wrap(text, shutil.get_terminal_size().columns, **UNBROKEN))
-    print(text)
+def show_text(text: str, *, is_command: bool = False, file: TextIO | None = None) -> None:
+    """Print a text, in lines that end between words where a terminal is too narrow for it; the rank's log file has it
+    whole.
+    """
+    screen = file or sys.stdout
+    if isinstance(screen, _Both):
+        screen.write_to_file(f"{text}\n")
+        screen = screen.screen
+    print(in_columns(text, is_terminal=screen.isatty(), is_command=is_command), file=screen, flush=True)
 
 
 LOGS = "logs"  # folder in the run's, with a file per rank, on its node: `rank_3.log`
@@ -139,9 +142,12 @@ class _Both:
 
     def write(self, text: str) -> int:
         if "\r" not in text:  # a bar
-            with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
-                self.file.write(COLOUR.sub("", text))
+            self.write_to_file(text)
         return self.screen.write(text)
+
+    def write_to_file(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
+            self.file.write(COLOUR.sub("", text))
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ import psutil
 
 from dsft.errors import UserError
 from dsft.runtime import patches
-from dsft.runtime.console import say
+from dsft.runtime.console import say, show_text
 from dsft.watchdog.processes import Process, start_time
 
 LOCK = ".lock"  # name of a run's lock in its folder
@@ -202,7 +202,7 @@ class RunLock(HeldFile):
 
 def say_from_any_rank(line: str) -> None:
     """Print to standard error, and so into a rank's log file too, which descriptor 2 is not on rank 0."""
-    print(f"dsft: {socket.gethostname()}: {line}", file=sys.stderr, flush=True)
+    show_text(f"dsft: {socket.gethostname()}: {line}", file=sys.stderr)
 
 
 class OperatorLock(HeldFile):

@@ -16,6 +16,7 @@ from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.errors import TrainingStopped
 from dsft.runtime.console import say
 from dsft.training.metrics import METRICS
+from dsft.units import in_digits
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
@@ -135,9 +136,7 @@ class ProgressLog(TrainerCallback):
         parts, in_bar = [f"step {state.global_step:>6}"], []
         for metric in METRICS:
             if metric.on_screen and (value := logs.get(metric.name)) is not None:
-                parts.append(
-                    f"{metric.on_screen} {value:,}" if isinstance(value, int) else f"{metric.on_screen} {value:.4g}"
-                )
+                parts.append(f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}")
                 in_bar += parts[-1:] if metric.in_bar else []
         if self.bar is not None:
             self.bar.write(_fitting(parts, self.bar.ncols))

@@ -4,6 +4,7 @@ read a step later, so that the host waits for no work that a GPU is still at, an
 A new metric is one value of METRICS: how it is computed, how the screen shows it, and how the report draws it.
 """
 
+import contextlib
 import dataclasses
 import operator
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dsft.perplexity.intervals import in_words
 from dsft.perplexity.sums import exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
@@ -22,7 +24,7 @@ from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, device, from_all
 from dsft.runtime.hardware import has_gpu, peak_memory_bytes
-from dsft.units import GiB
+from dsft.units import GiB, in_digits
 
 ROUNDING = 1e-5
 """Of sums of the loss in fp32: what models add to theirs is more."""
@@ -98,6 +100,14 @@ class Work:
         self.forward_seconds = 0.0
         """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
         self.begun = time.perf_counter()
+        """When it began, put off by what is none of its steps' time."""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave an evaluation or a save inside a `with` out of the interval's time."""
+        start = time.perf_counter()
+        yield
+        self.begun += time.perf_counter() - start
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and count the seconds until each is there."""
@@ -218,6 +228,8 @@ class Line:
     """"gpu" (where there is one) and "host" -> the largest peak of one rank so far."""
     sums: Sums | None = None
     """Since the last line; None where the line is of an evaluation, or of the end."""
+    seconds: float = 0.0
+    """That the steps of `sums` took, without evaluations and saves."""
     ranks: tuple[RankTimes, ...] = ()
     trained_tokens: int | None = None
     """Over the full training, where the line is of steps."""
@@ -250,9 +262,10 @@ def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Lin
     peak_gib = {name: round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
     if work is None or not work.sums.positions:
         return Line(peak_gib=peak_gib)
+    seconds = time.perf_counter() - work.begun
     if len(ranks) > 1:
-        slow_ranks.note(list(ranks), interval=time.perf_counter() - work.begun)
-    return Line(peak_gib=peak_gib, sums=work.sums, ranks=ranks)
+        slow_ranks.note(list(ranks), interval=seconds)
+    return Line(peak_gib=peak_gib, sums=work.sums, seconds=seconds, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +283,8 @@ class InReport:
     """Of the axis, as d3-format has it."""
     from_zero: bool = False
     """The axis begins at 0."""
+    is_noisy: bool = False
+    """The page's switch smooths its line."""
     unless: str = ""
     """The chart is left out where a run has this metric."""
 
@@ -283,6 +298,8 @@ class Metric:
     """Computes it, None where it has no place in a line. Without, the Trainer or an evaluation logs it."""
     on_screen: str = ""
     """Its name in the line of the log; empty where it is in the files alone."""
+    in_words: Callable[[dict[str, float]], str] | None = None
+    """Writes it for that line, from all metrics of the line; without, the number."""
     in_bar: bool = False
     """Shown at the moving line too."""
     in_report: InReport | None = None
@@ -297,6 +314,15 @@ def _more_than(line: Line, name: str, base: str) -> bool:
 def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
     speed = line.logs.get("tokens_per_second_per_gpu")
     return speed * line.compute.flops_per_token / unit if speed is not None and unit else None
+
+
+def _held_out(logs: dict[str, float]) -> str:
+    """Write the perplexity of an evaluation, and its interval where there is one."""
+    perplexity, bounds = (
+        in_digits(logs["eval_perplexity"]),
+        [logs.get(f"eval_perplexity_{end}") for end in ("low", "high")],
+    )
+    return perplexity if None in bounds else f"{perplexity}, {in_words(bounds)}"
 
 
 METRICS = (
@@ -318,20 +344,24 @@ METRICS = (
     Metric(
         "learning_rate", on_screen="lr", in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e")
     ),
-    Metric("grad_norm", on_screen="grad_norm", in_report=InReport(chart="Gradient norm", axis="norm, before clipping")),
     Metric(
-        "train_tokens_per_second",
+        "grad_norm",
+        on_screen="grad_norm",
+        in_report=InReport(chart="Gradient norm", axis="norm, before clipping", is_noisy=True),
+    ),
+    Metric("train_tokens_per_second", in_report=InReport(row="throughput", unit="tokens/s")),
+    Metric(
+        "tokens_per_second",
+        lambda line: line.sums and line.sums.tokens / line.seconds,
         on_screen="tokens/s",
         in_bar=True,
-        in_report=InReport(
-            row="throughput", unit="tokens/s", chart="Throughput", axis="tokens/s, all ranks", number="~s"
-        ),
+        in_report=InReport(chart="Throughput", axis="tokens/s, all ranks", number="~s", is_noisy=True),
     ),
     Metric(
         "tokens_per_second_per_gpu",
         lambda line: (
-            line.logs["train_tokens_per_second"] / line.compute.num_gpus
-            if line.compute.num_gpus and "train_tokens_per_second" in line.logs
+            line.logs["tokens_per_second"] / line.compute.num_gpus
+            if line.compute.num_gpus and "tokens_per_second" in line.logs
             else None
         ),
         on_screen="per GPU",
@@ -339,10 +369,8 @@ METRICS = (
     ),
     Metric("tflops_per_gpu", lambda line: _flops_of_a_gpu(line, 1e12)),
     Metric("mfu", lambda line: _flops_of_a_gpu(line, line.compute.peak_flops), on_screen="MFU", in_bar=True),
-    Metric("eval_loss", on_screen="eval_loss"),
-    Metric("eval_perplexity", on_screen="eval_perplexity"),
-    Metric("eval_perplexity_low", on_screen="from"),
-    Metric("eval_perplexity_high", on_screen="to"),
+    Metric("eval_loss", on_screen="held-out loss"),
+    Metric("eval_perplexity", on_screen="perplexity", in_words=_held_out),
     *(
         Metric(
             f"peak_{where.lower()}_gib",
@@ -364,7 +392,13 @@ METRICS = (
     Metric("eval_tokens", on_screen="eval_tokens"),
     Metric("num_trained_tokens", lambda line: line.trained_tokens),
     Metric("padding_share", lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
-    Metric("data_wait_seconds", lambda line: max((rank.data for rank in line.ranks), default=None)),
+    Metric(
+        "data_wait_seconds",
+        lambda line: max((rank.data for rank in line.ranks), default=None),
+        in_report=InReport(
+            chart="Stalls: waiting for data", axis="seconds since the last line", from_zero=True, is_noisy=True
+        ),
+    ),
     Metric(
         "rank_skew",
         lambda line: (

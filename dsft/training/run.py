@@ -85,6 +85,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         if left_lock:
             wait_for_freed_gpu()
         watchdog.set_phase("loading")
+        say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and model")
         try:
             return _finetune(options, problems)
         finally:
@@ -367,7 +368,7 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
         if saved
         else f"nothing could be saved ({trainer.saves.failed[-1:]})"
     )
-    raise Requeue(f"asked to stop (SIGUSR1, SIGTERM) after step {trainer.state.global_step}: {kept}")
+    raise Requeue(f"asked to stop (Ctrl-C or a signal) after step {trainer.state.global_step}: {kept}")
 
 
 def finish(trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, start: float) -> Path:

@@ -109,6 +109,8 @@ class PerplexityTrainer(Trainer):
             processing_class=tokenizer,
             data_collator=data.collator,
         )
+        # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
+        self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
         self.strategy = data.strategy
         self.compute = compute
         self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
@@ -236,6 +238,7 @@ class PerplexityTrainer(Trainer):
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
         swap_in(engine, "train")  # a checkpoint holds the average
+        self.work.begin_interval()
         return prepared
 
     def _restore(self, checkpoint: str) -> None:
@@ -419,7 +422,7 @@ class PerplexityTrainer(Trainer):
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
         # Intervals are over documents, which a window of training may hold several of, or a part of one.
         windows = windows_of_sequences(held_out, held_out.document_ends)
-        with watchdog.phase("evaluating"), averaged_weights(self.model_wrapped):
+        with watchdog.phase("evaluating"), self.work.paused(), averaged_weights(self.model_wrapped):
             result = evaluate_windows(
                 self.model,
                 windows,
@@ -477,7 +480,7 @@ class PerplexityTrainer(Trainer):
                 problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
             return problems
 
-        with watchdog.phase("saving"), averaged_weights(self.model_wrapped):
+        with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
             is_saved = save.run(
                 write,
                 check,

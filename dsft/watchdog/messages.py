@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dsft.units import in_columns
+
 POLL_SECONDS = 0.5  # how often a sidecar looks at its rank; also the least time between two heartbeats of a rank
 CONNECT_SECONDS = 20.0  # for a sidecar to reach the coordinator, at most
 STRANGER_SECONDS = 10.0  # for a connection to prove that it is of the job
@@ -288,7 +290,7 @@ def say(line: str) -> None:
     A launcher that is gone, and shows it nowhere, is no reason to fail.
     """
     with contextlib.suppress(OSError):
-        os.write(2, f"dsft: {line}\n".encode(errors="replace"))
+        os.write(2, f"{in_columns(f'dsft: {line}', is_terminal=os.isatty(2))}\n".encode(errors="replace"))
 
 
 def raise_file_limit() -> None:

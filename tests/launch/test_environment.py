@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.launch.environment import forwarded, launcher_environment, remote_environment
+from dsft.launch.environment import accelerator, forwarded, launcher_environment, remote_environment
 from dsft.launch.launchers import build_command, read_launch
 from dsft.launch.supervise import LauncherProcess, launch, resumed
 from dsft.runtime.ssh import ssh_command
@@ -61,6 +61,28 @@ def shell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
     Path(".deepspeed_env").write_text("HF_HOME=/own\nMY_OWN=1\nDSFT_LAUNCHER=10.0.0.1:1:of-an-earlier-launch\n")
+
+
+BUILD_FOR_CUDA = """
+import torch
+torch.cuda.is_available, torch.cuda._is_compiled, torch.version.cuda = (lambda: False), (lambda: True), "13.0"
+import torch.utils.cpp_extension as extension
+assert extension.CUDA_HOME == "/usr"
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_build_of_torch_for_cuda_does_not_tell_each_time_that_there_is_no_gpu(monkeypatch):
+    def stderr_with(**variables: str) -> str:
+        environment = os.environ | {"CUDA_HOME": "/usr"} | variables
+        command = [sys.executable, "-c", BUILD_FOR_CUDA]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+
+    monkeypatch.setenv("TORCH_LOGS", "+torch.distributed")
+    assert "No CUDA runtime is found" in stderr_with()
+    variables = accelerator()
+    assert "No CUDA runtime is found" not in stderr_with(**variables)
+    assert variables["TORCH_LOGS"].startswith("+torch.distributed,")
 
 
 def test_the_doctor_sees_the_environment_of_the_ranks(shell, capfd):

@@ -486,10 +486,7 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
     process, log, folder = job()
     process.send_signal(number)
     assert process.wait(300) == 75, log.read_text()
-    assert (
-        read_json(folder / "run.json")["status"] == "preempted"
-        and "asked to stop (SIGUSR1, SIGTERM)" in log.read_text()
-    )
+    assert read_json(folder / "run.json")["status"] == "preempted" and "asked to stop" in log.read_text()
     assert list(folder.glob("checkpoint-*/trainer_state.json"))
 
 
@@ -509,7 +506,7 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_sa
     assert process.wait(600) == 75, log.read_text()
     text = log.read_text()
     assert "was killed from outside" in text and "restart 1 of 1, from the last checkpoint" in text
-    assert "asked to stop (SIGUSR1, SIGTERM)" in text.partition("resuming from")[2]
+    assert "asked to stop" in text.partition("resuming from")[2]
     assert read_json(folder / "run.json")["status"] == "preempted"
     assert list(folder.glob("checkpoint-*/trainer_state.json"))
 

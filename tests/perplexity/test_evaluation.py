@@ -15,6 +15,7 @@ from dsft.errors import UserError
 from dsft.perplexity import evaluation
 from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime import console
+from dsft.units import in_digits
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeyp
     lines = [line for line in capsys.readouterr().err.split("\n") if "Perplexity" in line]
     assert len(lines) > 2 and not any("\r" in line for line in lines)
     assert lines[0].startswith("Perplexity: 0%") and "token/s" in lines[0]
-    assert lines[-1].startswith("Perplexity: 100%") and f"{result.perplexity:.4f} so far" in lines[-1]
+    assert lines[-1].startswith("Perplexity: 100%") and f"{in_digits(result.perplexity)} so far" in lines[-1]
     evaluated()
     assert "Perplexity" not in capsys.readouterr().err
 

@@ -130,7 +130,7 @@ def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     *_, evaluations = measured
     print_together(evaluations)
     shown = capsys.readouterr().out
-    assert all(f"{evaluation.report()['perplexity']:.4f}" in shown for evaluation in evaluations)
+    assert all(f"{evaluation.report()['perplexity']:,.4f}" in shown for evaluation in evaluations)
     assert [evaluation.protocol for evaluation in evaluations] == list(REFERENCES)
     of_one_set = {"gptq-ptb-new", "gptq-c4-new", "lm-eval-wikitext-2.0"}
     assert set(NAMED_BY["protocol"]) - set(REFERENCES) == of_one_set
@@ -143,7 +143,7 @@ def test_a_result_has_one_perplexity(measured):
     for evaluation in evaluations:
         number = evaluation.perplexity.perplexity
         assert number == evaluation.report()["perplexity"]
-        assert evaluation.summary()["perplexity"] == f"{number:.4f}"
+        assert evaluation.summary()["perplexity"].startswith(f"{number:,.4f}, ")
     (by_hf,) = [evaluation for evaluation in evaluations if evaluation.protocol == "hf"]
     assert by_hf.perplexity.loss != by_hf.perplexity.reported_loss == pytest.approx(math.log(hf(model, tokenizer)))
     better = dataclasses.replace(by_hf.perplexity, reported_loss=by_hf.perplexity.reported_loss - 0.1)

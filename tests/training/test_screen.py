@@ -10,10 +10,12 @@ import re
 import struct
 import sys
 import termios
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import flags, read_json
 from ranks import run_entry
 from rich.table import Table
@@ -23,13 +25,21 @@ from dsft.runtime import console
 from dsft.runtime.console import _Both
 from dsft.training import run as run_module
 from dsft.training.callbacks import ProgressLog
-from dsft.training.metrics import Compute, Line, complete
+from dsft.training.metrics import Compute, Line, Sums, Work, complete
 from dsft.units import GiB
 
-NOISE = ("built successfully", "tokenizer has new PAD", "Loading weights", "Writing model shards", "--calibrate")
+NOISE = (
+    "built successfully",
+    "tokenizer has new PAD",
+    "Loading weights",
+    "Writing model shards",
+    "--calibrate",
+    "steps mismatch",
+    "CUDA runtime",
+)
 TOLD = ("loss", "perplexity", "grad_norm", "learning_rate", "peak_host_gib", "num_trained_tokens")
 TOLD += ("data_wait_seconds", "rank_skew", "padding_share")
-LOGS = {"loss": 2.5, "learning_rate": 0.0012345, "grad_norm": 0.61725, "train_tokens_per_second": 1234.5}
+LOGS = {"loss": 2.5, "learning_rate": 0.0012345, "grad_norm": 0.61725, "tokens_per_second": 1234.5}
 LOGS |= {"peak_host_gib": 1.0335, "num_input_tokens_seen": 4096}
 
 
@@ -38,6 +48,7 @@ def trained(tiny, options, tmp_path_factory):
     """(what two ranks printed to files, the run's folder) of a training with evaluation, checkpoint and TensorBoard."""
     folder = tmp_path_factory.mktemp("screen") / "run"
     chosen = {"max_steps": 4, "logging_steps": 1, "eval_fraction": 0.3, "save_strategy": "steps", "save_steps": 2}
+    chosen |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     chosen |= {"report_to": "tensorboard", "disable_tqdm": None, "zero": "2"}  # without ZeRO there is no gradient norm
     result = run_entry("dsft.train", flags(options(folder, **chosen)), world=2)
     assert result.returncode == 0, result.stderr
@@ -52,6 +63,8 @@ def test_without_a_terminal_there_are_plain_lines_and_no_noise(trained):
         assert "\r" not in text and not [noise for noise in NOISE if noise in text]
     steps = [line for line in screen.splitlines() if line.startswith("step ")]
     assert len(steps) == 4 + 1, "one for each step, and one for the evaluation at the end"
+    assert re.search(r"held-out loss [\d.]+  perplexity [\d.,]+, [\d.,]+ to [\d.,]+ \(95 %\)  ", steps[-1])
+    assert "2 ranks connected; checking options, data and model" in screen
     assert re.search(r"^step +3 .* left \d+:\d\d:\d\d$", screen, re.MULTILINE)
     assert screen.count("dsft: measured") == screen.count("measured over the full training") == 1
 
@@ -63,7 +76,7 @@ def test_metrics_reach_the_file_and_tensorboard_by_the_same_names(trained):
     assert {line["step"]: line["perplexity"] for line in lines if "loss" in line} == {
         step: math.exp(loss) for step, loss in losses.items()
     }
-    assert [line["train_tokens_per_second"] > 0 for line in lines if "loss" in line] == [True] * 4
+    assert [line["tokens_per_second"] > 0 for line in lines if "loss" in line] == [True] * 4
     assert lines[-1]["save_seconds"] == pytest.approx(read_json(folder / "run.json")["results"]["saves"]["seconds"])
     events = next(folder.rglob("events.out.tfevents.*"))
     board = EventAccumulator(str(events.parent)).Reload()
@@ -79,17 +92,39 @@ def test_of_a_gpu_speed_and_mfu_follow_from_the_tokens_per_second():
         metrics = complete(Line(peak_gib={"host": 1.5}, logs=dict(logs), compute=compute))
         return {name: value for name, value in metrics.items() if name not in logs}
 
-    speed = {"train_tokens_per_second": 200_000.0}
+    speed = {"tokens_per_second": 200_000.0}
     host = {"peak_host_gib": 1.5}
     gpus = Compute(num_gpus=4, flops_per_token=6e9, peak_flops=1e15)
     assert derived(speed, gpus) == host | {"tokens_per_second_per_gpu": 50_000, "tflops_per_gpu": 300, "mfu": 0.3}
     unknown = Compute(num_gpus=4, flops_per_token=6e9, peak_flops=0.0)
     assert "mfu" not in derived(speed, unknown)
     on_cpu = Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0)
-    assert derived({"loss": 0.0, "train_tokens_per_second": 10.0}, on_cpu) == host | {"perplexity": 1.0}
+    assert derived({"loss": 0.0, "tokens_per_second": 10.0}, on_cpu) == host | {"perplexity": 1.0}
 
 
-def progress(stream, monkeypatch, capsys, *, steps=3):
+def test_the_speed_is_of_the_steps_since_the_last_line_without_evaluations_and_saves():
+    sums = Sums(tokens=300.0, trained=100.0, positions=400.0, nats=250.0)
+    logs = {"train_tokens_per_second": 7.0}  # since the start
+    line = Line(
+        peak_gib={}, sums=sums, seconds=1.5, logs=logs, compute=Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0)
+    )
+    assert complete(line)["tokens_per_second"] == 200
+    work = Work(torch.device("cpu"))
+    begun = work.begun
+    with work.paused():
+        time.sleep(0.01)
+    assert work.begun - begun >= 0.01
+
+
+def test_an_evaluation_has_its_interval_in_words(monkeypatch, capsys):
+    logs = {"eval_loss": 7.4866, "eval_perplexity": 1784.9, "eval_tokens": 1234}
+    bounds = {"eval_perplexity_low": 1740.2, "eval_perplexity_high": 1830.6}
+    shown = [progress(io.StringIO(), monkeypatch, capsys, steps=1, logs=each) for each in (logs | bounds, logs)]
+    assert "perplexity 1,785, 1,740 to 1,831 (95 %)  eval_tokens 1,234" in shown[0]
+    assert "perplexity 1,785  eval_tokens 1,234" in shown[1]
+
+
+def progress(stream, monkeypatch, capsys, *, steps=3, logs=LOGS):
     """What a training of `steps` steps shows, with standard error as `stream`."""
     monkeypatch.setattr(sys, "stderr", stream)
     callback, arguments = ProgressLog(), SimpleNamespace(disable_tqdm=False)
@@ -98,7 +133,7 @@ def progress(stream, monkeypatch, capsys, *, steps=3):
     for step in range(1, steps + 1):
         state.global_step = step
         callback.on_step_end(arguments, state, None)
-        callback.on_log(arguments, state, None, logs=LOGS)
+        callback.on_log(arguments, state, None, logs=logs)
     callback.on_log(arguments, state, None, logs={"train_runtime": 3.0, "num_input_tokens_seen": 4096})
     callback.on_train_end(arguments, state, None)
     return capsys.readouterr().out
@@ -131,7 +166,7 @@ def test_on_a_terminal_one_line_moves_below_those_that_stay(monkeypatch, capsys,
     assert len(lines) == 3 and all(line.startswith("step ") and len(line) <= columns for line in lines)
     assert all(("tokens 4,096" in line) == (columns == 120) for line in lines)
     drawn = [text for text in re.split(r"[\r\n]", moved) if "Training" in text]
-    assert any("3/3" in text and "loss 2.5" in text and "tokens/s 1234" in text for text in drawn)
+    assert any("3/3" in text and "loss 2.5" in text and "tokens/s 1,234" in text for text in drawn)
     assert any("peak_host_gib 1.034" in text for text in drawn) == (columns == 120)
     assert {len(text) <= columns for text in drawn} == {True}
     assert "\n" not in moved.rstrip("\n"), "nothing of it stays"
