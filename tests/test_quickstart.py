@@ -28,6 +28,8 @@ def short(tmp_path_factory) -> Path:
         else:
             result = run_entry("dsft.cli.main", [name, *words])
         assert result.returncode == 0, result.stderr
+        if name == "eval":
+            quickstart.write_answers(folder)
     return folder
 
 
@@ -87,6 +89,9 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, request, is_whole):
     assert out.count("before LoRA:") == out.count("after LoRA:") == quickstart.NUM_QUESTIONS
     for part in ("perplexity", "tokens/s", "peak", "gzip -9", "loss.png", "report.html", "merged", "next"):
         assert part in out
+    page = (folder / "report.html").read_text()
+    for part in ("Sample answers", "after LoRA", "Perplexity, measured by dsft eval", 'id="smooth"'):
+        assert part in page, part
     (folder / "report.html").unlink()  # as without vl-convert
     quickstart.show_results(folder, start=0.0)
     assert "pip install 'dsft[report]', then dsft report" in " ".join(capfd.readouterr().out.split())

@@ -19,11 +19,12 @@ import yaml
 from dsft.cli.commands import FolderOptions, InitOptions, QuickstartOptions
 from dsft.errors import UserError
 from dsft.quickstart.make_data import SHIPPED, write_demo_data
+from dsft.runtime.console import show_text
 from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
 
 RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
 """Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
-REPORT = "report {folder}/runs/full {folder}/runs/lora --out {folder}/report.html"
+REPORT = "report {folder}/runs/full {folder}/runs/lora {folder}/perplexity --out {folder}/report.html"
 STEPS = {
     "text, instructions, tokenizer and model config from Python's own documentation": "demo-data {folder}",
     "full finetuning under ZeRO-3 (the first launch on a machine compiles a DeepSpeed op, up to a minute)": (
@@ -63,15 +64,15 @@ def init(options: InitOptions) -> None:
     text = (SHIPPED / "run.yaml").read_text(encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.format(path=path, method=options.method, rate=RATES[options.method], **quoted), "utf-8")
-    print(f"dsft: {path}: written; next: dsft preview --config {path}")
+    show_text(f"dsft: {path}: written; next: dsft preview --config {path}")
 
 
 def demo(options: FolderOptions) -> None:
     """Write the demo data."""
     dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
     for name, rows in write_demo_data(Path(options.folder), dtype=dtype).items():
-        print(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
-    print(f"dsft: next: dsft train --config {options.folder}/full.yaml")
+        show_text(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
+    show_text(f"dsft: next: dsft train --config {options.folder}/full.yaml")
 
 
 def run(options: QuickstartOptions) -> None:
@@ -90,23 +91,23 @@ def run(options: QuickstartOptions) -> None:
     can_report = importlib.util.find_spec("vl_convert") is not None
     steps = {title: command for title, command in STEPS.items() if can_report or command != REPORT}
     for number, (title, command) in enumerate(steps.items(), start=1):
-        print(f"dsft: {number} of {len(steps)}: {title}", flush=True)
+        show_text(f"dsft: {number} of {len(steps)}: {title}")
         words = [word.format(folder=folder) for word in command.split()]
-        print(f"dsft: {shlex.join(['dsft', *words])}", flush=True)
+        show_text(f"dsft: {shlex.join(['dsft', *words])}", is_command=True)
         if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
             sys.exit(code)
+        if command.startswith("eval "):
+            write_answers(folder)  # which the report shows
     show_results(folder, start=start)
 
 
-def show_results(folder: Path, *, start: float) -> None:
-    """Print what the models before and after LoRA answer to the same held-out questions, a table of the runs, and
-    where their report is. Args: `start`: when the steps began, by time.perf_counter().
-    """
+def write_answers(folder: Path) -> None:
+    """Write what the models before and after LoRA answer to the same held-out questions, beside their perplexities."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dsft.checkpoints.run_folder import read_run
     from dsft.models.tokenizer import generate
-    from dsft.runtime.console import print_table, set_up_screen
+    from dsft.report.runs import ANSWERS
+    from dsft.runtime.console import set_up_screen
 
     set_up_screen()
     rows = [json.loads(line) for line in (folder / "instructions" / "held_out.jsonl").open(encoding="utf-8")]
@@ -115,11 +116,26 @@ def show_results(folder: Path, *, start: float) -> None:
     for when, model in {"before LoRA": "runs/full/final", "after LoRA": "merged"}.items():
         loaded = AutoModelForCausalLM.from_pretrained(folder / model), AutoTokenizer.from_pretrained(folder / model)
         answers[when] = [generate(*loaded, row["prompt"], max_new_tokens=30) for row in questions]
-    for number, row in enumerate(questions):
-        print(f"dsft: {row['prompt'].splitlines()[0]}")
-        for when, texts in answers.items():
-            print(f"dsft:   {when + ':':<13}{' '.join(texts[number].split())}")
-        print(f"dsft:   {'Python says:':<13}{row['completion']}")
+    with (folder / "perplexity" / ANSWERS).open("w", encoding="utf-8") as file:
+        for number, row in enumerate(questions):
+            given = {when: " ".join(texts[number].split()) for when, texts in answers.items()}
+            line = {"prompt": row["prompt"].splitlines()[0]} | given | {"Python says": row["completion"].strip()}
+            file.write(json.dumps(line) + "\n")
+
+
+def show_results(folder: Path, *, start: float) -> None:
+    """Print the answers, a table of the runs, and where their report is. Args: `start`: when the steps began, by
+    time.perf_counter().
+    """
+    from dsft.checkpoints.run_folder import read_run
+    from dsft.report.runs import ANSWERS
+    from dsft.runtime.console import print_table
+
+    for line in (folder / "perplexity" / ANSWERS).open(encoding="utf-8"):
+        answers = json.loads(line)
+        show_text(f"dsft: {answers.pop('prompt')}")
+        for name, text in answers.items():
+            show_text(f"dsft:   {name + ':':<13}{text}")
 
     table = {}
     for name, title in TITLES.items():

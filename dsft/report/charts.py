@@ -6,7 +6,6 @@ dark and print need no second drawing, and plain colours in PNGs.
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD
@@ -37,6 +36,13 @@ ZERO = "datum.value == 0 ? '0' : datum.label"
 """A label for 0 without the prefix of its neighbours, 0k."""
 MOST_POINTS = 1_500
 """A line of more points is thinned; nobody sees the others."""
+SMOOTH = "smooth"
+"""Signal of each chart, which the page's switch sets."""
+SMOOTHED = 11
+"""Neighbouring points of a line, of which the page's switch shows the mean."""
+TIMES = {"hours": 3600, "minutes": 60, "seconds": 1}
+FEWEST = 5
+"""Of a unit of time, for an axis in it."""
 LINE = {"type": "line", "strokeWidth": 1.5}
 DASHES = LINE | {"strokeDash": [4, 3]}
 POINTS = {"type": "point", "filled": True, "size": 45}
@@ -61,7 +67,7 @@ def charts(report: Report, palette: Palette) -> list[Chart]:
     runs = report.runs
     held_out = _points(runs, "eval_loss")
     losses = [
-        _layer(_points(runs, "loss"), LINE | {"opacity": 0.75}, "loss"),
+        _layer(_points(runs, "loss"), LINE | {"opacity": 0.75}, "loss", is_noisy=True),
         _layer(held_out, DASHES),
         _layer(held_out, POINTS, "held-out loss"),
     ]
@@ -72,22 +78,27 @@ def charts(report: Report, palette: Palette) -> list[Chart]:
     ]
     for name, shown in report.metrics.items():
         if shown["chart"] and not any(run.values(shown["unless"]) for run in runs):
-            layers, scale = [_layer(_points(runs, name), LINE, shown["axis"])], {"zero": shown["from_zero"]}
+            layers = [_layer(_points(runs, name), LINE, shown["axis"], is_noisy=shown.get("is_noisy", False))]
+            scale = {"zero": shown["from_zero"]}
             options = {"y": shown["axis"], "number": shown["number"], "scale": scale}
             made.append(_over_tokens(report, palette, name, shown["chart"], layers, **options))
-    for name, title, x, parts_of, caption in (
+    longest = max(sum(run.seconds.values()) for run in runs)
+    unit = next((unit for unit, seconds in TIMES.items() if longest >= FEWEST * seconds), "seconds")
+    for name, title, x, scale, parts_of, caption in (
         (
-            *("memory", "Memory, planned against measured", "GiB", memory_parts),
+            *("memory", "Memory, planned against measured", "GiB", 1, memory_parts),
             "The plan's components at their peak, beside what was measured: on CPU ranks the sum alone, on GPUs also"
             " what a step adds. Components cannot be measured apart.",
         ),
         (
-            *("time", "Where the time went", "minutes", time_parts),
+            *("time", "Where the time went", unit, TIMES[unit], time_parts),
             "Since training was last started, without loading.",
         ),
     ):
         rows = [
-            row | {"bar": ": ".join(filter(None, (run.name if len(runs) > 1 or not row["bar"] else "", row["bar"])))}
+            row
+            | {"bar": ": ".join(filter(None, (run.name if len(runs) > 1 or not row["bar"] else "", row["bar"])))}
+            | {"value": row["value"] / scale}
             for run in runs
             for row in parts_of(run)
         ]
@@ -119,16 +130,16 @@ def _perplexity(report: Report, palette: Palette) -> Chart | None:
             *("perplexity", "low", "high", "model", "data"),
         ),
     ]
-    values = [point["value"] for point in logged + measured]
-    is_wide_range = max(values, default=0) > 20 * min(values, default=0)
-    scale = {"type": "log" if is_wide_range else "linear", "zero": False}
-    y = "perplexity (log scale)" if is_wide_range else "perplexity"
     caption = "Points: held out, as training measured it, with 95 % interval."
     if measured:
         caption += " Squares: dsft eval, on the data that the table below names."
-    return _over_tokens(
-        report, palette, "perplexity", "Perplexity", layers, y=y, caption=caption, number=",~r", scale=scale
-    )
+    options = {
+        "y": "perplexity (log scale)",
+        "number": ",~r",
+        "scale": {"type": "log", "nice": False},
+        "caption": caption,
+    }
+    return _over_tokens(report, palette, "perplexity", "Perplexity", layers, **options)
 
 
 def _over_tokens(
@@ -197,17 +208,31 @@ def _points(runs: list[Run], metric: str, **more: str) -> list[dict[str, Any]]:
     return points
 
 
-def _layer(points: list[dict[str, Any]], mark: Spec, title: str = "", *more: str, **encoding: Spec) -> Spec:
-    """Return one mark for these points; with a title they have a tooltip, and with `more` these fields in it."""
+def _layer(
+    points: list[dict[str, Any]], mark: Spec, title: str = "", *more: str, is_noisy: bool = False, **encoding: Spec
+) -> Spec:
+    """Return one mark for these points; with a title they have a tooltip, and with `more` these fields in it. The
+    page's switch smooths one that is noisy.
+    """
+    transform = []
+    if is_noisy:
+        mean, beside = {"op": "mean", "field": "value", "as": "mean"}, SMOOTHED // 2
+        in_order = {"groupby": ["run"], "sort": [{"field": "tokens"}]}
+        transform = [
+            {"window": [mean], "frame": [-beside, beside]} | in_order,
+            {"calculate": f"{SMOOTH} ? datum.mean : datum.value", "as": "drawn"},
+        ]
+        encoding["y"] = {"field": "drawn", "type": "quantitative"}
     if title:
         encoding["tooltip"] = [
             {"field": "run"},
             *([] if more else [{"field": "step", "format": ","}]),
             {"field": "tokens", "title": "tokens seen", "format": ","},
-            {"field": "value", "title": title, "format": ".5~g"},
-            *({"field": name} for name in more),
+            {"field": "value", "title": title, "format": ",.5~r"},
+            *({"field": name} | ({"format": ",.4~g"} if name in ("low", "high") else {}) for name in more),
         ]
-    return {"data": {"values": points}, "mark": mark} | ({"encoding": encoding} if encoding else {})
+    layer = {"data": {"values": points}, "transform": transform, "mark": mark, "encoding": encoding}
+    return {name: value for name, value in layer.items() if value}
 
 
 def _bars(rows: list[dict[str, Any]], palette: Palette, *, x: str) -> Spec:
@@ -223,7 +248,13 @@ def _bars(rows: list[dict[str, Any]], palette: Palette, *, x: str) -> Spec:
             "title": None,
             "axis": {"grid": False, "labelLimit": 170, "ticks": False, "domain": False},
         },
-        "x": {"field": "value", "type": "quantitative", "title": x, "stack": "zero", "axis": {"tickCount": 5}},
+        "x": {
+            "field": "value",
+            "type": "quantitative",
+            "title": x,
+            "stack": "zero",
+            "axis": {"tickCount": 5, "format": "~g"},
+        },
         "color": {
             "field": "part",
             "type": "nominal",
@@ -307,25 +338,10 @@ def largest_parts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def time_parts(run: Run) -> list[dict[str, Any]]:
-    """Return the segments of one bar, in minutes; none before anything was timed."""
-    timed = [index for index, entry in enumerate(run.log) if "train_runtime" in entry]
-    restarts = [
-        earlier + 1
-        for earlier, later in pairwise(timed)  # the clock of training starts at 0 each time
-        if run.log[later]["train_runtime"] < run.log[earlier]["train_runtime"]
-    ]
-    attempt = run.log[restarts[-1] if restarts else 0 :]
-    evaluating = sum(entry.get("eval_runtime", 0.0) for entry in attempt)
-    seconds = run.results.get("seconds") or (run.log[timed[-1]]["train_runtime"] if timed else None)
-    if not seconds:
-        return []
-    saving = run.results.get("saves", {}).get("seconds", 0.0)
-    waiting = sum(entry.get("data_wait_seconds", 0.0) for entry in attempt)
-    training = max(seconds - evaluating - saving - waiting, 0.0)
-    parts = {"training": training, "waiting for data": waiting, "evaluation": evaluating, "saving": saving}
+    """Return the segments of one bar, in seconds; none before anything was timed."""
     return [
-        {"bar": "", "part": part, "value": value / 60, "detail": f"{value:,.0f} s"}
-        for part, value in parts.items()
+        {"bar": "", "part": part, "value": value, "detail": f"{value:,.1f} s"}
+        for part, value in run.seconds.items()
         if value
     ]
 
@@ -337,6 +353,7 @@ def _base(palette: Palette) -> Spec:
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "width": "container",
         "background": None,
+        "params": [{"name": SMOOTH, "value": False}],
         "autosize": {"type": "fit-x", "contains": "padding"},
         "config": {
             "font": "system-ui, sans-serif",

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from dsft.errors import UserError
-from dsft.report.charts import COLOURS, ON_PAGE, charts
+from dsft.report.charts import COLOURS, ON_PAGE, SMOOTHED, charts
 from dsft.report.runs import Report
 from dsft.report.tables import folded, headline, tables
 
@@ -57,6 +57,7 @@ def page_html(report: Report, *, bundle: str) -> str:
         tables=tables(report),
         folded=folded(report),
         colours=COLOURS,
+        smoothed=SMOOTHED,
         # Inside a script element "</script>" in a run's name would end it.
         specs=json.dumps({chart.name: chart.spec for chart in on_page}).replace("<", "\\u003c"),
         bundle=bundle,

@@ -6,6 +6,7 @@ A run that is still running, stopped early or was killed has less of it; nothing
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, re
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import REPORTS, Results
 from dsft.runtime.locks import is_held
+
+ANSWERS = "answers.jsonl"
+"""Beside an evaluation's results: a row has "prompt", and for each model its name and its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,24 @@ class Run:
         status = self.facts.get("status", "running")
         return "killed" if status == "running" and not is_held(self.folder) else status
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time went since training was last started, without loading; empty before anything was timed."""
+        timed = [index for index, entry in enumerate(self.log) if "train_runtime" in entry]
+        restarts = [
+            earlier + 1
+            for earlier, later in pairwise(timed)  # the clock of training starts at 0 each time
+            if self.log[later]["train_runtime"] < self.log[earlier]["train_runtime"]
+        ]
+        attempt = self.log[restarts[-1] if restarts else 0 :]
+        total = self.results.get("seconds") or (self.log[timed[-1]]["train_runtime"] if timed else 0.0)
+        stalls = {
+            "waiting for data": sum(entry.get("data_wait_seconds", 0.0) for entry in attempt),
+            "evaluation": sum(entry.get("eval_runtime", 0.0) for entry in attempt),
+            "saving": self.results.get("saves", {}).get("seconds", 0.0),
+        }
+        return {"training": max(total - sum(stalls.values()), 0.0)} | stalls if total else {}
+
     def values(self, name: str) -> list[float]:
         """Return a metric's values, in the order of the log."""
         return [entry[name] for entry in self.log if entry.get(name) is not None]
@@ -83,6 +105,8 @@ class Report:
 
     runs: list[Run]
     evaluations: list[Measured]
+    answers: list[dict[str, str]]
+    """Of the evaluations' folders: the prompt, and what each model answers, by its name."""
 
     @property
     def metrics(self) -> dict[str, dict[str, Any]]:
@@ -143,7 +167,7 @@ def read_report(folders: list[str]) -> Report:
         for path in (folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir()))
         if (path / REPORTS).is_file()
     ]
-    evaluations = []
+    evaluations, answers = [], []
     for folder in dict.fromkeys((*named, *beside)):
         results, measured = Results(folder), []
         for key, report in results.reports.items():
@@ -153,7 +177,9 @@ def read_report(folders: list[str]) -> Report:
             measured.append(Measured(run=name, model=model, tokens_seen=tokens_seen, report=report, documents=rows))
         if folder in named or any(item.run for item in measured):
             evaluations += measured
-    return Report(runs=runs, evaluations=evaluations)
+            if (folder / ANSWERS).is_file():
+                answers += [json.loads(line) for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
+    return Report(runs=runs, evaluations=evaluations, answers=answers)
 
 
 def _model_of(model: str, runs: list[Run]) -> tuple[str, str, int | None]:

@@ -7,9 +7,10 @@ from typing import Any
 import yaml
 
 from dsft.config.options import TrainConfig
+from dsft.perplexity.intervals import in_words
 from dsft.perplexity.sums import exp
 from dsft.report.runs import Report, Run
-from dsft.units import GiB
+from dsft.units import GiB, describe_value, in_digits
 
 SHOWN_DOCUMENTS = 5
 STATUS = {
@@ -50,6 +51,8 @@ class Table:
     header: list[str]
     rows: list[list[str]]
     note: str = ""
+    is_by_run: bool = False
+    """A column for each run, or model: where the page is narrow, its cells stand below each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,8 @@ def headline(report: Report) -> Table:
         evaluated = [entry for entry in run.log if "eval_perplexity" in entry]
         perplexity = _with_interval(evaluated[-1]) if evaluated else "not measured"
         if len(evaluated) > 1:
-            perplexity = f"{evaluated[0]['eval_perplexity']:,.4g} → {perplexity}"
+            perplexity = f"{in_digits(evaluated[0]['eval_perplexity'])} → {perplexity}"
+        stalls = {name: value for name, value in run.seconds.items() if name != "training"}
         seconds = results.get("seconds") or max(run.values("train_runtime"), default=None)
         hours, rest = divmod(round(seconds or 0), 3600)
         time = f"{hours}:{rest // 60:02}:{rest % 60:02} h" if hours else f"{rest // 60}:{rest % 60:02} min"
@@ -78,18 +82,19 @@ def headline(report: Report) -> Table:
             "status": f"{status}\n{facts['error']}" if facts.get("error") else status,
             "model": f"{facts['config']['model']}, {facts['config']['method']}",
             "held-out perplexity": perplexity,
-            "training loss": f"{losses[0]:.4g} → {losses[-1]:.4g}" if losses else "",
+            "training loss": f"{in_digits(losses[0])} → {in_digits(losses[-1])}" if losses else "",
             "optimizer steps": _count(run.log[-1]["step"] if run.log else None),
             "tokens seen": _count(max(run.values("num_input_tokens_seen"), default=None)),
         }
         for metric, shown in report.metrics.items():
             if shown["row"]:
                 values = run.values(metric)
-                column[shown["row"]] = f"{values[-1]:,.4g} {shown['unit']}".strip() if values else ""
+                column[shown["row"]] = f"{in_digits(values[-1])} {shown['unit']}".strip() if values else ""
         columns.append(
             column
             | {
                 "time": "" if seconds is None else time,
+                "stalls": ", ".join(f"{name} {value:,.1f} s" for name, value in stalls.items() if value),
                 "machine": facts.get("machine", ""),
                 "started": facts.get("created", "").replace("T", " ").replace("+00:00", " UTC"),
                 "final model": results.get("final_model", ""),
@@ -114,7 +119,7 @@ def tables(report: Report) -> list[Table]:
             held_out = _with_interval(saved.evaluation) if saved.evaluation else ""
             name = f"{run.name}/{saved.name}" if len(runs) > 1 else saved.name
             cells.append([name, _count(saved.step), _count(saved.tokens_seen), held_out])
-    header = ["", "step", "tokens seen", "held-out perplexity (95 % interval)"]
+    header = ["", "step", "tokens seen", "held-out perplexity"]
     made.append(Table(title="Checkpoints", header=header, rows=cells))
 
     cells = []
@@ -123,12 +128,17 @@ def tables(report: Report) -> list[Table]:
         for name in texts:
             if facts.get(name):
                 bounds = facts.get("interval", {}).get(name)
-                known = f" ({bounds[0]:,.4g} to {bounds[1]:,.4g})" if bounds and None not in bounds else ""
+                known = f", {in_words(bounds)}" if bounds and None not in bounds else ""
                 texts[name] = f"{facts[name]:,.4f}{known}"
         tokens = f"{facts['tokens']:,} of {facts['documents']:,} documents"
         cells.append([item.title, facts["data"], facts.get("protocol") or facts["mode"], *texts.values(), tokens])
-    header = ["", "data", "mode", "perplexity (95 % interval)", "bits per byte (95 % interval)", "tokens"]
+    header = ["", "data", "mode", "perplexity", "bits per byte", "tokens"]
     made.append(Table(title="Perplexity, measured by dsft eval", header=header, rows=cells))
+
+    if report.answers:
+        names = list(dict.fromkeys(name for row in report.answers for name in row))
+        cells = [[row.get(name, "") for name in names] for row in report.answers]
+        made.append(Table(title="Sample answers", header=["", *names[1:]], rows=cells, is_by_run=True))
 
     # The documents with the most and the fewest nats per token, of each evaluation.
     for item in report.evaluations:
@@ -136,7 +146,7 @@ def tables(report: Report) -> list[Table]:
         for end, documents in (("worst", item.documents[::-1][:count]), ("best", item.documents[:count])):
             for row in documents:
                 loss = row["nats"] / row["tokens"]
-                cells.append([end, f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", f"{exp(loss):,.4g}"])
+                cells.append([end, f"{row['document']:,}", f"{row['tokens']:,}", f"{loss:.4f}", in_digits(exp(loss))])
         header = ["", "document", "tokens", "nats per token", "perplexity"]
         note = f"{item.report['data']}, {item.title}. Documents are counted from 0, as in documents.parquet."
         made.append(Table(title="Worst and best documents", header=header, rows=cells, note=note))
@@ -146,7 +156,7 @@ def tables(report: Report) -> list[Table]:
         if any(counts):
             rows = {"from": [_short(config.get(option)) for config in configs]}
             for name, text in COUNTS.items():
-                rows[text] = [f"{count[name]:,}" if count.get(name) else "" for count in counts]
+                rows[text] = [describe_value(count[name]) if count.get(name) else "" for count in counts]
             made.append(_table(title, runs, rows))
 
     # Predictions beside what was measured.
@@ -208,12 +218,12 @@ def _table(title: str, runs: list[Run], rows: dict[str, list[str]], note: str = 
     """A column for each run; rows of empty cells are left out."""
     kept = [[name, *cells] for name, cells in rows.items() if any(cells)]
     header = ["", *(run.name for run in runs)]
-    return Table(title=title, header=header, rows=kept, note=note)
+    return Table(title=title, header=header, rows=kept, note=note, is_by_run=True)
 
 
 def _with_interval(entry: dict[str, float]) -> str:
-    low, high = entry.get("eval_perplexity_low"), entry.get("eval_perplexity_high")
-    return f"{entry['eval_perplexity']:,.4g}" + (f" ({low:,.4g} to {high:,.4g})" if low else "")
+    bounds = [entry.get(f"eval_perplexity_{end}") for end in ("low", "high")]
+    return in_digits(entry["eval_perplexity"]) + (f", {in_words(bounds)}" if None not in bounds else "")
 
 
 def _count(value: int | None) -> str:
@@ -221,10 +231,20 @@ def _count(value: int | None) -> str:
 
 
 def _yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.safe_dump(_whole(values), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list | tuple):
+    value = _whole(value)
+    if isinstance(value, list):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)
+
+
+def _whole(value: Any) -> Any:
+    """Write whole numbers without .0, which transformers' fields of counts or shares have: eval_steps 400.0."""
+    if isinstance(value, dict):
+        return {name: _whole(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

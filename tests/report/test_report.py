@@ -127,7 +127,8 @@ def two_runs(tmp_path):
     )
     with (bad / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 1.5, "grad_norm": Infinity, "num_input_tokens_seen": 300}\n')
-    write_evaluation(tmp_path / "runs" / "eval", str(good / "final"))
+    answers = write_evaluation(tmp_path / "runs" / "eval", str(good / "final")) / "answers.jsonl"
+    answers.write_text('{"prompt": "what is a token?", "before": "a piece of text", "after": "a part"}\n')
     return [str(good), str(bad)]
 
 
@@ -140,9 +141,16 @@ def test_a_page_of_runs_holds_what_is_known_and_can_load_nothing(two_runs):
     assert html.count("</script>") == page.elements.count("script") == 2, "a model's name ends no script"
     held = texts(report)
     for text in (
-        *("the loss is NaN at step 3", "12.18 (11.5 to 13.25)", "45.5000 (40.25 to 50.5)", "1,234", "56,789"),
+        *(
+            "the loss is NaN at step 3",
+            "12.18, 11.5 to 13.25 (95 %)",
+            "45.5000, 40.25 to 50.5 (95 %)",
+            "1,234",
+            "56,789",
+        ),
         *("predicted 195 GiB, measured 200 GiB (-2%)", "2.13.0", "bfloat16   (auto)", "ZeRO 3 fits."),
         "dsft train --config run.yaml --num_gpus 8 --output_dir NEW",
+        "what is a token?\na piece of text\na part",
     ):
         assert text in held, text
     differences = next(table for table in tables(report) if table.title.startswith("What differs"))
@@ -182,6 +190,37 @@ def test_each_chart_has_its_points_with_tokens_and_units(two_runs):
     assert len(set(colours["range"])) == len(colours["domain"]) == 7
 
 
+def test_the_switch_smooths_noisy_lines_and_nothing_that_was_measured_once(two_runs):
+    drawn = {chart.name: chart.spec for chart in charts(read_report(two_runs), COLOURS)}
+    smoothed = {
+        name: [layer["data"]["values"][0].get("step") for layer in spec["layer"] if "transform" in layer]
+        for name, spec in drawn.items()
+        if "layer" in spec
+    }
+    assert {name for name, layers in smoothed.items() if layers} == {"loss", "grad_norm", "data_wait_seconds"}
+    assert len(smoothed["loss"]) == 1, "the training's line, not what was held out"
+    assert all(spec["params"] == [{"name": "smooth", "value": False}] for spec in drawn.values())
+    assert drawn["perplexity"]["encoding"]["y"]["scale"]["type"] == "log"
+
+
+def test_whole_numbers_are_shown_without_a_point(tmp_path):
+    config = {
+        "model": "m",
+        "method": "full",
+        "data": ["a"],
+        "output_dir": "x",
+        "eval_steps": 400.0,
+        "warmup_steps": 0.1,
+    }
+    shown = texts(read_report([str(write_run(tmp_path / "run", config=config, deepspeed={"clip": 1.0}))]))
+    assert "eval_steps: 400\n" in shown and "warmup_steps: 0.1\n" in shown and "clip: 1\n" in shown
+
+
+def test_a_path_breaks_behind_a_slash_alone(tmp_path):
+    run = write_run(tmp_path / "run", results={"final_model": "runs/a-long-name/final"})
+    assert "runs/<wbr>a-long-name/<wbr>final</td>" in page_html(read_report([str(run)]), bundle="")
+
+
 @pytest.mark.parametrize(
     ("sections", "log", "expected"),
     [
@@ -201,11 +240,12 @@ def test_a_log_cut_off_by_a_kill_and_one_of_two_attempts(tmp_path):
         file.write('{"step": 5, "lo')
     run = read_report([str(folder)]).runs[0]
     assert len(run.log) == 8
-    assert {row["part"]: 60 * row["value"] for row in time_parts(run)} == {
+    assert {row["part"]: row["value"] for row in time_parts(run)} == {
         "training": 7.0,
         "waiting for data": 3.0,
         "evaluation": 10.0,
     }
+    assert "waiting for data 3.0 s, evaluation 10.0 s" in texts(read_report([str(folder)]))
 
 
 def test_what_is_no_run_is_named(tmp_path):
@@ -241,7 +281,7 @@ def test_a_browser_shows_every_chart_without_an_error_or_a_request(two_runs, tmp
     page = tmp_path / "new" / "report.html"
     run_report(ReportOptions(two_runs, out=str(page)))
     pictures = sorted(path.name for path in (tmp_path / "new" / "report").iterdir())
-    assert len(pictures) == 8 and f"{len(pictures)} PNGs" in capsys.readouterr().out
+    assert len(pictures) == 9 and f"{len(pictures)} PNGs" in capsys.readouterr().out
     assert (tmp_path / "new" / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     command += ["--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", f"file://{page}"]

@@ -40,9 +40,9 @@ def test_a_run_without_an_end_shows_the_time_of_its_log_and_one_without_a_log_no
 def test_perplexity_goes_from_the_first_measurement_to_the_last_with_its_interval(tmp_path):
     first = {"step": 0, "eval_perplexity": 4096.4, "eval_perplexity_low": 4000.0, "eval_perplexity_high": 4200.0}
     assert column(write_run(tmp_path / "run", log=[first, *logged(2)]))["held-out perplexity"] == (
-        "4,096 → 12.18 (11.5 to 13.25)"
+        "4,096 → 12.18, 11.5 to 13.25 (95 %)"
     )
-    assert column(write_run(tmp_path / "one", log=logged(2)))["held-out perplexity"] == "12.18 (11.5 to 13.25)"
+    assert column(write_run(tmp_path / "one", log=logged(2)))["held-out perplexity"] == "12.18, 11.5 to 13.25 (95 %)"
     of_one_document = [{"step": 1, "eval_perplexity": 9.5}]
     assert column(write_run(tmp_path / "bare", log=of_one_document))["held-out perplexity"] == "9.5"
 
@@ -55,7 +55,7 @@ def test_checkpoints_are_named_with_their_run_where_there_are_several(tmp_path):
         report = read_report([str(folder) for folder in folders[:number]])
         rows = table(report, "Checkpoints").rows
         assert [row[0] for row in rows] == names
-        assert {tuple(row[1:]) for row in rows} == {("4", "400", "12.18 (11.5 to 13.25)")}
+        assert {tuple(row[1:]) for row in rows} == {("4", "400", "12.18, 11.5 to 13.25 (95 %)")}
 
 
 def test_options_that_all_runs_share_do_not_differ(tmp_path):
