@@ -5,7 +5,7 @@ Importing it touches no GPU, environment variable, logger or network. See README
 
 __version__ = "0.1.0"
 
-_API = ("load_config", "build_model", "plan", "evaluate_perplexity", "compare")
+_API = ("load_config", "build_model", "plan", "evaluate_perplexity", "compare", "read_run")
 
 
 def __getattr__(name: str):

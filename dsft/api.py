@@ -6,11 +6,13 @@ chosen, candidates, size = dsft.plan("runs/first/final")
 model = dsft.build_model(config, dtype="float32")
 result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq_len=512)
 comparisons = dsft.compare("results", base="runs/first/final")
+run = dsft.read_run("runs/first")
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dsft.checkpoints.run_folder import read_run
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
@@ -28,7 +30,7 @@ from dsft.runtime import distributed
 from dsft.runtime.distributed import only_run_in
 from dsft.runtime.hardware import Machine, this_machine, wait_for_freed_gpu
 
-__all__ = ["build_model", "compare", "evaluate_perplexity", "load_config", "plan"]
+__all__ = ["build_model", "compare", "evaluate_perplexity", "load_config", "plan", "read_run"]
 
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:

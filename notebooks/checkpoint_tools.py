@@ -34,6 +34,8 @@ from dsft.perplexity.documents import Documents, samples_in
 from dsft.perplexity.evaluation import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
 from dsft.perplexity.scoring import negative_log_likelihood
+from dsft.runtime.console import set_up_screen as set_up_screen
+from dsft.runtime.hardware import default_ranks, has_gpu
 
 DARKEST_NATS = 8.0
 """Tokens of this loss or more have the full colour: a probability of 1 in 3,000 or less."""
@@ -95,6 +97,11 @@ def kind_of(folder: Path) -> str | None:
 def evaluation_options(run_folder: str) -> dict[str, Any]:
     """Return the options of a run that its evaluation must share, such as dtype, tokenizer, templates and columns."""
     return shared_options(read_options_of_run(run_folder), run_folder)
+
+
+def usual_ranks() -> int:
+    """One for each GPU of this machine; without GPUs 1."""
+    return default_ranks() if has_gpu() else 1
 
 
 def evaluate_on_ranks(num_ranks: int, models: Iterable[str], data: str, **options: Any) -> None:

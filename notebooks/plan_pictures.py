@@ -1,20 +1,62 @@
-"""Pictures of plans for `notebooks/plan_a_run.ipynb`: memory by component, speed and length against nodes.
+"""Plans and their pictures for `notebooks/plan_a_run.ipynb`: memory by component, speed and length against nodes.
 
 Plots are matplotlib figures of what the planner predicts; nothing is computed here but sums.
 """
 
+import functools
+import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from checkpoint_tools import finished
 
+from dsft.cli.commands import PlanOptions
+from dsft.cli.plan import read_machines
+from dsft.config.options import TrainConfig
+from dsft.planner.candidates import Job
 from dsft.planner.plans import Plan
+from dsft.planner.plans import shortlist as shortlist
 from dsft.planner.zero_layout import bytes_by_phase
-from dsft.runtime.hardware import Machine
+from dsft.run_setup.alternatives import USUAL_MODELS, longest_sequence, usual_config
+from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
+from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB
 
 SMALLEST_SHARE = 0.01
 """Of the limit: components that stay below it in every plan are one, "others"."""
+
+
+def machines(**options: Any) -> list[Machine]:
+    """The machine that the hardware options of `dsft plan` describe, once for each number of nodes."""
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
+    return read_machines(PlanOptions(**options))
+
+
+def choose(model: str, machine: Machine, **options: Any) -> Choice:
+    """What a training with these options would take there."""
+    return choose_plan(_job(model, machine, **options), machine)
+
+
+def longest(model: str, machine: Machine, **options: Any) -> int:
+    """The most tokens per sequence that fit, 0 where none do."""
+    length_and_plan = longest_sequence(_job(model, machine, **options), machine)
+    return length_and_plan[0] if length_and_plan else 0
+
+
+def _job(model: str, machine: Machine, **options: Any) -> Job:
+    """The training as the planner sees it."""
+    path = _usual_folder(model).name if model in USUAL_MODELS else model
+    return resolve_offline(TrainConfig(model=path, **options), machine).job
+
+
+@functools.cache
+def _usual_folder(model: str) -> tempfile.TemporaryDirectory:
+    """A folder with the config of a usual model, which is part of dsft; it goes with this process."""
+    folder = tempfile.TemporaryDirectory()
+    usual_config(model).save_pretrained(folder.name)
+    return folder
 
 
 def memory_at_peak(plan: Plan) -> dict[str, int]:

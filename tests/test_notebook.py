@@ -2,6 +2,7 @@
 that are easy to get wrong.
 """
 
+import ast
 import html
 import json
 import os
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import checkpoint_tools as tools
 
+from dsft import api
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.config.options import TrainConfig
@@ -141,7 +143,7 @@ def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(tr
     base, finetuned = texts_in(coloured)
     assert base == finetuned and base.startswith(MARKUP)
     (compared,) = [table for table in tables(outputs) if table[0][0] == "perplexity, ratio"]
-    assert ["95%" in value for name, value in compared if name == "perplexity, ratio"] == [True] * 3
+    assert ["95 %" in value for name, value in compared if name == "perplexity, ratio"] == [True] * 3
     documents = next(table for table in tables(outputs) if table[0][1] == "document")
     assert [row[0] for row in documents[1:]] == ["best"] * 3 + ["worst"] * 3
     generated = next(table for table in tables(outputs) if table[0][0] == "prompt")
@@ -225,6 +227,19 @@ def test_notebooks_are_kept_with_outputs_that_a_page_can_show(path):
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
     assert len(text) < 600_000 and not re.search(r"[^.\w/](/tmp|/home|/root|/mnt)/", text)
     assert "DSFT_RUN" in "".join(code[0]["source"])
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, PLAN_NOTEBOOK], ids=lambda path: path.stem)
+def test_cells_import_of_dsft_its_public_api_alone(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    tree = ast.parse("\n".join("".join(cell["source"]) for cell in cells))
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert "dsft" in imported and not [name for name in imported if name.startswith("dsft.")]
+    used = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dsft"
+    }
+    assert used and used <= set(api.__all__)
 
 
 @pytest.mark.parametrize("text", ["a model learns\n\n  big & <small> shards ", "naïve 🙂 日本 token", "a"])
