@@ -159,7 +159,7 @@ def waits_of_deepspeed(options: dict) -> dict[str, int]:
     ],
 )
 def test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced(tiny, options, tmp_path, zero, expected):
-    """In 3 steps of 2 micro batches. Its throughput timer waited around each forward pass and step too."""
+    """In 3 steps of 2 micro batches. Its throughput timer waited before each forward pass and after each step, too."""
     changes = {"max_steps": 7, "seq_len": 32, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
     if zero == "2-reduced":
         content = read_zero_file("2", [])
