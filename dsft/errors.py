@@ -6,6 +6,7 @@ exit code 2. It does not catch our own bugs: those keep their traceback and Pyth
 """
 
 import difflib
+import errno
 import functools
 import os
 import re
@@ -96,6 +97,9 @@ def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list
     return [problem for problem in problems if not re.search(rf"(?<!\w)(?:{words})(?!\w)", problem)]
 
 
+NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+"""Of an OSError whose path no file can have, whatever was to be done with it: the user's to change."""
+
 _exit_hooks: list[Callable[[int, list[str]], bool]] = []
 
 
@@ -119,7 +123,12 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
                 raise UserError(
                     [f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"]
                 )
-            return main(*args, **kwargs)
+            try:
+                return main(*args, **kwargs)
+            except OSError as error:
+                if error.errno not in NO_PATH:
+                    raise
+                raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
         except tuple(EXIT_CODES) as error:
             code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
             lines = error.problems if isinstance(error, UserError) else [str(error)]

@@ -246,6 +246,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     manifest = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} holds no JSON object")
     if SEAL in manifest and manifest != sealed(manifest):
         raise ValueError(f"{path} has changed")
     return manifest
@@ -286,11 +288,11 @@ def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = 
     """
     try:
         manifest = read_manifest(folder)
-        files = manifest and {name: listed["size"] for name, listed in manifest["files"].items()}
+        if manifest is None:
+            return [f"it has no {MANIFEST}"]
+        files = {name: listed["size"] for name, listed in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
-    if manifest is None:
-        return [f"it has no {MANIFEST}"]
     errors = []
     for name, size in files.items():
         path = folder / name

@@ -182,14 +182,17 @@ def write_run(output_dir: str, **sections: Any) -> None:
 
 
 def read_run(output_dir: str) -> dict[str, Any]:
-    """Read run.json of a run. Raises UserError where the folder is no run, or run.json no JSON."""
+    """Read run.json of a run. Raises UserError where the folder is no run, or run.json no JSON object."""
     if not is_run(output_dir):
         raise UserError(f"{output_dir}: is no run folder, it has no {RUN}")
     path = Path(output_dir) / RUN
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is no JSON ({error}); was it written by dsft?") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no JSON object; was it written by dsft?")
+    return content
 
 
 def read_options_of_run(output_dir: str) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def read_options_of_run(output_dir: str) -> dict[str, Any]:
     Raises UserError where the folder is no run, or its run.json does not hold them.
     """
     options = read_run(output_dir).get("config")
-    if options is None:
+    if not isinstance(options, dict) or "model" not in options:
         raise UserError(f"{output_dir}: its run.json holds no options of a training; name model and data instead")
     return options
 
@@ -271,5 +274,5 @@ def find_adapter(source: str) -> Path:
 def check_new_folder(out: str) -> None:
     """Check that `out` can become a folder. Raises UserError where it holds files, or is one."""
     path = Path(out)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose a new folder")

@@ -28,7 +28,7 @@ def show_checkpoints(options: FolderOptions) -> None:
     folders = checkpoints(options.folder)
     if not folders:
         raise UserError([f"{options.folder}: holds no checkpoints"])
-    table, newest, ranks = Table(), None, 0
+    table, newest, ranks = Table(), None, None
     for name in ("step", "loss", "GB", "ranks", "ZeRO", "complete"):
         table.add_column(name, justify="left" if name == "complete" else "right")
     for folder in folders:
@@ -44,9 +44,9 @@ def show_checkpoints(options: FolderOptions) -> None:
             f"no: {errors[0]}" if errors else "yes",
         )
         if not errors:
-            newest, ranks = folder, manifest["world_size"]
+            newest, ranks = folder, manifest.get("world_size")
     show_table(table)
-    if newest:
+    if newest and ranks:
         show_text(
             f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
             f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"

@@ -69,7 +69,12 @@ def run_command(name: str, words: list[str]) -> None:
     module, _, function = command.function.partition(":")
     with quick_imports():
         room = importlib.import_module(module)
-    getattr(room, function)(*arguments)
+    try:
+        getattr(room, function)(*arguments)
+    except OSError as error:  # what a command reads or writes is what its words name
+        if error.filename is None:
+            raise
+        raise UserError([f"{error.filename}: {error.strerror}; name another file or folder"]) from error
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU rank
 import gzip
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -67,10 +68,21 @@ def init(options: InitOptions) -> None:
     show_text(f"dsft: {path}: written; next: dsft preview --config {path}")
 
 
+def _folder(options: FolderOptions | QuickstartOptions) -> Path:
+    """The folder to write. Raises UserError where something else is there."""
+    if os.path.lexists(options.folder) and not os.path.isdir(options.folder):
+        raise UserError([f"{options.folder}: exists and is no folder; choose a new one"])
+    return Path(options.folder)
+
+
 def demo(options: FolderOptions) -> None:
-    """Write the demo data."""
+    """Write the demo data.
+
+    Raises:
+        UserError: where the folder is none.
+    """
     dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
-    for name, rows in write_demo_data(Path(options.folder), dtype=dtype).items():
+    for name, rows in write_demo_data(_folder(options), dtype=dtype).items():
         show_text(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
     show_text(f"dsft: next: dsft train --config {options.folder}/full.yaml")
 
@@ -82,7 +94,7 @@ def run(options: QuickstartOptions) -> None:
     Raises:
         UserError: where the folder holds something else.
     """
-    start, folder = time.perf_counter(), Path(options.folder)
+    start, folder = time.perf_counter(), _folder(options)
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
         raise UserError([f"{folder}: exists and is no quickstart folder; choose a new one"])
     for old in ("runs/full", "runs/lora", "merged", "perplexity", "report"):

@@ -6,15 +6,28 @@ What needs the model, the data, the machine or the DeepSpeed JSON is checked in 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from dsft.config.options import HALF_PRECISION, REFUSED_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
 
-AT_LEAST_1 = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
-    lora_r lora_alpha shuffle_buffer max_documents sequence_parallel ddp_timeout"""
-MORE_THAN_0 = "num_train_epochs logging_steps save_steps eval_steps save_minutes"
-NOT_NEGATIVE = "learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon dataloader_num_workers verify"
+MOST = 10**9
+"""Of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there."""
+IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
+    shuffle_buffer"""
+AT_LEAST_1 = "lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor"
+MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes"
+NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
+    eval_delay verify steps_per_print"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
+    # Lengths and sequences of a step are kept in memory.
+    (IN_A_STEP, lambda value: 1 <= value <= 10**7, "be at least 1 and at most 10,000,000"),
+    ("num_train_epochs", lambda value: 0 < value <= 10**6, "be more than 0 and at most 1,000,000"),
+    ("neftune_noise_alpha", lambda value: 0 <= value <= 1000, "be at least 0 and at most 1,000"),
+    ("num_gpus", lambda value: value <= 1024, "be at most 1,024: it counts those of one node"),
+    ("master_port", lambda value: 0 < value < 2**16, f"be at least 1 and less than {2**16:,}"),
+    # Each is a process of its own, beside every rank.
+    ("dataloader_num_workers", lambda value: 0 <= value <= 256, "be at least 0 and at most 256"),
     (AT_LEAST_1, lambda value: value >= 1, "be at least 1"),
     (MORE_THAN_0, lambda value: value > 0, "be more than 0"),
     (NOT_NEGATIVE, lambda value: value >= 0, "not be negative"),
@@ -23,11 +36,21 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     ("max_steps", lambda value: value >= 1 or value == -1, "be at least 1, or -1 to go by num_train_epochs"),
     (
         " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)),
-        lambda value: value > 0,
-        "be more than 0 seconds",
+        lambda value: 0 < value <= 10**6,
+        "be more than 0 and at most 1,000,000 seconds",
     ),
 ]
-"""(names of options, whether a value can be, what it must be). Options that are not set are not looked at."""
+"""(names of options, whether a value can be, what it must be)."""
+
+
+def check_bounds(name: str, value: Any) -> list[str]:
+    """Lists why the option `name` cannot have this value, if it is a number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return []
+    bounds = [f"must {text}" for names, is_possible, text in BOUNDS if name in names.split() and not is_possible(value)]
+    if not bounds and isinstance(value, int) and abs(value) > MOST and name not in ("seed", "data_seed"):
+        bounds = [f"must be at most {MOST:,}"]
+    return [f"{name}={value}: {bound}" for bound in bounds]
 
 
 def check_config(options: TrainConfig | EvalConfig) -> list[str]:
@@ -37,11 +60,6 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    for names, is_possible, bounds in BOUNDS:
-        for name in names.split():
-            value = options.value(name)
-            if isinstance(value, int | float) and not is_possible(value):
-                problems.append(f"{name}={value}: must {bounds}")
     if options.seq_len < 2:
         problems.append(
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsft.config.checks import check_bounds
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.config.reader import DuplicateKey, read_text, unique_keys
 from dsft.errors import nearest, one_line
@@ -39,8 +40,14 @@ SAME_THING = {
     "fp16.enabled": ("fp16", bool),
 }
 """DeepSpeed key -> the option of ours with the same meaning, and its type."""
-NUMBERS = {key: kind for key, (_, kind) in SAME_THING.items() if kind is not bool} | {"zero_optimization.stage": int}
-"""Values that dsft or transformers compares with options: DeepSpeed itself would take "3" for 3."""
+KINDS = {key: kind for key, (_, kind) in SAME_THING.items()} | {
+    **dict.fromkeys(("zero_optimization.stage", "steps_per_print"), int),
+    "gradient_predivide_factor": float,
+    **dict.fromkeys(("prescale_gradients", "disable_allgather", "dump_state", "memory_breakdown"), bool),
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last"), bool),
+}
+"""Values that dsft or transformers compares with options, where DeepSpeed itself would take "3" for 3, and those that
+DeepSpeed takes as they are, until a step computes with them."""
 AUTO = "auto"
 FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 """Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
@@ -59,6 +66,7 @@ REFUSED = {
     "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP fails on the models of transformers 5.23, and what it trained"
     " could not be saved; ZeRO-3 shards the experts",
     "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation",
+    "pipeline": "it is for DeepSpeed's PipelineModule, and models of transformers are none",
     "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own",
     "autotuning.enabled": "DeepSpeed ends the run once it has measured some steps; zero=auto and dsft plan choose",
     "checkpoint.load_universal": "dsft writes no universal checkpoint, and resumes on other ranks and stages without",
@@ -255,14 +263,14 @@ def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_entry(key: str, value: Any) -> list[str]:
-    """Checks the numbers of one entry, which DeepSpeed would take as text too, and where "auto" cannot stand; then lets
+    """Checks the values of one entry, which DeepSpeed would take as text too, and where "auto" cannot stand; then lets
     DeepSpeed read it.
     """
     from pydantic import ValidationError
 
     problems = []
     for place, number in _leaves(key, value):
-        kind = NUMBERS.get(place)
+        kind = KINDS.get(place)
         is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
         if number == AUTO:
             if place.removesuffix(".device") in NO_DEFAULT:
@@ -271,8 +279,12 @@ def _check_entry(key: str, value: Any) -> list[str]:
             problems.append(f"{place}={json.dumps(number)}: must be a whole number")
         elif kind is float and not is_number:
             problems.append(f"{place}={json.dumps(number)}: must be a number")
-        elif kind is int and place in FILLED and number < 1:
-            problems.append(f"{place}={number}: must be at least 1")
+        elif kind is bool and not isinstance(number, bool):
+            problems.append(f"{place}={json.dumps(number)}: must be true or false")
+        elif kind:
+            option = SAME_THING.get(place, (place,))[0]
+            bounds = check_bounds(option, number)
+            problems += [f"{place}{bound.removeprefix(option)}" for bound in bounds]
     if problems:
         return problems
     not_an_object = f"{key}={json.dumps(value)}: must be a JSON object; leave it out for DeepSpeed's default"

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import types
 import typing
 import zlib
@@ -22,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from dsft.config.checks import check_config
+from dsft.config.checks import check_bounds, check_config
 from dsft.config.elsewhere import OF, VALUES
 from dsft.config.options import EvalConfig, TrainConfig, argument_types
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
@@ -119,7 +120,7 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-13-01
         problems.append(f"--config {path}: not valid YAML: {one_line(error)}")
         return None
-    problems += [f"--config {path}: {repeated}" for repeated in loader.repeated]
+    problems += [f"--config {path}: {problem}" for problem in loader.problems]
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -129,11 +130,13 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML takes the last of several equal keys without a word; this loader notes them."""
+    """PyYAML takes the last of several equal keys without a word, and reads 0100 as 64 and 1:30 as 90, as YAML 1.1 has
+    it; this loader notes both.
+    """
 
     def __init__(self, text: str):
         super().__init__(text)
-        self.repeated: list[str] = []
+        self.problems: list[str] = []
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[str, int] = {}
@@ -141,8 +144,18 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             first = lines.setdefault(str(key.value), line)
             if first != line:
-                self.repeated.append(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
+                self.problems.append(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and re.match(r"[-+]?0[0-7_]|.*:", node.value):
+            line = node.start_mark.line + 1
+            self.problems.append(
+                f"line {line}: YAML reads {node.value} in base {60 if ':' in node.value else 8}; write the number in"
+                " base 10, or a text in quotes"
+            )
+        return super().construct_scalar(node)
 
 
 class Repeated(list):
@@ -222,10 +235,11 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     fields = dataclasses.fields(cls)
     positional = [field.name for field in fields if not field.kw_only and field.name not in values]
     words = [word for word in left if not word.startswith("--")]
-    values |= dict(zip(positional, words, strict=False))
+    given: dict[str, Any] = dict(zip(positional, words, strict=False))
     if words and positional and takes_list(field_types(cls)[positional[-1]]):
         first = len(positional) - 1
-        values[positional[-1]], positional = words[first:], [*positional[:first], *words[first:]]
+        given[positional[-1]], positional = words[first:], [*positional[:first], *words[first:]]
+    values |= check_values(given, field_types(cls), problems)
     known = ["--" + field.name for field in fields]
     problems += [f"{word}: unknown option{nearest(word, known)}" for word in left if word not in words]
     if not problems:
@@ -256,6 +270,8 @@ def check_values(
             checked[key] = convert(value, types_by_name[key])
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
+    for key in types_by_name:  # in one order, wherever the values stand
+        problems += check_bounds(key, checked.get(key))
     return checked
 
 

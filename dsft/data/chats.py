@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from dsft.data.formats import Chat, FormatRules, Message
 from dsft.models.chat_template import EXTENSIONS
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What templates raise at what they cannot render."""
 
 _MARK = 0xF0000

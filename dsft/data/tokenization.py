@@ -122,7 +122,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                 rendered, notes = render_chat(chat, tokenizer, rules)
                 sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered]
             except TEMPLATE_ERRORS as error:
-                kind = "the chat template raised: " if isinstance(error, TemplateError) else ""
+                kind = "the chat template raised: " if isinstance(error, TemplateError | ArithmeticError) else ""
                 builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
                 continue
             for name, why in notes.items():

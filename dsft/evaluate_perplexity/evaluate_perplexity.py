@@ -41,7 +41,11 @@ class EvaluatePerplexity(evaluate.Measurement):
     def compute(self, *, nats=None, tokens=None, bytes=None, words=None, predictions=None, **options):
         """Return perplexity, nats and tokens; with `bytes` and `words` also those of words, bytes and bits per byte."""
         if nats is not None:
+            if tokens is None or not 0 < len(tokens) == len(nats) or not sum(tokens):
+                raise ValueError("nats needs tokens: for each document how many of its tokens were scored")
             return self._of_sums(math.fsum(nats), sum(tokens), sum(bytes or []), sum(words or []))
+        if predictions is None:
+            raise ValueError("give predictions, the texts, with a model, or nats and tokens of each document")
         from dsft.api import evaluate_perplexity
 
         with tempfile.TemporaryDirectory() as folder:

@@ -509,7 +509,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     problems += number_problems(options)
     if options.nodes == 0:
         problems.append("--nodes 0: must be 1 or more")
-    for name in ("nodes", "node_rank", "master_port", "max_restarts", "wait_for_nodes"):
+    for name in ("nodes", "node_rank", "max_restarts", "wait_for_nodes"):
         if (getattr(options, name) or 0) < 0:
             problems.append(f"{name}={getattr(options, name)}: must be 0 or more")
     for name in ("hostfile", "include", "exclude", "accelerate", "master_addr"):

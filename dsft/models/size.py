@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import dataclasses
+import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
@@ -27,6 +29,7 @@ from dsft.runtime import patches
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
     *(RuntimeError, ArithmeticError, AssertionError, IndexError),  # of sizes that no tensor can have
+    *(SyntaxError, NameError),  # of code that a repository brings along
     struct.error,  # of a GGUF file that is truncated
 )
 """What transformers raises where a config cannot be found, read or built from."""
@@ -130,19 +133,50 @@ class ModelFacts:
     """Inputs of the linear layers without the head, which a format quantises in groups."""
 
 
-def measure_model(options: TrainConfig, *, scored: bool = False, with_adapter: bool = False) -> ModelFacts:
+MOST_MODULES = 10_000
+"""Layers, or experts of a layer: more take hours to build, and no model has them."""
+
+
+def check_files_here(model: str) -> None:
+    """Looks at what of a model's files would fail only while its weights load, or builds modules without end.
+
+    Raises:
+        UserError: naming the number of layers or experts.
+        OSError, ValueError, TypeError: where generation_config.json holds something else.
+    """
+    folder, too_many = Path(model), []
+    path = folder / "config.json" if folder.is_dir() else folder
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        for name, value in pairs:
+            if re.search(r"(layer|expert)s?$", name) and type(value) is int and value > MOST_MODULES:
+                too_many.append(f"{path} says {name}={value}; dsft builds at most {MOST_MODULES:,} of a kind")
+
+    if path.suffix == ".json" and path.is_file():
+        with contextlib.suppress(ValueError):  # of what is no JSON transformers' own error says more
+            json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=note)
+    raise_if_any(too_many)
+    if (folder / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(model)
+
+
+def measure_model(
+    options: TrainConfig, *, scored: bool = False, with_adapter: bool = False, config: PreTrainedConfig | None = None
+) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
     Raises UserError where no model can be built from what is there, or its adapters do not fit it.
 
     Args:
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
         with_adapter: scored below a trained adapter: its format is that of the training.
+        config: of the model, where it is known; else it is read.
     """
     if is_gguf(options.model) and not scored:
         raise UserError(f"model={options.model}: {NO_GGUF}")
     try:
         known = {"trust_remote_code": options.trust_remote_code}
-        config = load_model_config(options.model, revision=options.revision, **known)
+        check_files_here(options.model)
+        config = config or load_model_config(options.model, revision=options.revision, **known)
         model = empty_model(config, attn_implementation=options.attn_implementation, **known)
     except UserError as error:
         raise UserError([f"model={options.model}: {problem}" for problem in error.problems]) from error

@@ -58,6 +58,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
         if info["unexpected_keys"] and (whole := whole_class(facts.config)) not in (None, facts.architecture):
             # What the text model leaves out is known to the class that loads the towers too.
             info["unexpected_keys"] &= _load_empty(whole, facts.config, tensors)[1]["unexpected_keys"]
+        _raise_of_integers(tensors)
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
     except RuntimeError as error:  # of a renaming, after transformers has shown its report
@@ -123,7 +124,9 @@ def adapter_problems(
         files = _files(adapter, ADAPTER_FILES)
         if not files:
             return [f"{key}={adapter}: holds no {ADAPTER_FILES[0]}"]
-        placed_adapter(adapter, config, _empty_tensors(files), trust_remote_code=trust_remote_code)
+        tensors = _empty_tensors(files)
+        _raise_of_integers(tensors)
+        placed_adapter(adapter, config, tensors, trust_remote_code=trust_remote_code)
     except UserError as error:
         return [f"{key}={adapter}: {problem.removeprefix(adapter + '/')}" for problem in error.problems]
     return []
@@ -170,6 +173,21 @@ def placed_adapter(
     ][:1]
     raise_if_any(problems)
     return model, placed
+
+
+def _raise_of_integers(tensors: dict[str, torch.Tensor]) -> None:
+    """Weights in whole numbers would be cast, without the scales that they need, to other weights.
+    Raises UserError naming the first.
+    """
+    names = sorted(
+        name for name, tensor in tensors.items() if name.endswith("weight") and not tensor.is_floating_point()
+    )
+    if names:
+        dtype = str(tensors[names[0]].dtype).removeprefix("torch.")
+        raise UserError(
+            f"{_tensors(names, f'hold {dtype}')}, and its config describes no quantization; take the model that it was"
+            " made from, or one whose config.json has its quantization_config"
+        )
 
 
 def _tensors(names: Iterable[str], predicate: str) -> str:

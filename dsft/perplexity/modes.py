@@ -123,6 +123,10 @@ def _hf(config: EvalConfig, prepared: Prepared) -> Windows:
     """
     store = prepared("joined")
     stride = config.stride or min(512, config.seq_len // 2)
+    if stride >= config.seq_len:  # the length may be the model's, which is known only now
+        raise UserError(
+            f"stride={stride}: must be less than the {config.seq_len} tokens of a window of protocol={config.protocol}"
+        )
     windows = cut(store, partial(sliding_spans, length=config.seq_len, stride=stride))
     scored = windows.spans[:, 1] - windows.spans[:, 2]
     windows.weights = 1 - 1 / np.maximum(scored, 1)

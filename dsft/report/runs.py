@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_state
-from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_run
+from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_options_of_run, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import REPORTS, Results
 from dsft.runtime.locks import is_held
@@ -140,6 +140,7 @@ def read_report(folders: list[str]) -> Report:
     runs = []
     for folder, name in zip(run_folders, names, strict=True):
         try:
+            read_options_of_run(str(folder))  # without them it is no run of dsft
             facts = read_run(str(folder))
             path = folder / METRICS
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []

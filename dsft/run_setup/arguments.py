@@ -6,6 +6,7 @@ What the options show by themselves is in `config/checks.py`.
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import re
 import warnings
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from accelerate.utils import DynamoBackend
+from huggingface_hub import HfApi
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.config.deepspeed import check_nvme, get_value, offloads, stage
@@ -184,6 +187,20 @@ class WithoutDevice(TrainingArguments):
     distributed_state = None
 
 
+def check_hub(options: TrainConfig) -> list[str]:
+    """Lists why nothing could be pushed to the hub, where that is asked for."""
+    if not options.training.get("push_to_hub"):
+        return []
+    try:
+        HfApi().whoami(token=options.training.get("hub_token"))
+    except Exception as error:  # of the HTTP library of its version: no network, no token, or one that is not valid
+        return [
+            f"push_to_hub: the hub does not take this user here ({one_line(error)}); give a network and a token"
+            " (hf auth login), or leave it out and upload final/ afterwards"
+        ]
+    return []
+
+
 def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *, here: bool = True) -> list[str]:
     """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed, and whether
     the optimizer's package is there.
@@ -201,12 +218,38 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
             args = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
-            if here and "optim" in options.training:
+            if here and {"optim", "optim_args"} & options.training.keys():
                 from transformers import Trainer  # with datasets and pandas, which most plans do without
 
-                Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+                optimizer, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
+                inspect.signature(optimizer).bind([], **keywords)
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         return [] if any(re.search(rf"\b{name}\b", str(error)) for name in named) else [one_line(error)]
+    try:
+        steps, parameter = args.max_steps if args.max_steps > 0 else 10_000, torch.zeros(1, requires_grad=True)
+        get_scheduler(
+            args.lr_scheduler_type,
+            torch.optim.SGD([parameter]),
+            num_warmup_steps=args.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except Exception as error:  # of a function of transformers or torch that is given these
+        return [
+            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: lr_scheduler_type={args.lr_scheduler_type.value} does"
+            f" not take them ({one_line(error)})"
+        ]
+    how = values.get("activation_checkpointing_kwargs") or {}
+    try:
+        torch.utils.checkpoint.checkpoint(torch.neg, torch.zeros(1), **{"use_reentrant": False} | how)
+    except Exception as error:  # as above
+        return [f"activation_checkpointing_kwargs={how}: torch.utils.checkpoint does not take them ({one_line(error)})"]
+    if args.torch_compile and args.torch_compile_backend.upper() not in DynamoBackend.__members__:
+        known = [name.lower() for name in DynamoBackend.__members__]
+        return [
+            f"torch_compile_backend={args.torch_compile_backend}: unknown; there are {', '.join(known)}"
+            f"{nearest(args.torch_compile_backend, known)}"
+        ]
     if args.torch_compile and not options.training.get("torch_compile"):
         return ["torch_compile_mode and torch_compile_backend need torch_compile: true, which is planned otherwise"]
     dealt, accumulation = args.accelerator_config, args.accelerator_config.gradient_accumulation_kwargs or {}

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
-from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest
+from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest, read_trainer_state
 from dsft.checkpoints.resume import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import (
     FINAL,
@@ -41,10 +41,12 @@ from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, is_bare_config, resolve_dtype
 from dsft.models.lora import saved_lora_config
+from dsft.models.model_folder import step_folder
 from dsft.models.quantization import format_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import Packing, architecture_problems, needs_mask, try_packing
+from dsft.models.usual import USUAL_MODELS, usual_config
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
@@ -54,7 +56,13 @@ from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import Plan, all_plans, choose, reason
 from dsft.planner.step_time import Speeds
 from dsft.planner.zero_layout import sums_in_fp32
-from dsft.run_setup.arguments import check_machine, check_training_arguments, check_zero_file, ignored_options
+from dsft.run_setup.arguments import (
+    check_hub,
+    check_machine,
+    check_training_arguments,
+    check_zero_file,
+    ignored_options,
+)
 from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
 from dsft.run_setup.decisions import (
     Draft,
@@ -164,6 +172,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     """
     checked = check_run(options, machine, problems)
     distributed.raise_together([*checked.problems])
+    distributed.raise_together(check_hub(checked.options) if distributed.rank() == 0 else [])
     distributed.raise_together(check_weights(checked.options, checked.model, local=False))
     draft = Draft(checked.options, checked.decisions)
     # What depends on the disk or the clock is decided once, by rank 0.
@@ -322,9 +331,14 @@ def check_run(
         # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
         asked = options.attn_implementation
         elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
+        is_usual = not starts and options.model in USUAL_MODELS and not options.revision
+        if is_usual := is_usual and not Path(options.model).exists():
+            notes.append(f"planned with the configuration of {options.model} that dsft brings along")
         try:
             model = measure_model(
-                dataclasses.replace(options, attn_implementation=None) if elsewhere else options, scored=scored
+                dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
+                scored=scored,
+                config=usual_config(options.model) if is_usual else None,
             )
         except UserError as error:
             draft.problems += error.problems
@@ -359,7 +373,7 @@ def check_run(
         draft.problems += unreadable
     elif unreadable:  # of a plan, data is to come
         data, tokenizer = [], None
-        notes = [f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}"]
+        notes.append(f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}")
     return CheckedRun(
         options=options,
         decisions=tuple(draft.decisions),
@@ -407,9 +421,18 @@ def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list
         return None, start_from_weights(options, checkpoint), False
     if not checkpoint:
         return None, [], False
+    read_trainer_state(Path(checkpoint))
     decisions = keep_global_batch(options, checkpoint, world)
     has_final = (Path(options.training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
-    return checkpoint, decisions, has_final and is_finished(checkpoint, options.training)
+    if has_final and is_finished(checkpoint, options.training):
+        return checkpoint, decisions, True
+    if step_folder(checkpoint) is None:
+        raise UserError(
+            f"resume_from_checkpoint={checkpoint}: holds no states of DeepSpeed, as checkpoints of a plain Trainer or"
+            " with save_only_model; start from its weights: --resume_weights_only with its folder as"
+            " resume_from_checkpoint, and a new output_dir"
+        )
+    return checkpoint, decisions, False
 
 
 def job_over_data(

@@ -30,9 +30,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
+    """Return `path`, or the nearest folder above it that exists, be it a link to nowhere."""
     absolute = path.expanduser().absolute()
-    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    return next(parent for parent in (absolute, *absolute.parents) if os.path.lexists(parent))
 
 
 def free_bytes(folder: str | Path) -> int | None:
@@ -46,8 +46,8 @@ def free_bytes(folder: str | Path) -> int | None:
 def check_writable(output_dir: str, problems: list[str]) -> None:
     """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
     path = Path(output_dir)
-    if path.exists() and not path.is_dir():
-        problems.append(f"output_dir={path}: is a file, not a folder")
+    if os.path.lexists(path) and not path.is_dir():
+        problems.append(f"output_dir={path}: is {'a file' if path.exists() else 'a link to nowhere'}, not a folder")
         return
     try:
         with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:

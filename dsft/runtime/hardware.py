@@ -96,7 +96,7 @@ def parse_bytes(text: str) -> int:
         UserError: for anything else; a unit is required.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if not match or match[2] not in BYTES or float(match[1]) <= 0:
+    if not match or match[2] not in BYTES or not 0 < float(match[1]) < 1e12:
         raise UserError(f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB")
     return int(float(match[1]) * BYTES[match[2]])
 

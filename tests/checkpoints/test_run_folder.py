@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from dsft.checkpoints.manifest import MANIFEST, STAGING, TRAINER_STATE, hash_and_sync, publish
+from dsft.checkpoints.manifest import MANIFEST, STAGING, TRAINER_STATE, hash_and_sync, integrity_errors, publish
 from dsft.checkpoints.run_folder import (
     clear_run,
     is_finished,
     last_checkpoint,
+    read_options_of_run,
     read_run,
     start_from_weights,
     write_run,
 )
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
+from dsft.report.runs import read_report
 from dsft.runtime.launcher_env import LAUNCH
 
 
@@ -136,3 +138,20 @@ def test_weights_alone_start_a_new_run_beside_the_old_one(tmp_path, method, opti
 )
 def test_a_run_is_finished_by_its_steps_or_else_by_its_epochs(tmp_path, step, epoch, training, expected):
     assert is_finished(write_checkpoint(tmp_path, step, epoch=epoch), training) is expected
+
+
+OTHERS = ["[]", "null", "7", '"x"', "", "{"]
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_a_run_json_that_holds_something_else_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    for read in (read_run, read_options_of_run, lambda folder: read_report([folder])):
+        with pytest.raises(UserError, match=r"run\.json"):
+            read(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [*OTHERS, "{}", '{"files": []}', '{"files": {"a": 1}}'])
+def test_a_manifest_that_holds_something_else_is_named(tmp_path, content):
+    (tmp_path / MANIFEST).write_text(content)
+    assert integrity_errors(tmp_path) == [f"{MANIFEST} cannot be read"]

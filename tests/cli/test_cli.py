@@ -74,6 +74,50 @@ def test_commands_end_with_one_clear_line_and_2(arguments, expected):
     assert expected in result.stderr and result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
 
 
+LONG = "x" * 300
+INIT = ["init", "--model", "m", "--data", "d", "--out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["completion", "foo"], "shell: invalid choice: 'foo' (choose from bash, zsh, fish)"),
+        ([*INIT, "file"], "file: exists"),
+        ([*INIT, "file/run.yaml"], "file: File exists"),
+        ([*INIT, f"{LONG}.yaml"], "File name too long"),
+        ([*INIT, "/proc/run.yaml"], "/proc/run.yaml: No such file or directory"),
+        (["demo-data", "file"], "file: exists and is no folder"),
+        (["demo-data", LONG], "File name too long"),
+        (["demo-data", "loop"], "loop: exists and is no folder"),
+        (["quickstart", "file"], "file: exists and is no folder"),
+        (["quickstart", LONG], "File name too long"),
+        (["export", "file", "out"], "file: dsft export reads folders of models"),
+        (["export", "folder", "loop"], "folder: holds neither safetensors"),
+        (["verify", LONG], "File name too long"),
+        (["checkpoints", LONG], "File name too long"),
+        (["report", LONG], "File name too long"),
+        (["compare", LONG], "File name too long"),
+        (["plan", "--model", LONG], "File name too long"),
+        (["plan", "--model", "m", "--hostfile", LONG], "File name too long"),
+        (["plan", "--model", "m", "--host_memory", f"{10**300}GB"], "is not a size"),
+        (["preview", "--model", "m", "--data", "file", "--samples", "-1"], "samples=-1: must not be negative"),
+        (["train", "--model", "m", "--data", "file", "--output_dir", "o", "--num_gpus", f"{10**9}"], "num_gpus="),
+        (["launch", "--master_port", "99999999", "train"], "master_port=99999999: must be at least 1 and less than"),
+    ],
+    ids=lambda value: " ".join(value).replace(LONG, "LONG")[-60:] if isinstance(value, list) else "",
+)
+def test_a_word_that_no_command_can_use_gives_one_line(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and expected in error and error.count("dsft: error:") == 1, error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "loop"], "nothing is written"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -1,10 +1,15 @@
 """Numbers that no run can mean are refused, by name and once."""
 
+import typing
+
 import pytest
 
+from dsft.cli.commands import PlanOptions, PreviewOptions
 from dsft.config.checks import BOUNDS, check_config
+from dsft.config.deepspeed import KINDS
 from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
-from dsft.config.reader import field_types, make_config, training_types
+from dsft.config.reader import check_values, field_types, make_config, training_types
+from dsft.launch.launchers import LaunchOptions
 
 TRAIN = {"model": "m", "data": "d.jsonl", "output_dir": "run"}
 EVAL = {"model": "m", "data": "d.jsonl"}
@@ -43,7 +48,16 @@ def problems_of(cls: type, **changes) -> list[str]:
         ("per_device_train_batch_size", 0, "must be at least 1"),
         ("gradient_accumulation_steps", -1, "must be at least 1"),
         ("global_batch_size", 0, "must be at least 1"),
-        ("dataloader_num_workers", -1, "must not be negative"),
+        ("dataloader_num_workers", -1, "must be at least 0 and at most 256"),
+        ("dataloader_num_workers", 100_000, "must be at least 0 and at most 256"),
+        ("dataloader_prefetch_factor", 0, "must be at least 1"),
+        ("num_train_epochs", 1e300, "at most 1,000,000"),
+        ("global_batch_size", 10**12, "at most 10,000,000"),
+        ("gradient_accumulation_steps", 10**9, "at most 10,000,000"),
+        ("shuffle_buffer", 10**18, "at most 10,000,000"),
+        ("neftune_noise_alpha", -5, "must be at least 0"),
+        ("neftune_noise_alpha", 1e300, "at most 1,000"),
+        ("load_timeout", 1e300, "at most 1,000,000 seconds"),
         ("seed", -1, "must be at least 0 and less than 4294967296"),
         ("data_seed", 2**32, "must be at least 0 and less than 4294967296"),
         ("ddp_timeout", 0, "must be at least 1"),
@@ -69,6 +83,18 @@ def test_an_evaluation_s_numbers_too(name, value):
     assert len(problems) == 1 and problems[0].startswith(name), problems
 
 
+@pytest.mark.parametrize("cls", [TrainConfig, EvalConfig, LaunchOptions, PlanOptions, PreviewOptions])
+def test_no_whole_number_is_beyond_what_libraries_count(cls):
+    hints = training_types() if cls is TrainConfig else field_types(cls)
+    names = [name for name, hint in hints.items() if int in (hint, *typing.get_args(hint))]
+    assert names
+    for value in (10**30, -(10**30)):
+        problems: list[str] = []
+        check_values(dict.fromkeys(names, value), hints, problems)
+        named = [problem.partition("=")[0] for problem in problems]
+        assert named == names, f"{value}: {sorted(set(names) ^ set(named))}"
+
+
 def test_what_is_not_given_is_no_problem():
     assert check_config(TrainConfig(model="m", data=["d"], training={"output_dir": "run"})) == []
     assert problems_of(TrainConfig, max_steps=-1, save_steps=0.5, weight_decay=0, data_seed=0, seed=0) == []
@@ -82,7 +108,7 @@ def test_what_an_evaluation_is_to_do_twice_is_refused(name):
 
 def test_every_bound_is_of_an_option_and_lets_its_default_through():
     """A bound of a name that no option has any more would hold nothing."""
-    types = training_types() | field_types(EvalConfig)
+    types = training_types() | field_types(EvalConfig, LaunchOptions, PreviewOptions) | KINDS
     names = [name for bound in BOUNDS for name in bound[0].split()]
     assert len(set(names)) == len(names) and set(names) <= types.keys()
     assert problems_of(TrainConfig) == problems_of(EvalConfig) == []

@@ -189,6 +189,25 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("number", "base"), [("0100", 8), ("-0100", 8), ("1:30", 60), ("190:20:30", 60), ("1:30.5", 60)]
+)
+def test_a_number_that_yaml_reads_in_another_base_is_named_with_its_line(tmp_path, number, base):
+    path, problems = tmp_path / "a.yaml", []
+    path.write_text(f"model: m\nseq_len: {number}\nrevision: '0100'\n")
+    values = read_yaml(str(path), problems)
+    assert values["revision"] == "0100"
+    (problem,) = problems
+    assert problem.startswith(f"--config {path}: line 2: YAML reads {number} in base {base}; write the number in base")
+
+
+def test_numbers_in_base_10_are_read_as_they_stand(tmp_path):
+    path, problems = tmp_path / "a.yaml", []
+    path.write_text("{a: 0, b: 0.5, c: -1, d: 100, e: 1.0e-4, f: [10, 2000]}")
+    assert read_yaml(str(path), problems) == {"a": 0, "b": 0.5, "c": -1, "d": 100, "e": 1e-4, "f": [10, 2000]}
+    assert problems == []
+
+
 def test_a_command_takes_its_own_options_from_among_the_others():
     """A switch takes no word but true or false, so that the word behind it stays where it is."""
     taken, left = split_flags(

@@ -74,7 +74,7 @@ def test_files_of_the_same_name_and_another_content_are_told(options, tiny, tmp_
     zero = (CONFIG_DIR / "zero3.json").read_text()
     checkpoint = '{"step": 2, "files": {}}'
     for node, bucket, manifest in (("node-0", "auto", checkpoint), ("node-1", "1000000", checkpoint.replace("2", "4"))):
-        (tmp_path / node / "checkpoint-2").mkdir(parents=True)
+        (tmp_path / node / "checkpoint-2" / "global_step2").mkdir(parents=True)
         (tmp_path / node / "zero.json").write_text(
             zero.replace('"reduce_bucket_size": "auto"', f'"reduce_bucket_size": {bucket!r}'.replace("'", '"'))
         )

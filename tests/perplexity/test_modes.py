@@ -286,3 +286,10 @@ def test_names_are_checked_without_torch_and_transformers():
         "assert 'windows' in problem and not {'torch', 'transformers', 'pyarrow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_stride_beyond_the_window_that_a_protocol_takes_is_refused(tiny):
+    asked = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "protocol": "hf", "progress": False}
+    with pytest.raises(UserError, match="stride=512: must be less than the 256 tokens of a window of protocol=hf"):
+        evaluate_perplexity(**asked, stride=512)
+    assert evaluate_perplexity(**asked, stride=255).perplexity.perplexity > 1

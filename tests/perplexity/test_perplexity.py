@@ -441,6 +441,9 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
     assert from_texts["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
+    for sums in ({"nats": [1.0]}, {"nats": [1.0], "tokens": []}, {"nats": [1.0], "tokens": [0]}, {"tokens": [1]}):
+        with pytest.raises(ValueError, match="nats"):
+            metric.compute(**sums)
 
 
 def _evaluated(words: list) -> None:

@@ -6,12 +6,15 @@ import subprocess
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import write_jsonl
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
+from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.run_setup.resolve import check_run
+from dsft.run_setup.arguments import check_hub
+from dsft.run_setup.resolve import check_run, resume_decisions
 from dsft.runtime.hardware import this_machine
 
 
@@ -118,6 +121,124 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
             f"method=qlora cannot be combined with zero={zero}" in problem and "else method lora" in problem
             for problem in problems_of(method="qlora", zero=zero)
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lr_scheduler_kwargs": {"foo": 1}}, "lr_scheduler_kwargs={'foo': 1}: lr_scheduler_type=linear"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_type=cosine_with_min_lr does not take them"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"foo": 1}},
+            "activation_checkpointing_",
+        ),
+        ({"accelerator_config": "nowhere.json"}, "nowhere.json"),
+        ({"torch_compile": True, "torch_compile_backend": "inductr"}, "did you mean 'inductor'?"),
+    ],
+    ids=str,
+)
+def test_what_is_given_to_a_library_is_tried_first(problems_of, changes, expected):
+    problems = problems_of(**changes)
+    assert len(problems) == 1 and expected in problems[0], problems
+
+
+OTHERS = {"list": "[]", "null": "null", "number": "7", "text": '"x"', "nothing": "", "bytes": b"\xff\xfe"}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_file_of_a_model_that_holds_something_else_is_one_problem(problems_of, tiny, tmp_path, file, content):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    problems = problems_of(model=str(folder))
+    assert len(problems) == 1 and str(folder) in problems[0], problems
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+def test_an_adapter_s_description_that_holds_something_else_is_one_problem(problems_of, tmp_path, content):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    problems = problems_of(method="lora", adapter=str(folder))
+    assert len(problems) == 1 and f"{folder}/adapter_config.json: " in problems[0], problems
+
+
+@pytest.mark.parametrize("number", ["num_hidden_layers", "num_local_experts"])
+def test_a_config_of_a_billion_modules_is_refused_before_they_are_built(problems_of, tiny, tmp_path, number):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {number: 10**9}))
+    for model in (folder, folder / "config.json"):
+        (problem,) = problems_of(model=str(model))
+        assert f"{folder}/config.json says {number}=1000000000; dsft builds at most 10,000 of a kind" in problem
+
+
+@pytest.mark.parametrize("code", ["def x(:\n", "nowhere\n", "import nowhere\n", "1 / 0\n"])
+def test_code_of_a_model_that_fails_is_one_problem(problems_of, tiny, tmp_path, monkeypatch, code):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    content = json.loads((folder / "config.json").read_text())
+    theirs = {"model_type": "theirs", "auto_map": {"AutoConfig": "code_of.Config", "AutoModelForCausalLM": "code_of.M"}}
+    (folder / "config.json").write_text(json.dumps(content | theirs))
+    (folder / "code_of.py").write_text(code)
+    problems = problems_of(model=str(folder), trust_remote_code=True)
+    assert len(problems) == 1 and f"model={folder}: no causal language model can be built" in problems[0], problems
+
+
+def test_integers_as_weights_are_refused_where_no_format_explains_them(problems_of, tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    (problem,) = problems_of(model=str(folder))
+    assert f"model={folder}: 1 tensor hold int8, {name}" in problem and "quantization_config" in problem
+
+
+def test_a_chat_template_that_counts_without_end_is_one_problem(problems_of, tiny, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% for i in range(10**9) %}x{% endfor %}")
+    path = write_jsonl(tmp_path / "chat.jsonl", rows)
+    problems = problems_of(data=str(path), model=str(tiny / "chat"), chat_template=str(template))
+    assert len(problems) == 1 and "line 1: the chat template raised: Range too big" in problems[0], problems
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "expected"),
+    [
+        ("file", "is a file, not a folder"),
+        ("file/run", "cannot be written (Not a directory)"),
+        ("loop", "is a link to nowhere, not a folder"),
+        ("loop/run", "cannot be written (Too many levels of symbolic links)"),
+        ("dangling/run", "cannot be written (No such file or directory)"),
+    ],
+)
+def test_an_output_folder_that_cannot_be_one_is_refused(problems_of, tmp_path, output_dir, expected):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (problem,) = problems_of(output_dir=str(tmp_path / output_dir))
+    assert problem == f"output_dir={tmp_path / output_dir}: {expected}"
+
+
+def test_a_push_to_the_hub_is_refused_without_one():
+    (problem,) = check_hub(TrainConfig(training={"push_to_hub": True, "hub_token": "hf_of_nobody"}))
+    assert problem.startswith("push_to_hub: the hub does not take this user here") and "leave it out" in problem
+    assert check_hub(TrainConfig()) == []
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_refused_with_what_can_be_taken_of_it(tiny, tmp_path):
+    plain = tmp_path / "plain" / "checkpoint-1"
+    shutil.copytree(tiny / "model", plain)
+    (plain / "trainer_state.json").write_text('{"global_step": 1}')
+    training = {"output_dir": str(tmp_path / "run"), "resume_from_checkpoint": str(plain)}
+    with pytest.raises(UserError, match="holds no states of DeepSpeed.* --resume_weights_only .* a new output_dir"):
+        resume_decisions(TrainConfig(training=training), 1)
+    assert resume_decisions(TrainConfig(resume_weights_only=True, training=training), 1)[1][0].value == str(plain)
+    for content in OTHERS.values():
+        (plain / "trainer_state.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UserError, match="cannot be read as a Trainer's state"):
+            resume_decisions(TrainConfig(training=training), 1)
 
 
 def test_all_problems_come_at_once(problems_of):

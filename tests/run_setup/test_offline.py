@@ -14,6 +14,7 @@ from dsft.config.reader import make_config
 from dsft.data.batches import PaddedToFullSteps
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
+from dsft.models.usual import USUAL_MODELS
 from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
 from dsft.run_setup.resolve import auto_dtype, choose_plan, resolve_offline, resolve_run
@@ -119,3 +120,15 @@ def test_all_problems_come_at_once(asked):
     with pytest.raises(UserError) as caught:
         resolve_offline(config, EIGHT_GPUS, problems=problems)
     assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "Qwen/Qwen2.5-0.5B"])
+def test_a_usual_model_is_planned_without_the_hub(name):
+    run = resolve_offline(TrainConfig(model=name, method="lora"), EIGHT_GPUS)
+    assert run.model.size.num_layers == USUAL_MODELS[name]["num_hidden_layers"]
+    assert run.notes == (f"planned with the configuration of {name} that dsft brings along",)
+
+
+def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():
+    with pytest.raises(UserError, match="no causal language model can be built"):
+        resolve_offline(TrainConfig(model="Qwen/Qwen2.5-0.5B", revision="v2"), EIGHT_GPUS)

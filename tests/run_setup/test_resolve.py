@@ -83,7 +83,7 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
         run = tmp_path / f"run-{step}"
         if step is not None:
             checkpoint = run / f"checkpoint-{step}"
-            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / f"global_step{step}").mkdir(parents=True, exist_ok=True)
             (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 0.1}))
         training = {"output_dir": str(run), "resume_from_checkpoint": "auto", "max_steps": 8}
         config = TrainConfig(training=training | changes.pop("training", {}), **changes)
