@@ -64,7 +64,12 @@ def write_run(folder, *, log=(), **sections):
 def logged(steps, *, evaluated=True):
     log = [
         {"step": step, "num_input_tokens_seen": 100 * step, "loss": 4.0 / step, "learning_rate": 0.01, "grad_norm": 1.5}
-        | {"train_runtime": 10.0 * step, "train_tokens_per_second": 50.0, "peak_gpu_gib": 20.0}
+        | {
+            "train_runtime": 10.0 * step,
+            "train_tokens_per_second": 50.0,
+            "tokens_per_second": 60.0,
+            "peak_gpu_gib": 20.0,
+        }
         | {"data_wait_seconds": 1.5}
         for step in range(1, steps + 1)
     ]
@@ -197,7 +202,12 @@ def test_the_switch_smooths_noisy_lines_and_nothing_that_was_measured_once(two_r
         for name, spec in drawn.items()
         if "layer" in spec
     }
-    assert {name for name, layers in smoothed.items() if layers} == {"loss", "grad_norm", "data_wait_seconds"}
+    assert {name for name, layers in smoothed.items() if layers} == {
+        "loss",
+        "grad_norm",
+        "tokens_per_second",
+        "data_wait_seconds",
+    }
     assert len(smoothed["loss"]) == 1, "the training's line, not what was held out"
     assert all(spec["params"] == [{"name": "smooth", "value": False}] for spec in drawn.values())
     assert drawn["perplexity"]["encoding"]["y"]["scale"]["type"] == "log"
