@@ -57,7 +57,7 @@ def test_every_deepspeed_file_is_accepted_by_deepspeed(name):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     problems: list[str] = []
-    content = compose(read_zero_file(name, problems), ranks_per_node=8)
+    content = compose(read_zero_file(name, problems), hpz_ranks=8)
     assert problems == []
     section = {key: value for key, value in content["zero_optimization"].items() if value != "auto"}
     assert int(DeepSpeedZeroConfig(**section).stage) == int(name[0])

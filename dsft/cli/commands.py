@@ -31,6 +31,10 @@ class QuestionFields:
     """Tokens of the data, for example 1e9: hours of the whole training are printed, as they are for prepared data."""
     dollars_per_gpu_hour: float | None = None
     """What a GPU costs: the training's cost is printed."""
+    cheapest: bool = False
+    """Try machines from one card of 24 GB to 16 nodes: which do the job, in how many hours and for how many dollars."""
+    prices: str | None = None
+    """With cheapest: your own machines and prices, a TOML file like dsft/planner/machines.toml."""
 
 
 @dataclass(kw_only=True)
@@ -64,7 +68,7 @@ class PlanOptions(QuestionFields, HardwareFields):
     json: bool = False
     """Machine-readable."""
     all: bool = False
-    """Every candidate, not only the three best and the nearest that does not fit."""
+    """Every candidate, not only the chosen one."""
     explain: bool = False
     """Every term of the chosen plan with its formula."""
     write: str | None = None

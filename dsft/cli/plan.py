@@ -8,13 +8,14 @@ import dataclasses
 import json
 import shutil
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsft.cli.commands import PlanOptions
+from dsft.cli.commands import HardwareFields, PlanOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.errors import UserError, raise_if_any, without_second_errors
+from dsft.errors import UserError, one_line, raise_if_any, without_second_errors
 from dsft.planner.gpus import GPUS, choose_gpu, named_gpus
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
 from dsft.runtime import quick_imports
@@ -24,6 +25,7 @@ from dsft.runtime.launcher_env import read_hosts
 from dsft.units import GB
 
 ASSUMED_GPU = "A100-80GB"
+MACHINES = Path(__file__).parent.parent / "planner" / "machines.toml"
 MOST_GPUS_PER_NODE = 72
 """GB200 NVL72, the largest machine that is sold as one."""
 MOST_GPUS = 100_000
@@ -45,11 +47,45 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     problems = [problem for problem in problems if not problem.startswith(not_needed)]
     files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come
     raise_if_any([*problems, *without_second_errors(files, problems)])
-    machines = read_machines(options)
+    priced = read_prices(options) if options.cheapest or options.prices else []
+    machines = [machine for machine, _ in priced] or read_machines(options)
     with quick_imports():
-        from dsft.cli.plan_answers import answer
+        from dsft.cli.plan_answers import answer, show_cheapest
 
-    answer(options, training, machines, words=tuple(argv))
+    if priced:
+        show_cheapest(options, training, priced)
+    else:
+        answer(options, training, machines, words=tuple(argv))
+
+
+def read_prices(options: PlanOptions) -> list[tuple[Machine, float]]:
+    """Read the machines of `--cheapest`, with the dollars of one GPU for an hour.
+
+    Raises:
+        UserError: where the file cannot be read, or an entry of it is none.
+    """
+    path = Path(options.prices).expanduser() if options.prices else MACHINES
+    given = [name for name in ("gpus", "gpu_type", "nodes", "hostfile", "machine") if getattr(options, name)]
+    if given:
+        raise UserError([f"--cheapest tries machines of its own; leave out --{' and --'.join(given)}"])
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["machine"]
+    except OSError as error:
+        raise UserError([f"--prices {path}: {error.strerror}"]) from None
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            [f"--prices {path}: {one_line(error)}; write [[machine]] tables like those of {MACHINES}"]
+        ) from None
+    priced, hardware = [], {field.name for field in dataclasses.fields(HardwareFields)}
+    for number, entry in enumerate(entries, 1):
+        dollars = entry.pop("dollars_per_gpu_hour", None)
+        unknown = sorted(entry.keys() - hardware)
+        if unknown or not isinstance(dollars, int | float) or not entry.get("gpus"):
+            problem = f"unknown key {unknown[0]}" if unknown else "it needs gpus and dollars_per_gpu_hour"
+            raise UserError([f"--prices {path}: machine {number}: {problem}"])
+        changes = {name: str(value) for name, value in entry.items()}
+        priced.append((read_machines(dataclasses.replace(options, **changes))[0], float(dollars)))
+    return priced
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
+from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
 from dsft.config.options import TrainConfig
@@ -20,14 +21,15 @@ from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, shown_command
 from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate, to_carry
-from dsft.planner.candidates import SEQUENCES_PER_RANK
+from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
 from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
 from dsft.planner.gpus import GPUS, named_gpus
-from dsft.planner.plans import MEMORY_ERROR, Plan, RunCost, as_dict, run_cost, shortlist, write_plan
-from dsft.planner.step_time import TIME_RANGE
+from dsft.planner.optimizers import DEFAULT_OPTIMIZER
+from dsft.planner.plans import MEMORY_ERROR, WORTH_IT, Plan, RunCost, as_dict, run_cost, shortlist, speed_of, write_plan
+from dsft.planner.step_time import TIME_RANGES
 from dsft.planner.zero_layout import bytes_by_phase
-from dsft.run_setup.alternatives import largest_models, longest_sequence, seconds_at, ways_to_fit
-from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, plan_run, resolve_offline
+from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, choose_plan, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, has_gpu, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
@@ -185,8 +187,10 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
             }
         )
     else:
-        shown = list(choice.candidates) if options.all else shortlist(plan, list(choice.candidates), machine)
-        show_plans(plan, shown, job.size, machine)
+        shown = [plan] if plan.fits else shortlist(plan, list(choice.candidates), machine)
+        show_text(describe_question(offline.options, job))
+        shown = list(choice.candidates) if options.all else shown
+        show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in job.activations.source)
         if options.explain:
             explain(plan)
         sources = f"{choice.speeds.source}; activations: {job.activations.source}"
@@ -201,12 +205,19 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
                 sources = f"{card} assumed, {', '.join(alike)} have as much memory (--gpu_type); {sources}"
         show_text(f"speeds: {sources}")
         show_text(choice.reason)
+        if plan.fits and "offload" in plan.zero and not job.size.lora_r and job.optimizer == DEFAULT_OPTIMIZER:
+            eight_bit = choose_plan(dataclasses.replace(job, optimizer=EIGHT_BIT), machine).plan
+            gain = speed_of(eight_bit) / speed_of(plan)
+            if eight_bit.fits and gain >= WORTH_IT:
+                show_text(f"with --optim {EIGHT_BIT}: {eight_bit.label}, {gain:.2f} times as fast")
         if cost:
             hours = f"{cost.hours:,.1f} hours"
             if cost.most_hours > cost.least_hours:
                 hours += f" ({cost.least_hours:,.1f} to {cost.most_hours:,.1f})"
             dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
             steps = f"{cost.tokens:,.0f} tokens in {cost.steps:,.0f} steps"
+            if cost.epochs:
+                steps += f" ({cost.epochs:.3g} {'epoch' if cost.epochs == 1 else 'epochs'}, --num_train_epochs)"
             show_text(f"{steps}: {hours}, {cost.gpu_hours:,.0f} GPU hours{dollars}")
         for path in written:
             show_text(f"dsft: written: {path}")
@@ -261,16 +272,19 @@ def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Ma
     if not plan.has_time_estimate:
         return None
     steps, seconds = training.get("max_steps", -1), None
+    epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
     if options.tokens:
-        tokens = options.tokens * training.get("num_train_epochs", 1)
-        steps = tokens / plan.time.tokens_per_step
+        steps = steps if steps > 0 else options.tokens * epochs / plan.time.tokens_per_step
+        tokens = steps * plan.time.tokens_per_step
+        epochs = tokens / options.tokens
     elif epoch := prepared_epoch(offline, plan, machine):
         epoch_tokens, epoch_steps, mean_len = epoch
-        steps = steps if steps > 0 else epoch_steps * training.get("num_train_epochs", 3)  # transformers' default
+        steps = steps if steps > 0 else epoch_steps * epochs
+        epochs = steps / epoch_steps
         seconds = seconds_at(offline.job, machine, choice, seq_len=mean_len)
         tokens = epoch_tokens * steps / epoch_steps
     elif steps > 0:
-        tokens = steps * plan.time.tokens_per_step
+        tokens, epochs = steps * plan.time.tokens_per_step, None
     elif options.dollars_per_gpu_hour:
         raise UserError(
             ["--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"]
@@ -280,7 +294,64 @@ def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Ma
             print_note("hours are counted once the data is prepared: dsft prepare, or --tokens")
         return None
     dollars = options.dollars_per_gpu_hour
-    return run_cost(plan, machine, tokens=tokens, steps=steps, dollars=dollars, step_seconds=seconds)
+    return run_cost(plan, machine, tokens=tokens, epochs=epochs, steps=steps, dollars=dollars, step_seconds=seconds)
+
+
+def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tuple[Machine, float]]) -> None:
+    """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest.
+
+    Args:
+        priced: from the smallest machine, with the dollars of one GPU for an hour.
+    """
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    offline = _decided(options, training, priced[0][0])
+    job, epochs = offline.job, training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+    tokens = options.tokens * epochs if options.tokens else 1e9
+    rows = []
+    for machine, dollars in priced:
+        plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
+        steps = tokens / plan.time.tokens_per_step
+        cost = run_cost(plan, machine, tokens=tokens, epochs=epochs, steps=steps, dollars=dollars)
+        rows.append((machine, plan, cost))
+    fitting = [row for row in rows if row[1].fits]
+    cheapest = min(fitting, key=lambda row: row[2].dollars, default=None)
+    if options.json:
+        print_json(
+            [
+                {"machine": dataclasses.asdict(machine), "plan": as_dict(plan), "cost": dataclasses.asdict(cost)}
+                for machine, plan, cost in rows
+            ]
+        )
+    else:
+        how = f"{epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
+        columns = ("", "GPUs", "plan", "peak", "tokens/s", "hours", "dollars", "fits")
+        table = empty_table(columns, caption=f"GiB per GPU; {how}; prices: --prices", **NARROW)
+        for row in rows:
+            machine, plan, cost = row
+            marks = [name for name, best in (("smallest", fitting[:1]), ("cheapest", [cheapest])) if row in best]
+            numbers = (f"{plan.time.tokens_per_second:,.0f}", f"{cost.hours:,.1f}", f"{cost.dollars:,.0f}")
+            table.add_row(
+                ", ".join(marks),
+                f"{f'{machine.nodes} x ' if machine.nodes > 1 else ''}{machine.ranks_per_node}x{machine.gpu_type}",
+                f"{plan.zero}{' ckpt' * plan.activation_checkpointing}, {plan.micro_batch} x {plan.accumulation}",
+                f"{plan.device_bytes / GiB:,.1f}",
+                *(numbers if plan.fits else "---"),
+                _fits(plan, plan.limiting_resource),
+            )
+        show_text(f"{describe_question(offline.options, job)}\n{describe_model(job.size)}")
+        show_table(table)
+    if not fitting:
+        raise SystemExit(NOTHING_FITS)
+
+
+def describe_question(options: TrainConfig, job: Job) -> str:
+    """One line: what was asked, with the options that change it."""
+    how = "full finetuning" if options.method == "full" else f"{options.method} of rank {options.lora_r}"
+    return (
+        f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {job.dtype} (--dtype), {job.optimizer}"
+        " (--optim)"
+    )
 
 
 def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> None:
@@ -385,13 +456,14 @@ def describe_model(size: ModelSize) -> str:
     return ", ".join(parts)
 
 
-def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine) -> None:
-    """The table of these candidates, the chosen one marked."""
+def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine, *, is_traced: bool = True) -> None:
+    """The table of these candidates, the chosen one marked. Args: `is_traced`: activations are the model's own."""
     device = "GPU" if machine.has_gpu else "rank"
     error = ""
     if machine.has_gpu:
-        least, most = TIME_RANGE
-        error = f"; published runs took {least:.2f} to {most:.2f} of their time, memory within {MEMORY_ERROR:.0%}"
+        least, most = TIME_RANGES.get(chosen.time.kind, (0, 0))
+        error = f"; published runs of this kind took {least:.2f} to {most:.2f} of their time" if most else ""
+        error += f"; memory of published runs was within {MEMORY_ERROR:.0%}" if is_traced else ""
     numbers = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", f"per {device}")
     table = empty_table(
         ("", "ZeRO", "ckpt", "batch", *numbers, "fits"),

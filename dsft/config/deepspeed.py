@@ -170,9 +170,11 @@ def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
     return next(filter(None, (get_value(deepspeed_config, f"{part}.nvme_path") for part in OFFLOADED)), None)
 
 
-def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[str, Any]:
-    """A copy completed for this job: precision sections that follow the flags, hpZ groups of one node's ranks, and no
-    timer that waits for the device.
+def compose(deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None) -> dict[str, Any]:
+    """A copy completed for this job: precision sections that follow the flags, and no timer that waits for the device.
+
+    Args:
+        hpz_ranks: of a node, over which hpZ's second partition then lies; None keeps what is written.
     """
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
@@ -180,8 +182,8 @@ def compose(deepspeed_config: dict[str, Any], *, ranks_per_node: int) -> dict[st
     for key in FILLED:
         composed.setdefault(key, "auto")
     zero = composed.setdefault("zero_optimization", {"stage": 0})
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        zero["zero_hpz_partition_size"] = ranks_per_node
+    if hpz_ranks and zero.get("zero_hpz_partition_size", 1) > 1:
+        zero["zero_hpz_partition_size"] = hpz_ranks
     if zero.get("stage") == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True  # else the Trainer writes no model at the end
     # On by default, DeepSpeed's throughput timer waits for the device in each micro batch and step (utils/timer.py).

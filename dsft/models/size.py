@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import struct
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,6 +63,14 @@ class ModelSize:
     """Parameters that one token is multiplied with: all but the embedding table (a tied head counts) and the experts it
     does not pass.
     """
+    active_expert_params: int
+    """Of these, the routed experts that one token passes."""
+    looped_experts: int
+    """Routed experts of all layers that Python computes one after the other: lists of modules, and fused ones without
+    grouped products.
+    """
+    num_modules: int
+    """Modules with parameters of their own, adapters included: ZeRO-3 hooks each of them."""
     other_params: int
     """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
     unadapted_expert_params: int
@@ -264,12 +273,17 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
+    active_experts = int(expert_params * active_share)
+    lists = [module for name, module in model.named_modules() if name.endswith(".experts") and expert_params]
+    is_looped = any(isinstance(module, nn.ModuleList) for module in lists)
+    looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters()) - other_params
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     unadapted = 0
     if adapters is not None:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of peft, which are about a training
             model = get_peft_model(model, copy.deepcopy(adapters))  # peft writes the targets it found into it
         # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt.
         names = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
@@ -293,7 +307,10 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),
         expert_params=expert_params,
-        active_params=base_params - (0 if tied else embedding.numel()) - int(expert_params * (1 - active_share)),
+        active_params=base_params - (0 if tied else embedding.numel()) - expert_params + active_experts,
+        active_expert_params=active_experts,
+        looped_experts=len(lists) * num_experts if looped and isinstance(num_experts, int) else 0,
+        num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
         numels=numels,

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dsft.planner.optimizers import OPTIMIZERS
-from dsft.planner.step_time import ASSUMED, Speeds, speeds_of
+from dsft.planner.step_time import ASSUMED, NARROW, Speeds, speeds_of
 from dsft.runtime.disk import user_cache, write_json
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes
@@ -219,7 +219,9 @@ def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
     seconds = max_over_ranks(
         min(seconds_of(lambda: model(input_ids=labels_BT, labels=labels_BT).loss.backward(), place))
     )
-    return batch * seq_len * per_token / seconds
+    # `Speeds.flops` is that of wide products on a GPU, on CPU ranks that of a model like this.
+    narrow = 1 + NARROW / config.hidden_size if place.type == "cuda" else 1
+    return narrow * batch * seq_len * per_token / seconds
 
 
 def _collectives(place: torch.device, ranks: int) -> dict[str, float]:

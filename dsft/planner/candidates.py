@@ -196,7 +196,7 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what
     stands there at "auto" is chosen.
     """
-    config = compose(zero_file or read_zero_file(name, []), ranks_per_node=machine.ranks_per_node)
+    config = compose(zero_file or read_zero_file(name, []), hpz_ranks=None if zero_file else machine.ranks_per_node)
     zero, ranks, size = config["zero_optimization"], machine.world_size, job.size
     offload_param = get_value(config, "zero_optimization.offload_param") or {}
     if offload_param.get("device") == "nvme":

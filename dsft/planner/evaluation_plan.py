@@ -17,7 +17,14 @@ from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention, attention_of
 from dsft.planner.plans import add_up, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
-from dsft.planner.step_time import GATHERS_PER_LAYER, Speeds, attention_flops_per_token, collective_seconds
+from dsft.planner.step_time import (
+    GATHER_SECONDS,
+    Speeds,
+    attention_flops_per_token,
+    collective_seconds,
+    launch_seconds,
+    product_seconds,
+)
 from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib, one_of, padded_width
@@ -189,9 +196,10 @@ def _plan(
     # One forward on every rank: products and attention of a causal sequence, gathers, and what comes from host memory
     # or NVMe.
     attention = attention_flops_per_token(size, job.seq_len) / speeds.attention_flops
-    seconds = rank_tokens * (2 * size.active_params / speeds.flops + attention)
+    seconds = rank_tokens * (product_seconds(size, speeds, has_gpu=machine.has_gpu) + attention)
+    gathers = size.num_modules if layout.stage == 3 and machine.world_size > 1 else 0
     if layout.stage == 3:
-        gathers, num_bytes = GATHERS_PER_LAYER * size.num_layers, layout.weight_bytes * size.num_params
+        num_bytes = layout.weight_bytes * size.num_params
         moving = collective_seconds(num_bytes, gathers, machine, speeds, speeds.link_bytes)
         shard = num_bytes / machine.world_size
         if layout.param_device != "none":
@@ -199,6 +207,8 @@ def _plan(
         if layout.param_device == "nvme":
             moving += shard * machine.ranks_per_node / speeds.nvme_bytes
         seconds = max(seconds, moving) if speeds.overlaps else seconds + moving
+    if machine.has_gpu:
+        seconds = max(seconds, launch_seconds(layout) + GATHER_SECONDS * gathers)
     return EvaluationPlan(
         zero=zero,
         batch_tokens=batch_tokens,

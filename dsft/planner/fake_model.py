@@ -116,7 +116,10 @@ def meta_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention:
     text = model_config.get_text_config()
     traced = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else model_config)
     with without_zero_init(), torch.device("meta"):
-        return from_config(traced, dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
+        try:
+            return from_config(copy.deepcopy(traced), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
+        except KeyError:  # Falcon has a class of its own for each of transformers' names
+            return from_config(traced, dtype=dtype, attn_implementation="eager" if attention == "eager" else "sdpa")
 
 
 @contextlib.contextmanager

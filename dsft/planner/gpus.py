@@ -21,9 +21,10 @@ SAME_MEMORY = 0.005
 OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
 """In a name: a part of the card, or another one of that name."""
 
-TRAINING_SHARES, OTHERS = {"ampere": 0.88, "hopper": 0.73, "ada": 1.0}, 0.85
+TRAINING_SHARES, OTHERS = {"ampere": 0.92, "hopper": 0.78, "ada": 1.0, "blackwell": 0.45, "H20": 1.0}, 0.85
 """Share of the rate of the best products that those of a training reach: by published steps of A100 and A800, of H100
-and H200, and of a 4090 (tests/planner/published_steps.json); OTHERS is assumed for the rest.
+and H200, of a 4090, of B200 and of H20 (tests/planner/published_steps.json). Power limits the large ones; an H20 has
+so few tensor cores that it does not. OTHERS is assumed for the rest.
 """
 
 
@@ -43,6 +44,10 @@ class Gpu:
     matmul_source: str = ""
     training_share: float = OTHERS
     """Of that rate, what a training reaches."""
+    attention_share: float = 0.6
+    """Of the data sheet's rate, what attention reaches: 0.5 to 0.73 on an A100 (FlashAttention-2, arXiv 2307.08691),
+    with the kernels that transformers takes for flash_attention_2, and torch for sdpa.
+    """
     memory_gbps: float
     """GB/s of its own memory."""
     nvlink_gbps: float

@@ -11,17 +11,20 @@ multiplies five times where its forward does twice (FlashAttention-2, arXiv 2307
 Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters'):
     stage 0, 1  gradients reduced and weights gathered once per step
     stage 2     gradients reduced in each micro step
+                (under 1 and 2 by all-reduce, twice the traffic, where use_multi_rank_bucket_allreduce stands)
     stage 3     weights gathered for forward and backward of each micro step, gradients scattered
 
 Operators other than products move memory: their bytes are counted in the trace of activations. Python launches every
-kernel, which a short micro batch waits for.
+kernel and runs the hooks of ZeRO-3, which a short micro batch waits for.
 
 Left out: data loading, logging, stragglers, an uneven network.
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dsft.errors import UserError
@@ -33,14 +36,10 @@ if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test w
     from dsft.models.size import ModelSize
     from dsft.planner.zero_layout import ZeroLayout
 
-MEMORY_SHARE = 0.6
+MEMORY_SHARE = 0.65
 """Share of the data sheet's memory bandwidth that pointwise operators reach: by the published steps."""
-ATTENTION_SHARE = 0.6
-"""Of the data sheet's rate, what attention reaches: 0.5 to 0.73 on an A100 (FlashAttention-2, arXiv 2307.08691), with
-the kernels that transformers takes for flash_attention_2, and torch for sdpa.
-"""
 ATTENTION_FLOPS = 0.35 * 989e12
-"""That these kernels reach at most: 35 % on an H100, since they use no instruction that is newer than Ampere's
+"""That attention's kernels reach at most: 35 % on an H100, since they use no instruction that is newer than Ampere's
 (FlashAttention-3, arXiv 2407.08608).
 """
 PCIE_EFFICIENCY = 0.8
@@ -171,7 +170,7 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
     return Speeds(
         # fp32 without tensor cores is an eighth to a sixteenth of bf16 on these GPUs.
         flops=reached / (8 if dtype == "float32" else 1),
-        attention_share=min(1.0, min(ATTENTION_SHARE * 1e12 * gpu.tflops, ATTENTION_FLOPS) / reached),
+        attention_share=min(1.0, min(gpu.attention_share * 1e12 * gpu.tflops, ATTENTION_FLOPS) / reached),
         device_bytes=MEMORY_SHARE * gpu.memory_gbps * GB,
         link_bytes=link,
         reduce_bytes=link,
@@ -218,22 +217,47 @@ def parse_interconnect(text: str, gpu: Gpu, *, assumed_gbps: float = ASSUMED_NET
     return link or default_link * GB, network or NETWORK_EFFICIENCY * assumed_gbps * GB
 
 
-GATHERS_PER_LAYER = 8
-"""Modules with weights of their own in a transformer layer, each a collective of ZeRO-3: q, k, v, o, gate, up, down and
-the norms.
+NARROW = 300
+"""Width at which products of matrices reach half of what wide ones do: published steps of 0.8 and 1 B beside 30 and
+70 B.
 """
-LAUNCH_SECONDS = 5e-4
-"""Time that Python takes to launch one pass (forward, recompute, backward) over one layer."""
-LAUNCH_SECONDS_LORA = 1.5e-3
-"""The same with adapters at all linear layers: Qwen 7B and 14B take 5 ms per layer for three passes over 256 tokens on
-an A100 (github.com/QwenLM/Qwen, README.md).
+EXPERT_SHARE = 0.17
+"""Of the rate of products, what the grouped ones of experts reach, top-k and the sorting of tokens included: Qwen3 30B
+A3B with transformers 5 on 8 H100.
 """
+UNPACKED_BYTES = 11
+"""Memory that unpacking a weight of a quantised base moves in one pass: Qwen 7B to 72B in 4 bits beside plain LoRA."""
+LAUNCH_SECONDS = {"full": 5e-4, "lora": 1.6e-3, "qlora": 3.9e-3}
+"""Time that Python takes to launch one pass (forward, recompute, backward) over one layer: with adapters at all linear
+layers Qwen 1.8B and 7B take 5 ms per layer for three passes over 256 tokens on an A100, and 12 ms where each layer
+is unpacked first (github.com/QwenLM/Qwen, README.md).
+"""
+HOOK_SECONDS = 4.5e-4
+"""The same that ZeRO-3 adds for each module with weights: its hooks, and the events of a fetch. Qwen 1.8B in full takes
+11 ms per layer, of 7 such modules, for three passes over 256 tokens on one A100 (the same source).
+"""
+GATHER_SECONDS = 2e-4
+"""The same of a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
+EXPERT_SECONDS = 2e-4
+"""The same of one expert where Python goes through them: about ten kernels (an estimate)."""
 OVERLAP_LOSS = 0.5
 """Share of the shorter of computing and communicating that overlap does not hide: NCCL's kernels take multiprocessors
 and memory bandwidth. Published steps of 13 B on 8 H100 hide none of it, others all.
 """
-TIME_RANGE = (0.85, 1.1)
-"""Measured over predicted seconds, from the fastest to the slowest of the published steps (tests/planner)."""
+LONG_SHARE, SHORT_TOKENS = 1 / 3, 2048
+"""Attention's share of a forward and backward from which on a step counts as long; tokens of a micro batch below which
+it counts as short.
+"""
+TIME_RANGES = {
+    "dense": (0.85, 1.2),
+    "long": (0.95, 1.7),
+    "LoRA": (0.85, 1.2),
+    "QLoRA": (0.8, 1.25),
+    "short": (0.8, 1.3),
+}
+"""Kind of a step -> measured over predicted seconds of the published steps that chose the numbers above, rounded
+outwards; docs/planner.md has how many others it covers. A kind that is missing has too few to tell.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,9 +271,19 @@ class StepTime:
     offload_seconds: float
     """Transfers between device, host and NVMe."""
     optimizer_seconds: float
+    host_seconds: float
+    """What Python takes to launch all that on a GPU: a step takes at least as long."""
     step_seconds: float
     tokens_per_step: int
     """Over all ranks."""
+    kind: str
+    """Of TIME_RANGES, or what has no range: steps with experts, compiled or offloaded ones, and those of CPU ranks."""
+
+    @property
+    def range_seconds(self) -> tuple[float, float] | None:
+        """From the fastest to the slowest that published steps of this kind were, where there are enough."""
+        shares = TIME_RANGES.get(self.kind)
+        return shares and (shares[0] * self.step_seconds, shares[1] * self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -268,6 +302,23 @@ def flops_per_token(size: "ModelSize", seq_len: int, *, checkpointing: bool) -> 
     return passes * (2 * size.active_params + attention_flops_per_token(size, seq_len))
 
 
+def product_seconds(size: "ModelSize", speeds: Speeds, *, has_gpu: bool) -> float:
+    """Seconds of one pass's matrix products over one token."""
+    seconds = 2 * size.active_params / speeds.flops
+    if has_gpu:  # on CPU ranks products are measured on a model as narrow, and none are grouped
+        seconds += 2 * size.active_expert_params * (1 / EXPERT_SHARE - 1) / speeds.flops
+        seconds *= 1 + NARROW / size.hidden_size
+    return seconds
+
+
+def launch_seconds(layout: "ZeroLayout") -> float:
+    """Seconds that Python takes for one pass over the model on a GPU, without gathers."""
+    size = layout.size
+    method = "qlora" if layout.packed else "lora" if size.lora_r else "full"
+    hooks = size.num_modules * HOOK_SECONDS if layout.stage == 3 else 0.0
+    return size.num_layers * LAUNCH_SECONDS[method] + size.looped_experts * EXPERT_SECONDS + hooks
+
+
 def step_time(
     layout: "ZeroLayout",
     machine: Machine,
@@ -278,41 +329,51 @@ def step_time(
     seq_len: int,
     checkpointing: bool,
     traffic_bytes: int,
+    compiled: bool = False,
 ) -> StepTime:
     """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
 
     Args:
         traffic_bytes: what operators other than products read and write in one micro step.
+        compiled: by torch.compile, which is not modelled.
     """
     size, zero, tokens = layout.size, layout.zero, micro_batch * seq_len
     # Products, attention (whose backward multiplies five times where its forward does twice) and all other operators.
-    passes = (2 if size.lora_r else 3) + checkpointing
+    launched = 2 + checkpointing  # passes, of which a backward multiplies twice where weights are trained
+    multiplied = launched + (not size.lora_r)
+    per_token = product_seconds(size, speeds, has_gpu=layout.has_gpu)
     attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
-    products = tokens * (passes * 2 * size.active_params / speeds.flops + (3.5 + checkpointing) * attention)
-    micro_step = products + traffic_bytes / speeds.device_bytes
-    if layout.has_gpu:  # else the same cores launch and compute
-        per_pass = LAUNCH_SECONDS_LORA if size.lora_r else LAUNCH_SECONDS
-        micro_step = max(micro_step, (2 + checkpointing) * size.num_layers * per_pass)
+    micro_step = tokens * (multiplied * per_token + (3.5 + checkpointing) * attention)
+    micro_step += traffic_bytes / speeds.device_bytes
+    if layout.packed:
+        micro_step += launched * UNPACKED_BYTES * layout.num_frozen / speeds.device_bytes
     compute = accumulation * micro_step
+    host = accumulation * launched * launch_seconds(layout) if layout.has_gpu else 0.0
 
     # Collectives.
-    weights, gradients = layout.weight_bytes * size.num_params, layout.sent_bytes * size.num_trainable
+    gradients = layout.sent_bytes * size.num_trainable
+    trained, frozen = (layout.weight_bytes * count for count in (size.num_trainable, layout.num_frozen))
     buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
     reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
+    if layout.stage == 0 or (layout.stage < 3 and zero["use_multi_rank_bucket_allreduce"]):
+        # All ranks get all gradients, and throw away what is not theirs (stage_1_and_2.py, average_tensor).
+        reduce = collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
     if layout.stage == 0:
-        communication = collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
+        communication = reduce
     elif layout.stage < 3:
-        updated = layout.weight_bytes * size.num_trainable
-        gather = collective_seconds(updated, buckets, machine, speeds, speeds.link_bytes)
+        gather = collective_seconds(trained, buckets, machine, speeds, speeds.link_bytes)
         communication = (accumulation if layout.stage == 2 else 1) * reduce + gather
     else:
-        calls = GATHERS_PER_LAYER * size.num_layers
-        forward = collective_seconds(weights, calls, machine, speeds, speeds.link_bytes)
-        # With hpZ the forward's gather fills a second partition within the node, which the backward gathers from.
-        backward = collective_seconds(
-            weights, calls, machine, speeds, speeds.link_bytes, inside_node=zero["zero_hpz_partition_size"] > 1
-        )
+        # With hpZ what the forward gathers fills a second partition over fewer ranks, which the backward gathers from.
+        # An update empties that of trained weights alone (partition_parameters.py, _partition_param_sec; stage3.py,
+        # invalidate_secondary_tensor), so a frozen base never crosses nodes again.
+        gather = partial(collective_seconds, machine=machine, speeds=speeds, link_bytes=speeds.link_bytes)
+        over = zero["zero_hpz_partition_size"] if zero["zero_hpz_partition_size"] > 1 else machine.world_size
+        forward = gather(trained, size.num_modules) + gather(frozen, 0, ranks=over)
+        backward = gather(trained + frozen, size.num_modules, ranks=over)
         communication = accumulation * (forward + backward + reduce)
+        if layout.has_gpu and machine.world_size > 1:
+            host += accumulation * 2 * size.num_modules * GATHER_SECONDS
 
     # The update: a rank has only its own shard; stage 0 updates everything on every rank.
     updated = size.num_trainable / (machine.world_size if layout.stage else 1)
@@ -339,29 +400,48 @@ def step_time(
     if speeds.overlaps and zero["overlap_comm"]:  # parameter transfers of offload are prefetched like gathers
         moving = communication + offload
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
+    if not layout.has_gpu or offload or compiled or size.expert_params:
+        kind = "no published steps"
+    elif layout.packed:
+        kind = "QLoRA"
+    elif tokens < SHORT_TOKENS:
+        kind = "short"
+    elif 3.5 * attention > LONG_SHARE * (3.5 * attention + 3 * per_token):
+        kind = "long"
+    else:
+        kind = "LoRA" if size.lora_r else "dense"
     return StepTime(
         compute_seconds=compute,
         communication_seconds=communication,
         offload_seconds=offload,
         optimizer_seconds=optimizer,
-        step_seconds=busy + optimizer,
+        host_seconds=host,
+        step_seconds=max(busy, host) + optimizer,
         tokens_per_step=seq_len * Batch(micro_batch, accumulation, machine.world_size).sequences,
+        kind=kind,
     )
 
 
 def collective_seconds(
-    num_bytes: float, calls: float, machine: Machine, speeds: Speeds, link_bytes: float, *, inside_node: bool = False
+    num_bytes: float,
+    calls: float,
+    machine: Machine,
+    speeds: Speeds,
+    link_bytes: float,
+    *,
+    ranks: int | None = None,
 ) -> float:
     """A collective over `num_bytes` in total: each rank gets all but its own share over its links, each node all but
     its own over its cards.
 
     Args:
         link_bytes: of `speeds`, the rate of this kind of collective within a node.
+        ranks: neighbours that take part; by default all.
     """
-    ranks = machine.ranks_per_node if inside_node else machine.world_size
-    nodes = 1 if inside_node else machine.nodes
+    ranks = min(ranks or machine.world_size, machine.world_size)
     if ranks == 1:
         return 0.0
+    nodes = math.ceil(ranks / machine.ranks_per_node)
     inside = num_bytes * (ranks - 1) / ranks / link_bytes if machine.ranks_per_node > 1 else 0.0
     across = num_bytes * (nodes - 1) / nodes / speeds.network_bytes
     return max(inside, across) + calls * speeds.collective_seconds

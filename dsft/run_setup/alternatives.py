@@ -5,6 +5,7 @@ the usual models fit a machine: the largest for full finetuning, for LoRA and fo
 import dataclasses
 import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dsft.models.usual import USUAL_MODELS, usual_config
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention
+from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine
@@ -25,11 +27,13 @@ SHORTEST = 512
 LENGTH_STEP = 256
 """Lengths that are tried for the longest sequence are multiples of it."""
 HOST_STEP = 64 * GB
+EIGHT_BIT = "adamw_8bit"
+"""The optimizer that is proposed where the default one has no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One change with which the training fits."""
+    """A change with which the training fits."""
 
     change: dict[str, Any]
     """Options of `dsft plan` by name."""
@@ -38,60 +42,71 @@ class Alternative:
 
 
 def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: Attention | None) -> list[Alternative]:
-    """Changes, one at a time, that make a training fit which does not: another `zero`, fewer trained parameters, more
-    nodes, more host memory, smaller batches, shorter sequences. The smallest of each kind that is enough.
+    """Changes that make a training fit which does not: another `zero`, an 8-bit optimizer, fewer trained parameters,
+    more nodes, more host memory, smaller batches, shorter sequences. The smallest of each kind that is enough; where
+    none is, one of these on top of another method.
 
     Args:
         options: with their decisions.
         attention: that is planned, whatever the model would take; None for the model's.
     """
 
-    def replanned(**changes: Any) -> Job:
-        return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention).job
+    def replanned(**changes: Any) -> Job | None:
+        try:
+            return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention).job
+        except UserError:  # the model has no layers for adapters
+            return None
+
+    def fitting(job: Job, before: dict[str, Any]) -> Iterator[Alternative]:
+        """Try one change of this job at a time, of each option the smallest first. Args: `before`: changes in it."""
+        trials: list[tuple[dict[str, Any], Job, Machine]] = []
+        if job.optimizer == DEFAULT_OPTIMIZER and not job.size.lora_r and machine.has_gpu:
+            trials.append(({"optim": EIGHT_BIT}, dataclasses.replace(job, optimizer=EIGHT_BIT), machine))
+        nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
+        while nodes <= MOST_NODES and machine.has_gpu:
+            larger = dataclasses.replace(machine, nodes=nodes)
+            if not (job.sequences_per_step or 0) % Batch(job.micro_batch or 1, 1, larger.world_size).sequences:
+                trials.append(({"nodes": nodes}, job, larger))
+            nodes *= 2
+        candidates = choose_plan(job, machine).candidates
+        lacking = [plan.host_bytes for plan in candidates if plan.limiting_resource == "host memory"]
+        if lacking and machine.has_gpu:
+            enough = math.ceil(min(lacking) / HOST_SHARE / HOST_STEP) * HOST_STEP
+            larger = dataclasses.replace(machine, host_bytes=enough)
+            trials.append(({"host_memory": f"{enough // GB}GB"}, job, larger))
+        if (job.micro_batch or 1) > 1 and not options.batch_tokens:
+            trials.append(({"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine))
+        seq_len = job.seq_len // 2
+        while seq_len >= SHORTEST:
+            trials.append(({"seq_len": seq_len}, of_length(job, seq_len), machine))
+            seq_len //= 2
+        solved: set[str] = set()
+        for change, changed_job, changed_machine in trials:
+            if not change.keys() <= solved:
+                plan = choose_plan(changed_job, changed_machine).plan
+                if plan.fits:
+                    solved |= change.keys()
+                    yield Alternative(change=before | change, machine=changed_machine, plan=plan)
 
     alternatives, freed = [], {}
     if options.zero != "auto":  # part of every change: what follows is planned so
         freed, options = {"zero": "auto"}, dataclasses.replace(options, zero="auto")
-        job = replanned()
+        job = replanned() or job
         plan = choose_plan(job, machine).plan
         if plan.fits:
             alternatives.append(Alternative(change=freed, machine=machine, plan=plan))
-    # What is tried, as (changed option, the job, None where it is planned again, and the machine): of each option the
-    # smallest change first.
-    trials: list[tuple[dict[str, Any], Job | None, Machine]] = []
     # A quantised base is not sharded, that of LoRA is.
-    for method in {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]:
-        trials.append(({"method": method}, None, machine))
-    nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
-    while nodes <= MOST_NODES and machine.has_gpu:
-        larger = dataclasses.replace(machine, nodes=nodes)
-        if not (job.sequences_per_step or 0) % Batch(job.micro_batch or 1, 1, larger.world_size).sequences:
-            trials.append(({"nodes": nodes}, job, larger))
-        nodes *= 2
-    lacking = [
-        plan.host_bytes for plan in choose_plan(job, machine).candidates if plan.limiting_resource == "host memory"
-    ]
-    if lacking and machine.has_gpu:
-        enough = math.ceil(min(lacking) / HOST_SHARE / HOST_STEP) * HOST_STEP
-        trials.append(({"host_memory": f"{enough // GB}GB"}, job, dataclasses.replace(machine, host_bytes=enough)))
-    if (job.micro_batch or 1) > 1 and not options.batch_tokens:
-        trials.append(({"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine))
-    seq_len = job.seq_len // 2
-    while seq_len >= SHORTEST:
-        trials.append(({"seq_len": seq_len}, of_length(job, seq_len), machine))
-        seq_len //= 2
-    fitting: set[str] = set()
-    for change, changed_job, changed_machine in trials:
-        if change.keys() <= fitting:
-            continue
-        try:
-            changed_job = changed_job or replanned(**change)
-        except UserError:  # the model has no layers for adapters
-            continue
-        plan = choose_plan(changed_job, changed_machine).plan
+    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]
+    others = {method: other for method in methods if (other := replanned(method=method))}
+    for method, other in others.items():
+        plan = choose_plan(other, machine).plan
         if plan.fits:
-            fitting |= change.keys()
-            alternatives.append(Alternative(change=freed | change, machine=changed_machine, plan=plan))
+            alternatives.append(Alternative(change=freed | {"method": method}, machine=machine, plan=plan))
+            break
+    alternatives += fitting(job, freed)
+    if not alternatives:
+        for method, other in others.items():
+            alternatives += fitting(other, freed | {"method": method})
     return alternatives
 
 

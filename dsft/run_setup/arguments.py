@@ -95,14 +95,16 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     return TrainingArguments(**values)
 
 
-def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bool = True) -> list[str]:
-    """Lists what dsft cannot do of an explicit `zero`, or this machine.
-
-    Args:
-        here: whether the run is to take place on this machine.
-    """
+def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Machine) -> list[str]:
+    """Lists what dsft cannot do of an explicit `zero`, or this machine."""
     zero = options.zero
-    problems = check_nvme(zero_file, zero) if here else []
+    problems = check_nvme(zero_file, zero) if machine.measured else []
+    over = min(get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
+    if machine.world_size % max(1, over):  # groups.py, _create_zero_param_parallel_group, asserts it
+        problems.append(
+            f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; use"
+            f" {machine.ranks_per_node}, the ranks of a node"
+        )
     if options.method == "qlora" and (stage(zero_file) == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
         problems.append(
@@ -138,7 +140,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, *, here: bo
             )
     clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
     super_offload = get_value(zero_file, "zero_optimization.offload_optimizer.super_offload")
-    if super_offload and here and not has_gpu():  # it asserts CUDA, once the model is loaded
+    if super_offload and machine.measured and not has_gpu():  # it asserts CUDA, once the model is loaded
         problems.append(f"zero={zero}: offload_optimizer.super_offload needs a GPU; leave it out")
     if super_offload and clipping:
         # superoffload_stage3.py: it steps while gradients still come only where none is clipped.

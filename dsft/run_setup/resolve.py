@@ -302,7 +302,7 @@ def check_run(
     if draft.options.zero != "auto":  # its numbers become options
         zero_file = read_sound_file(draft.options.zero, draft.problems)
         draft.apply(*adopt(zero_file, draft.options))
-        draft.problems += check_zero_file(zero_file, draft.options, here=machine.measured)
+        draft.problems += check_zero_file(zero_file, draft.options, machine)
     decisions, not_divisible = batch_decisions(draft.options, machine.world_size)
     is_reported = any("global_batch_size" in problem for problem in draft.problems)
     draft.apply(decisions, [] if is_reported else not_divisible)
@@ -583,7 +583,7 @@ def plan_run(
     )
     config = choice.plan.deepspeed_config
     decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
-    problems = check_zero_file(config, decided, here=machine.measured)
+    problems = check_zero_file(config, decided, machine)
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dsft.planner.plans import MEMORY_ERROR
-from dsft.planner.step_time import TIME_RANGE
+from dsft.planner.step_time import TIME_RANGES
 from dsft.units import in_gib
 from gpu.check import Failed, Row, Setting, command, launch
 from gpu.ranks import OwnMemory
@@ -69,7 +69,8 @@ def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
         if name not in COMPARED or (name == "host memory of a node" and "GPU memory allocated" in figures):
             continue
         is_time, ratio = name == "time of a step", figure["measured"] / figure["predicted"]
-        low, high = TIME_RANGE if is_time else (1 - MEMORY_ERROR, 1 + MEMORY_ERROR)
+        kind = run["plan"]["time"]["kind"]
+        low, high = TIME_RANGES.get(kind, TIME_RANGES["long"]) if is_time else (1 - MEMORY_ERROR, 1 + MEMORY_ERROR)
         texts = [f"{figure[key]:.3g} s" if is_time else in_gib(figure[key]) for key in ("predicted", "measured")]
         yield Row(
             claim=f"{name}: " + ("no claim" if name in SHOWN else f"{low:.2g} to {high:.2g} of the plan"),

@@ -6,28 +6,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from dsft.config.deepspeed import read_zero_file
+from dsft.config.deepspeed import compose, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.lora import adapters_of
 from dsft.models.size import ModelSize, empty_model, model_size
 from dsft.planner.activations import TrainingActivations, training_activations
 from dsft.planner.gpus import GPUS
-from dsft.planner.step_time import Speeds, speeds_of, step_time
+from dsft.planner.step_time import Speeds, StepTime, speeds_of, step_time
 from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
 ROWS = json.loads(Path(__file__).with_name("published_steps.json").read_text(encoding="utf-8"))
-STEPS: list[dict[str, Any]] = ROWS["held"]
+STEPS: list[dict[str, Any]] = ROWS["rows"]
 COMPILED = 0.5
 """Of the traffic of eager operators where a compiler fuses them (torchtune's rows)."""
 
 
 def model_config(step: dict[str, Any]) -> PreTrainedConfig:
     """MPT is planned as a GPT-2 of its widths: LayerNorm, GELU, tied embedding."""
-    values = step["model"]
+    values = ROWS["models"][step["model"]]
     if values["like"] == "mpt":
         return GPT2Config(
             n_embd=values["hidden"],
@@ -40,8 +40,17 @@ def model_config(step: dict[str, Any]) -> PreTrainedConfig:
             embd_pdrop=0,
             attn_pdrop=0,
         )
-    architecture = Qwen3Config if values["like"] == "qwen3" else LlamaConfig
+    architecture = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}[values["like"]]
+    experts = {}
+    if "experts" in values:
+        experts = {
+            "num_experts": values["experts"],
+            "num_experts_per_tok": values["chosen"],
+            "moe_intermediate_size": values["ffn"],
+            "head_dim": 128,
+        }
     return architecture(
+        **experts,
         hidden_size=values["hidden"],
         num_hidden_layers=values["layers"],
         num_attention_heads=values["heads"],
@@ -53,12 +62,12 @@ def model_config(step: dict[str, Any]) -> PreTrainedConfig:
 
 
 def options_of(step: dict[str, Any]) -> TrainConfig:
-    lora = {"method": "lora", "lora_r": step["lora"]} if "lora" in step else {}
+    lora = {"method": "qlora" if step.get("qlora") else "lora", "lora_r": step["lora"]} if "lora" in step else {}
     return TrainConfig(model="published", **lora)
 
 
 def size_of(step: dict[str, Any]) -> ModelSize:
-    return _size(json.dumps({key: step[key] for key in ("model", "seq_len", "lora") if key in step}))
+    return _size(json.dumps({key: step[key] for key in ("model", "seq_len", "lora", "qlora") if key in step}))
 
 
 @cache
@@ -66,7 +75,15 @@ def _size(text: str) -> ModelSize:
     step = json.loads(text)
     options = options_of(step)
     model = empty_model(model_config(step))
-    return model_size(model, options, adapters=adapters_of(options, model))
+    size = model_size(model, options, adapters=adapters_of(options, model))
+    # Of Qwen, whose q, k and v are one product, and of experts in a list: modules of a layer with weights, and adapted.
+    values = ROWS["models"][step["model"]]
+    if "modules" in values:
+        adapters = 2 * values["adapted"] * bool(size.lora_r)
+        looped = size.num_layers * values["experts"] if values.get("looped") else 0
+        modules = (values["modules"] + adapters) * size.num_layers
+        size = dataclasses.replace(size, num_modules=modules, looped_experts=looped)
+    return size
 
 
 def activations_of(step: dict[str, Any]) -> TrainingActivations:
@@ -75,7 +92,8 @@ def activations_of(step: dict[str, Any]) -> TrainingActivations:
         model_config(step),
         dtype="bfloat16",
         attention="flash",
-        loss="hf",
+        loss="fused" if step.get("liger") else "hf",
+        liger=step.get("liger", False),
         adapters=adapters_of(options_of(step), empty_model(model_config(step))),
         seq_len=step["seq_len"],
     )
@@ -99,39 +117,48 @@ def speeds_for(step: dict[str, Any]) -> Speeds:
     card, gpu = step.get("card", {}), GPUS[step["gpu"]]
     return dataclasses.replace(
         speeds,
-        flops=speeds.flops * card.get("matmul_tflops", gpu.matmul_tflops) / gpu.matmul_tflops,
+        flops=speeds.flops * card.get("matmul_tflops", gpu.matmul_flops / 1e12) / gpu.matmul_flops * 1e12,
         device_bytes=speeds.device_bytes * card.get("memory_gbps", gpu.memory_gbps) / gpu.memory_gbps,
     )
 
 
-def predicted_tokens(step: dict[str, Any], speeds: Speeds | None = None) -> float:
-    """Tokens per second of one GPU. Selective checkpointing, of every second layer or product, lies half-way.
+def traffic_of(step: dict[str, Any]) -> list[list[int]]:
+    """(fixed bytes, bytes per token) of a micro batch, without checkpointing and with it."""
+    liger = ", Liger" if step.get("liger") else ""
+    return ROWS["traffic"][step["model"] + (f", LoRA {step['lora']}" if "lora" in step else "") + liger]
 
-    Args:
-        speeds: by default the planner's own for the card.
-    """
+
+def predicted(step: dict[str, Any]) -> StepTime:
+    """What the planner says of this step. Selective checkpointing, of every second layer or product, lies half-way."""
     if step["checkpointing"] == "selective":
-        halves = [predicted_tokens(step | {"checkpointing": checkpointing}, speeds) for checkpointing in (False, True)]
-        return 2 / sum(1 / tokens for tokens in halves)
-    name = step.get("zero", "3" if step["gpus"] > 1 else "1")
+        off, on = (predicted(step | {"checkpointing": checkpointing}) for checkpointing in (False, True))
+        return dataclasses.replace(off, step_seconds=(off.step_seconds + on.step_seconds) / 2)
     machine, micro_batch = machine_of(step), step["micro_batch"]
+    zero_file = compose(read_zero_file(step["zero"], []), hpz_ranks=machine.ranks_per_node)
     layout = describe_layout(
         size_of(step),
-        read_zero_file(name, []) | {"gradient_accumulation_steps": step["accumulation"]},
+        zero_file | {"gradient_accumulation_steps": step["accumulation"]},
         world_size=machine.world_size,
         ranks_per_node=machine.ranks_per_node,
         dtype="bfloat16",
         has_gpu=True,
     )
-    traffic = step["traffic_per_token"][step["checkpointing"]] * micro_batch * step["seq_len"]
-    time = step_time(
+    fixed, per_token = traffic_of(step)[step["checkpointing"]]
+    traffic = fixed + per_token * micro_batch * step["seq_len"]
+    compiled = step.get("compiled", False)
+    return step_time(
         layout,
         machine,
-        speeds or speeds_for(step),
+        speeds_for(step),
         micro_batch=micro_batch,
         accumulation=step["accumulation"],
         seq_len=step["seq_len"],
         checkpointing=step["checkpointing"],
-        traffic_bytes=int(traffic * (COMPILED if step.get("compiled") else 1)),
+        traffic_bytes=int(traffic * (COMPILED if compiled else 1)),
+        compiled=compiled,
     )
-    return time.tokens_per_second / machine.world_size
+
+
+def measured_over_predicted(step: dict[str, Any]) -> float:
+    """Seconds of the published step over the predicted ones."""
+    return predicted(step).tokens_per_second / step["gpus"] / step["tokens_per_gpu"]

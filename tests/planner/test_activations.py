@@ -426,6 +426,12 @@ def test_evaluation_takes_what_is_predicted():
     assert predicted.peak_bytes(ids_BT.numel(), "cpu") == pytest.approx(measured, rel=0.1)
 
 
+def test_falcon_is_traced_as_it_is():
+    """It has a class of attention for each name of transformers', and none for the planner's."""
+    falcon = transformers.FalconConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    assert predict(falcon, seq_len=64).source == "fake-tensor trace"
+
+
 def test_a_list_of_layers_numbers_says_nothing_of_each():
     """Llama-4-Scout's `moe_layers` names all 48: a trace for each would take minutes."""
     config = transformers.Llama4TextConfig(num_hidden_layers=48, num_local_experts=2, interleave_moe_layer_step=1)

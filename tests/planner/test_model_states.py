@@ -316,7 +316,7 @@ def on_16_ranks(size, config: dict, **others):
 @pytest.mark.parametrize("name", known_names())
 @pytest.mark.parametrize("lora_r", [0, 32])
 def test_every_configuration_has_terms_with_their_arithmetic(name, lora_r, sizes):
-    layout = on_16_ranks(sizes[False, lora_r], compose(read_zero_file(name, []), ranks_per_node=8))
+    layout = on_16_ranks(sizes[False, lora_r], compose(read_zero_file(name, []), hpz_ranks=8))
     for function in (state_terms, load_terms):
         terms = function(layout)
         assert all(term.num_bytes > 0 and term.formula for term in terms) and peak_bytes(terms, "device") > 0

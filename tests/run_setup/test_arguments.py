@@ -218,7 +218,8 @@ def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_p
 def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
     offload = {"device": "cpu", "super_offload": True}
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
-    problems = check_zero_file(config, TrainConfig(zero="ds.json", training=training), here=here)
+    machine = SimpleNamespace(measured=here, world_size=1)
+    problems = check_zero_file(config, TrainConfig(zero="ds.json", training=training), machine)
     assert len(problems) == len(expected)
     assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
 
