@@ -300,6 +300,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
     folder), config.json, GGUF file."""
+    suite: list[str] = field(default_factory=list)
+    """Named data sets, scored after those of `data`: wikitext-2, wikitext-103, lambada, paloma (16 sets), as the hub or
+    its cache has them."""
     run: str | None = None
     """A training's run folder: its final model, the form of its data and its held-out data are taken, where no other
     option says otherwise; so does --config with a training's file."""

@@ -14,7 +14,7 @@ from typing import Any
 from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_run
 from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
-from dsft.errors import UserError
+from dsft.errors import UserError, nearest
 from dsft.perplexity.modes import mode_problems
 
 SHARED = (
@@ -23,6 +23,22 @@ SHARED = (
     *("train_on", "train_thinking", "drop_unrendered", "too_long"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
+SUITES = {
+    "wikitext-2": ("Salesforce/wikitext:wikitext-2-raw-v1:test",),
+    "wikitext-103": ("Salesforce/wikitext:wikitext-103-raw-v1:test",),
+    "lambada": ("EleutherAI/lambada_openai:default:test",),
+    "paloma": tuple(
+        f"allenai/paloma:{name}:test"
+        for name in (
+            *("4chan_meta_sep", "c4_100_domains", "c4_en", "dolma-v1_5", "dolma_100_programing_languages"),
+            *("dolma_100_subreddits", "falcon-refinedweb", "gab", "m2d2_s2orc_unsplit", "m2d2_wikipedia_unsplit"),
+            *("manosphere_meta_sep", "mc4", "ptb", "redpajama", "twitterAAE_HELM_fixed", "wikitext_103"),
+        )
+    ),
+}
+"""Names of `suite` -> entries of `data`; those of LAMBADA and Paloma as in lm_eval/tasks of lm-evaluation-harness
+0.4.13.
+"""
 PATHS = ("tokenizer", "chat_template", "data_cache")
 """Those of SHARED that may be paths."""
 
@@ -42,6 +58,15 @@ def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | No
 
 def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: type | None = None) -> EvalConfig:
     """Make the options of an evaluation from those that are given, with those of `run` below them."""
+    suite = [values["suite"]] if isinstance(values.get("suite"), str) else values.get("suite") or []
+    problems += [
+        f"suite={name}: invalid choice (choose from {', '.join(SUITES)}){nearest(name, SUITES)}"
+        for name in suite
+        if name not in SUITES
+    ]
+    if suite:
+        data = [values["data"]] if isinstance(values.get("data"), str) else values.get("data") or []
+        values = dict(values) | {"data": [*data, *(entry for name in suite for entry in SUITES.get(name, ()))]}
     run, has_seq_len = values.get("run"), "seq_len" in values
     if isinstance(run, str):
         try:

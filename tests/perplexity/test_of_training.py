@@ -11,7 +11,7 @@ from tiny import write_jsonl, write_pairs
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.run_folder import read_options_of_run
 from dsft.errors import UserError
-from dsft.perplexity.of_training import read_evaluation, shared_options
+from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation, shared_options
 
 TEMPLATES = {"prompt_template": "Q: {ask}\nA: ", "completion_template": "{answer}", "too_long": "truncate"}
 
@@ -52,6 +52,18 @@ def test_a_file_of_a_training_is_read_by_the_evaluation(runs, tmp_path):
     assert "holds a backslash with an n after it" in done.stdout
     (report,) = read_json(out / "perplexity.json")["results"]
     assert report["model"] == str(runs / "share" / "final") and not (runs / "share" / "perplexity.json").exists()
+
+
+def test_a_suite_adds_data_sets_by_name():
+    problems: list[str] = []
+    config = evaluation_config({"model": "m", "data": "d.txt", "suite": ["lambada", "paloma"]}, problems)
+    assert config.data[:2] == ["d.txt", "EleutherAI/lambada_openai:default:test"] and len(config.data) == 18
+    assert evaluation_config({"model": "m", "suite": "wikitext-2"}, problems).data == [*SUITES["wikitext-2"]]
+    assert not problems
+    evaluation_config({"model": "m", "data": "d", "suite": ["lambda"]}, problems)
+    assert problems == [
+        "suite=lambda: invalid choice (choose from wikitext-2, wikitext-103, lambada, paloma); did you mean 'lambada'?"
+    ]
 
 
 def test_what_is_read_of_a_training(runs, tiny, tmp_path):
