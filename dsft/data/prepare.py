@@ -51,7 +51,9 @@ class Preparation:
     Its fields are part of the fingerprint, and worker processes get a copy.
     """
 
-    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
+    def batches(
+        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Batch]:
         """Yields the batches to be tokenised."""
         return batches
 
@@ -161,7 +163,7 @@ def _write(
     bar = progress_bar(is_shown=show_progress, total=total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True)
     try:
         with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
-            batches = preparation.batches(data.batches(), rules)
+            batches = preparation.batches(data.batches(), rules, tokenizer)
             tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
             smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
             is_small = total_bytes is not None and total_bytes < smallest

@@ -337,14 +337,19 @@ def _encode_long(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool
         return next(_encode_whole(tokenizer, [text], special=special))
     pieces = [text[start:end] for start, end in pairwise(bounds)]
     ids, after = [], []
-    if special:  # what the tokenizer puts before and after a text
-        inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
-        start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
-        ids, after = whole[:start], whole[start + len(inner) :]
+    if special:
+        ids, after = tokens_around(tokenizer)
     for start in range(0, len(pieces), PIECES_AT_ONCE):
         for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
             ids += part
     return ids + after
+
+
+def tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Returns what the tokenizer puts before and after a text."""
+    inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
+    start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+    return whole[:start], whole[start + len(inner) :]
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:

@@ -112,7 +112,7 @@ def grouping(
     if name in columns or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
-        for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules):
+        for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules, tokenizer):
             for row in batch.rows:
                 label = str(row.values.get(name, "(none)")) if name in columns else batch.place
                 of_document.append(numbers.setdefault(label, len(numbers)))

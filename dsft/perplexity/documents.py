@@ -6,11 +6,12 @@ folder and for every model with the same tokenizer.
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -21,11 +22,24 @@ from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, P
 from dsft.data.prepare import Preparation, cache_folder, prepare
 from dsft.data.sources import Batch, Row
 from dsft.data.store import Store
-from dsft.data.tokenization import Tokens, bytes_of_tokens, closes_texts, encode, opens_texts, tokenise
+from dsft.data.tokenization import (
+    AROUND,
+    Tokens,
+    bytes_of_tokens,
+    closes_texts,
+    encode,
+    opens_texts,
+    safe_cuts,
+    tokenise,
+    tokens_around,
+)
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
 from dsft.perplexity.windows import Windows
 from dsft.units import one_of, plural
+
+AT_ONCE = 1 << 19
+"""Characters of a joined text that are tokenised together, or a few more."""
 
 Sample = Text | Pair | Chat | None
 """A document in its canonical form; None for a row without an answer."""
@@ -40,7 +54,9 @@ class Documents(Preparation):
     version: int = 3
     """Of what is stored for a document; part of the fingerprint, as all fields."""
 
-    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
+    def batches(
+        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Batch]:
         pieces: list[Row] = []
         first = 0
         for batch in batches:
@@ -124,21 +140,67 @@ def wikitext_rewritten(page: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTexts(Documents):
-    """Takes all texts as one document, joined and tokenised once."""
+    """Takes all texts as one document, joined and tokenised once.
+
+    It comes in pieces, cut where the tokens stay as they are, so that memory does not grow with it.
+    """
 
     separator: str = "\n\n"
 
-    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
-        whole = list(super().batches(batches, rules))
-        if whole:
-            rows = [row for batch in whole for row in batch.rows]
-            yield Batch(rows=rows, place=", ".join(dict.fromkeys(batch.place for batch in whole)))
+    def batches(
+        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Batch]:
+        documents = words = num_bytes = 0
+        pending, longest, starts, batch = [], AT_ONCE, True, None
+        digest = hashlib.blake2b(b'["Text", {"ends_document": true, "starts_document": true, "text": "', digest_size=8)
+
+        def piece(text: str, *, ends: bool) -> Batch:
+            nonlocal words, num_bytes, starts
+            words += sum(1 for _ in re.finditer(r"\s+", text))  # no cut is within blanks
+            num_bytes += len(text.encode())
+            digest.update(json.dumps(text)[1:-1].encode())
+            values = {"text": text, "rows": documents, "bytes": num_bytes, "words": 1 + words}
+            if ends:
+                digest.update(b'"}]')
+                values["hash"] = int.from_bytes(digest.digest())
+            row = Row(values, number=documents, starts_document=starts, ends_document=ends)
+            starts = False
+            return Batch(rows=[row], place=batch.place, position=batch.position)
+
+        for batch in batches:
+            ended = accumulate((row.ends_document for row in batch.rows), initial=documents)
+            most = math.inf if self.max_documents is None else self.max_documents
+            rows = [row for row, before in zip(batch.rows, ended, strict=False) if before < most]
+            for row, sample in zip(rows, samples_in(replace(batch, rows=rows), rules, tokenizer), strict=True):
+                pending.append(self.separator * (documents > 0 and row.starts_document) + text_of(sample))
+                documents += row.ends_document
+            if sum(map(len, pending)) > longest:
+                text = "".join(pending)
+                cuts = [cut for cut in safe_cuts(tokenizer, text) if cut + AROUND < len(text)]
+                longest = AT_ONCE if cuts else 2 * len(text)  # a tokenizer may have no such place
+                if cuts:
+                    yield piece(text[: cuts[-1]], ends=False)
+                pending = [text[cuts[-1] :] if cuts else text]
+            if documents == self.max_documents:
+                break
+        if documents:
+            yield piece("".join(pending), ends=True)
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        joined = Text(text=self.separator.join(text_of(sample) for sample in samples_in(batch, rules, tokenizer)))
-        ids = np.array(next(encode(tokenizer, [joined.text])), np.int32)
-        ends, counts = np.array([len(ids)], np.int64), Counter(rows=len(batch.rows))
-        return _with_sizes(ids, np.ones(len(ids), bool), ends, [joined.text], [joined], counts)
+        ((values, _, starts, ends),) = batch.rows
+        ids = next(encode(tokenizer, [values["text"]], special=starts and ends))
+        if not (starts and ends):
+            before, after = tokens_around(tokenizer)
+            ids = [*(before if starts else ()), *ids, *(after if ends else ())]
+        return Tokens(
+            ids=np.array(ids, np.int32),
+            trained=np.ones(len(ids), bool),
+            ends=np.array([len(ids)] * ends, np.int64),
+            hashes=np.array([values["hash"]] if ends else [], np.uint64),
+            counts=Counter(rows=values["rows"] if ends else 0),
+            document_bytes=np.array([values["bytes"]] * ends, np.int64),
+            document_words=np.array([values["words"]] * ends, np.int64),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
         group_by: a grouping of the results, each of whose groups is a column.
 
     Raises:
-        UserError: where no result has that grouping.
+        UserError: where no result has that grouping, or groups have no such metric.
     """
     groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
     if group_by and group_by not in groupings:
@@ -53,6 +53,8 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
             " dsft eval --group_by makes them"
         )
     below, of_nats = METRICS[metric]
+    if group_by and below == "bytes":
+        raise UserError(f"metric={metric} and group_by={group_by}: the bytes of a group are not known; leave one out")
     cells: dict[str, dict[str, Cell]] = {}
     for evaluation in evaluations:
         of_model, result = cells.setdefault(evaluation.model, {}), evaluation.perplexity
@@ -120,7 +122,9 @@ def written(columns: list[str], cells: dict[str, dict[str, Cell]], *, metric: st
     def shown(cell: Cell | None) -> str:
         if cell is None:
             return "-"
-        value, low, high = (f"{of_nats(nats):.4g}" for nats in (cell.nats.value, cell.nats.low, cell.nats.high))
+        value, low, high = (
+            f"{of_nats(nats):#.4g}".rstrip(".") for nats in (cell.nats.value, cell.nats.low, cell.nats.high)
+        )
         spread = "" if math.isnan(cell.spread) else f" {plus_minus} {cell.spread:.2g}"
         bounds = "" if math.isnan(cell.nats.low) else f" ({low} to {high})"
         return f"{value}{spread}{bounds}"

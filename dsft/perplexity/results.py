@@ -177,11 +177,11 @@ class Evaluation:
     @functools.cached_property
     def divergence_intervals(self) -> dict[str, Interval]:
         """Compute the 95 % intervals over documents of the means against the reference: kl, reverse_kl, same_top."""
-        result = self.perplexity
-        return {
-            name: ratio_interval(units_of(result, row_D, None, is_scored_D=result.document_tokens > 0), 1)
-            for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=False)
-        }
+        result, intervals = self.perplexity, {}
+        for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=False):
+            low, high = ratio_interval(units_of(result, row_D, None, is_scored_D=result.document_tokens > 0), 1)
+            intervals[name] = max(low, 0.0), min(high, 1.0) if name == "same_top" else high  # NaN stays NaN
+        return intervals
 
     @property
     def title(self) -> str:

@@ -1,5 +1,7 @@
 """Documents that are scored come from a store on disk: prepared once, whole, and mapped."""
 
+import copy
+import dataclasses
 import gzip
 import json
 import pickle
@@ -17,15 +19,18 @@ import pytest
 import torch
 from ranks import on_ranks
 from tiny import sentences, write_jsonl
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
+from dsft.data import tokenization
 from dsft.data.prepare import prepare
 from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
 from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
+from dsft.perplexity import documents
 from dsft.perplexity.documents import Answers, Texts, build_windows
 
 
@@ -92,6 +97,37 @@ def test_a_rank_that_prepared_a_long_text_gives_the_memory_back(tiny, tmp_path):
     path.write_text("\n\n".join(sentences(2000)) * 30)
     (kept,) = on_ranks(1, _private_bytes_after, str(path), str(tiny / "model"))
     assert kept < 10 * path.stat().st_size
+
+
+@pytest.mark.parametrize("frame", [None, "<|user|> $A <|end|>"], ids=["plain", "framed"])
+def test_a_joined_text_has_the_tokens_of_the_whole_and_comes_in_pieces(tiny, tokenizer, tmp_path, monkeypatch, frame):
+    texts = [f"{sentence}\n\né" for sentence in sentences(400)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    tokenizer = copy.deepcopy(tokenizer)
+    if frame:
+        special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|user|>", "<|end|>")]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=frame, special_tokens=special)
+    (tmp_path / "one.txt").write_text("\n\n".join(texts))
+    whole = [windows_of(path, tokenizer, protocol="hf") for path in (rows, tmp_path / "one.txt")]
+    monkeypatch.setattr(documents, "AT_ONCE", 4000)
+    monkeypatch.setattr(tokenization, "PIECE", 1000)
+    monkeypatch.setattr(documents, "AROUND", 100)
+    for path, at_once in zip((rows, tmp_path / "one.txt"), whole, strict=True):
+        cut = windows_of(path, tokenizer, protocol="hf", data_cache=str(tmp_path / "cache"))
+        assert cut.tokens.tolist() == at_once.tokens.tolist() == tokenizer("\n\n".join(texts))["input_ids"]
+        assert cut.hashes() == at_once.hashes() and len(cut.document_ends) == 1
+        assert cut.document_words.tolist() == [len(re.split(r"\s+", "\n\n".join(texts)))]
+    few = windows_of(rows, tokenizer, protocol="hf", max_documents=3)
+    assert few.tokens.tolist() == tokenizer("\n\n".join(texts[:3]))["input_ids"]
+    source = source_of(EvalConfig(model=["unused"], data=[str(rows)]), tokenizer)
+    assert len(list(documents.JoinedTexts().batches(split_in(source, 50), source.rules, tokenizer))) > 5
+
+
+def split_in(source, rows: int):
+    """The batches of a source, of so many rows each."""
+    for batch in source.batches():
+        for start in range(0, len(batch.rows), rows):
+            yield dataclasses.replace(batch, rows=batch.rows[start : start + rows])
 
 
 def test_a_text_file_is_tokenised_as_a_whole(tokenizer, tmp_path):
@@ -183,7 +219,7 @@ def test_worker_processes_prepare_the_same(tiny, tokenizer):
     for name, preparation in (("held_out.jsonl", Texts(bos="auto", prefix="once")), ("pairs.jsonl", Answers())):
         source = source_of(EvalConfig(model=["unused"], data=[str(tiny / name)]), tokenizer)
         work = partial(preparation.tokens, rules=source.rules, tokenizer=tokenizer)
-        (batch,) = preparation.batches(source.batches(), source.rules)
+        (batch,) = preparation.batches(source.batches(), source.rules, tokenizer)
         here, there = (worker(batch) for worker in (work, pickle.loads(pickle.dumps(work))))
         assert here.ids.tolist() == there.ids.tolist() and here.document_bytes.tolist() == there.document_bytes.tolist()
 

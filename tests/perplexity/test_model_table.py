@@ -70,6 +70,8 @@ def test_groups_are_columns(results):
     assert float(rows["base"]["news (texts.jsonl) high"]) == pytest.approx(8)
     with pytest.raises(UserError, match="group_by=domian: no such .* have domain; did you mean 'domain'"):
         table_of(results, "perplexity", "domian")
+    with pytest.raises(UserError, match="the bytes of a group are not known; leave one out"):
+        table_of(results, "bits_per_byte", "domain")
 
 
 def test_the_command_prints_the_table(results, tmp_path, capsys):
