@@ -70,6 +70,8 @@ REFUSED = {
     "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own",
     "autotuning.enabled": "DeepSpeed ends the run once it has measured some steps; zero=auto and dsft plan choose",
     "checkpoint.load_universal": "dsft writes no universal checkpoint, and resumes on other ranks and stages without",
+    "zero_optimization.round_robin_gradients": "DeepSpeed notes the places of weights in its shards in another order"
+    " than it keeps them (_link_all_hp_params in stage_1_and_2.py), so checkpoints are read wrong",
     "managed_gradient_accumulation": "the Trainer lets DeepSpeed count the micro batches of a step",
     "gradient_allreduce_op": "the loss is made for gradients that are averaged; others would be too large by the number"
     " of ranks",

@@ -156,6 +156,7 @@ def test_what_is_right_beside_its_stage_is_taken(content):
         (2, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads: needs offload"]),
         (2, {"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op:", "too large by the number of ranks"]),
         (2, {"autotuning": {"enabled": True}}, ["autotuning.enabled:"]),
+        (2, {"zero_optimization": {"round_robin_gradients": True}}, ["zero_optimization.round_robin_gradients:"]),
         (2, {"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal:"]),
         (1, {"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow:"]),
         (2, {"zero_optimization": {"stage": 2, "zenflow": {}}}, ["zero_optimization.zenflow:", "scrambled"]),
