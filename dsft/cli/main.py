@@ -1,6 +1,6 @@
 """The `dsft` command: everything that is not itself launched on many ranks.
 
-dsft train --config run.yaml      prints and runs the right `deepspeed` command for this machine
+dsft train --config run.yaml      prints and runs the right command for this machine: `deepspeed`, or one rank by itself
 dsft --help                       all commands
 dsft train --help [all]           the options of one, in short or all of them
 dsft --version

@@ -119,7 +119,7 @@ def launcher_environment(
     peers = [node.name for node in nodes] or launcher.peers()
     addresses = own_addresses(peers) if peers else [LOOPBACK]
     token_file = send_token(nodes, link.server.token) if nodes else None
-    added = link.variable(addresses, token_file=token_file) | accelerator()
+    added = link.variable(addresses, token_file=token_file) | accelerator() | launcher.variables
     added[processes.VARIABLE] = ",".join(launcher.processes)
     environment = os.environ | added
     if not (nodes or launcher.exports_everything):

@@ -25,7 +25,15 @@ import yaml
 from dsft.config.reader import read_file_and_flags, read_flags, read_options
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.launcher_env import LOOPBACK, Node, first_host, free_port, port_of_job, read_hosts
+from dsft.runtime.launcher_env import (
+    LOOPBACK,
+    SINGLE_PROCESS_ENV,
+    Node,
+    first_host,
+    free_port,
+    port_of_job,
+    read_hosts,
+)
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
@@ -130,6 +138,7 @@ class Launcher:
 
     options: LaunchOptions
 
+    ranks = None  # their number, where all are on this machine and it is known before they start
     processes = ()  # programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them
     is_local = False  # all ranks run on this machine: it has the run's files, and its launcher sees each rank exit
     has_host_filters = False  # --include, --exclude and --num_nodes choose among its hosts
@@ -152,6 +161,11 @@ class Launcher:
             UserError: where the nodes cannot be found out, or a program is missing.
         """
         raise NotImplementedError
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of its process's environment, beside those that every launch sets."""
+        return {}
 
     def ssh_hosts(self) -> HostFields | None:
         """What names the hosts that it reaches from this machine through ssh; None where there are none.
@@ -218,36 +232,60 @@ class DeepSpeed(Launcher):
 
 
 class Local(DeepSpeed):
+    """On this machine: one rank is a process of `dsft launch` itself, several are DeepSpeed's launcher's."""
+
     is_local = True
     is_given_on_every_node = False
     is_examined_by_ranks = False
 
+    @cached_property
+    def visible(self) -> list[str] | None:
+        """The GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set, or there are none."""
+        named = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
+        return [word.strip() for word in named.split(",")] if named else None
+
+    @cached_property
+    def ranks(self) -> int | None:
+        """The number of ranks: the user's, or one for each GPU; None where --include or --exclude names them."""
+        options = self.options
+        if options.include or options.exclude:
+            return None
+        return options.num_gpus or (len(self.visible) if self.visible else default_ranks())
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        return () if self.ranks == 1 else super().processes
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return SINGLE_PROCESS_ENV | {"LOCAL_SIZE": "1"} if self.ranks == 1 else {}
+
     def command(self, module: str, script: list[str]) -> list[str]:
-        """The number of GPUs of this machine that the user gave, or all; of CUDA_VISIBLE_DEVICES where that is set.
+        """The ranks on the GPUs of CUDA_VISIBLE_DEVICES where that is set, else on the first ones.
 
         Raises:
-            UserError: where the variable names fewer, or names them otherwise than by numbers.
+            UserError: where the variable names fewer, or several otherwise than by numbers.
         """
-        options = self.options
-        number, visible = options.num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
+        options, visible = self.options, self.visible
+        if self.ranks == 1:  # DeepSpeed's launcher would take as much CPU time as the rank's own start
+            return [sys.executable, "-u", "-m", module, *script]
         flags: dict[str, Any] = {}
-        by_number = not (options.include or options.exclude)
-        if by_number and not visible:
-            flags = {"num_gpus": default_ranks() if number is None else number}
-        elif by_number:
-            gpus = [word.strip() for word in visible.split(",")]
-            if not all(gpu.isdigit() for gpu in gpus):
+        if self.ranks and not visible:
+            flags = {"num_gpus": self.ranks}
+        elif self.ranks:
+            given = ",".join(visible)
+            if not all(gpu.isdigit() for gpu in visible):
                 raise UserError(
-                    f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher knows GPUs by number alone; give numbers"
+                    f"CUDA_VISIBLE_DEVICES={given}: DeepSpeed's launcher knows GPUs by number alone; give numbers"
                     " (nvidia-smi -L), or start with torchrun: --nodes 1 --master_addr 127.0.0.1"
                 )
-            if number is not None and number > len(gpus):
-                named = f"CUDA_VISIBLE_DEVICES={visible} names {len(gpus)}"
-                raise UserError(f"--num_gpus {number}: {named}; lower it, or add more")
+            if self.ranks > len(visible):
+                named = f"CUDA_VISIBLE_DEVICES={given} names {len(visible)}"
+                raise UserError(f"--num_gpus {self.ranks}: {named}; lower it, or add more")
             # DeepSpeed turns all of that variable into --include by itself, but takes the first GPUs of the machine
             # beside --num_gpus (`main` in deepspeed/launcher/runner.py).
-            chosen = gpus[:number]
-            flags = {"num_gpus": None, "include": None if chosen == gpus else f"localhost:{','.join(chosen)}"}
+            chosen = visible[: self.ranks]
+            flags = {"num_gpus": None, "include": None if chosen == visible else f"localhost:{','.join(chosen)}"}
         # DeepSpeed's default port fails when two jobs share a machine.
         port = options.master_port or free_port()
         return self.start(module, script, **flags, master_addr=options.master_addr, master_port=port)
@@ -554,12 +592,12 @@ def started(runner: str, flags: Mapping[str, object], *words: str) -> list[str]:
 
 
 def shown(command: list[str]) -> str:
-    """The command as a user would type it: `deepspeed ...` for `python -m deepspeed.launcher.runner ...`."""
+    """The command as a user would type it: `deepspeed ...` for `/.../python -m deepspeed.launcher.runner ...`."""
     for short, module in RUNNERS.items():
         if module in command:
             at = command.index(module)
             return shown_command([*command[: at - 2], *short.split(), *command[at + 1 :]])
-    return shown_command(command)
+    return shown_command(["python" if word == sys.executable else word for word in command])
 
 
 def fewer_hosts(hosts: HostFields, lost: Sequence[str], words: list[str], *, no_ssh: bool = False) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -131,11 +132,22 @@ def free_host_bytes() -> int:
 
 def has_gpu() -> bool:
     """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or ("torch" not in sys.modules and not _has_driver()):
         return False
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_driver() -> bool:
+    """Whether torch could find a GPU: it takes a second to import, for a machine that has none."""
+    if Path(AMD_FILE).exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # of NVIDIA's driver; CUDA's own libraries look for it by this name
+    except OSError:
+        return False
+    return True
 
 
 GPU_FILES = "/dev/nvidia[0-9]*"  # what the driver of NVIDIA shows of each GPU

@@ -150,6 +150,14 @@ def is_launcher(words: Sequence[str]) -> bool:
     return any(program == name or (program.startswith(f"{name}.") and "." in name) for name in names)
 
 
+def is_dsft(pid: int) -> bool:
+    """Whether a process is `dsft train`, `eval` or `launch`; that of another user or one that is gone is not."""
+    try:
+        return program_of(psutil.Process(pid).cmdline()) in LAUNCHERS["dsft"]
+    except (psutil.Error, OSError):
+        return False
+
+
 def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
     """The unbroken line of launchers above a process, nearest first, and the process above them: a shell or session,
     which may end without harm. A shell between them runs no more than the command that it was given.

@@ -27,7 +27,7 @@ from dsft.watchdog.messages import (
     raise_file_limit,
     say,
 )
-from dsft.watchdog.processes import Process, descendants, end, name_of
+from dsft.watchdog.processes import Process, descendants, end, is_dsft, name_of
 from dsft.watchdog.root_cause import Failure, Report
 
 IMPORT_SECONDS = 60.0  # for a rank to import its libraries, from a slow disk, before it tries to meet the others
@@ -149,7 +149,8 @@ class Sidecar:
         # the ranks again.
         if self.state is not RankState.LEFT and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             steps = ((0, LAUNCHER_SECONDS), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 0))
-            end(self.launchers[:1], steps)
+            # `dsft` itself exits by what the ranks report, or starts them again.
+            end([launcher for launcher in self.launchers[:1] if not is_dsft(launcher.pid)], steps)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a session lasts while a process there holds its pipes
             over_ssh = [pid for launcher in self.launchers_over_ssh[:1] for pid in descendants(launcher.pid)]
             end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)

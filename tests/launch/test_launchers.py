@@ -29,7 +29,7 @@ from dsft.launch.launchers import (
 )
 from dsft.launch.supervise import launch, preflight_command, resumed, without_lost
 from dsft.watchdog.launch_link import LauncherLink
-from dsft.watchdog.processes import VARIABLE, descendants, is_launcher, start_time
+from dsft.watchdog.processes import VARIABLE, descendants, is_dsft, is_launcher, start_time
 
 
 def command(words: str) -> list[str]:
@@ -142,7 +142,7 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     [
         ("", "deepspeed --master_port"),  # DeepSpeed takes all that are visible
         ("--num_gpus 2", "deepspeed --master_port"),
-        ("--num_gpus 1", "deepspeed --include localhost:4 --master_port"),  # beside --num_gpus 1 it would take 0
+        ("--num_gpus 1", "python -u -m dsft.train"),  # its first GPU is number 4
     ],
 )
 def test_gpus_that_the_user_made_visible_are_the_ones_that_are_taken(monkeypatch, number, begin):
@@ -159,6 +159,16 @@ def test_visible_gpus_that_the_launcher_cannot_take_are_refused(monkeypatch, vis
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UserError, match=way_out):
         command("--num_gpus 3 train")
+
+
+def test_one_rank_is_a_process_of_the_launch_and_knows_that_it_is_alone():
+    assert command("train --num_gpus 1 --max_steps 4") == ["python", "-u", "-m", "dsft.train", "--max_steps", "4"]
+    link = LauncherLink()
+    environment, _ = launcher_environment(LaunchOptions(num_gpus=1).launcher, [], link)
+    link.close()
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    assert environment.items() >= (place | {VARIABLE: ""}).items()
+    assert LaunchOptions(num_gpus=2).launcher.variables == {}
 
 
 def test_the_first_words_of_an_evaluation_are_its_models():
@@ -331,6 +341,15 @@ def test_a_folder_or_an_option_named_like_a_launcher_makes_none(name):
         [python],
     ]
     assert not any(map(is_launcher, lines))
+
+
+@pytest.mark.parametrize(("name", "answer"), [("dsft", True), ("torchrun", False)])
+def test_a_watchdog_spares_dsft_itself_which_starts_failed_ranks_again(tmp_path, name, answer):
+    (tmp_path / name).write_text("input()")
+    process = subprocess.Popen([sys.executable, str(tmp_path / name)], stdin=subprocess.PIPE)
+    assert is_dsft(process.pid) == answer
+    process.communicate(b"\n")
+    assert not is_dsft(process.pid)
 
 
 def test_accelerate_gets_the_script_and_this_nodes_number():

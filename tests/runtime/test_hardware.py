@@ -4,10 +4,13 @@ not see or has no kernels for, and CPUs that multiply bfloat16.
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
@@ -259,6 +262,12 @@ def gpus_of_the_driver(tmp_path, monkeypatch):
     for name in ("DS_ACCELERATOR", *hardware.HIDING):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_a_machine_without_a_driver_counts_its_ranks_without_torch():
+    code = "import sys; from dsft.runtime import hardware; hardware._has_driver = lambda: False"
+    code += "; assert hardware.default_ranks() in (1, 2) and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("start", [require_seen_gpus, accelerator, lambda: read_machines(PlanOptions())])
