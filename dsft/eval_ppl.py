@@ -9,6 +9,7 @@ The modes and their definitions are in `dsft/perplexity/modes.py`. With --output
 (perplexity.json, documents.parquet), and the same command resumes an interrupted evaluation.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import print_table, say, set_up_screen
-from dsft.runtime.launcher_env import check_words, map_launcher_variables
+from dsft.runtime.launcher_env import CHECKS_ALONE, check_words, map_launcher_variables
 from dsft.units import plural
 
 
@@ -33,6 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     config = read_evaluation(argv, problems)
     check_before_rendezvous(config, problems)
+    if CHECKS_ALONE in os.environ:
+        with quick_imports():
+            from dsft.perplexity.modes import mode_problems
+            from dsft.run_setup.evaluation_checks import check_evaluation
+        check_evaluation(config, [*problems, *mode_problems(config)])
+        return
     say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()
     with quick_imports():

@@ -10,6 +10,7 @@ Reads and checks the options, which takes a second, then loads the libraries and
 `training/run.py`.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from dsft.errors import ends_with_clear_errors
 from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, preemption, quick_imports
 from dsft.runtime.console import say, set_up_screen
-from dsft.runtime.launcher_env import check_words, map_launcher_variables
+from dsft.runtime.launcher_env import CHECKS_ALONE, check_words, map_launcher_variables
 
 
 @ends_with_clear_errors
@@ -34,6 +35,10 @@ def main(argv: list[str] | None = None) -> None:
     problems: list[str] = []
     options = read_config(TrainConfig, argv, problems)
     check_before_rendezvous(options, problems)
+    if CHECKS_ALONE in os.environ:
+        with quick_imports():
+            from dsft.run_setup.resolve import check_start
+        return check_start(options, problems)
     say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.

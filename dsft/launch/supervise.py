@@ -29,13 +29,13 @@ from dsft.errors import (
     raise_if_any,
     without_second_errors,
 )
-from dsft.launch.environment import launcher_environment, shared_environment
+from dsft.launch.environment import accelerator, launcher_environment, shared_environment
 from dsft.launch.launchers import MODULES, HostFields, Launcher, LaunchOptions, build_command, read_launch, shown
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.console import show_text
 from dsft.runtime.disk import remove_leftovers
-from dsft.runtime.launcher_env import LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
+from dsft.runtime.launcher_env import CHECKS_ALONE, LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
 from dsft.runtime.ssh import SSH, SshProblem, ssh_banner, ssh_problem
 from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
 from dsft.watchdog.messages import say
@@ -74,6 +74,9 @@ def launch(argv: list[str]) -> int:
         problems += without_second_errors(check_named_files(config), problems)
     if reads_files or is_training or not config.run:
         raise_if_any(problems)
+    # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
+    if reads_files and (launcher.ranks or 1) > 1 and (code := check_as_rank_0(name, script, launcher.ranks)):
+        return code
     if options.hostfile and options.master_port is None and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:
@@ -121,6 +124,22 @@ def launch(argv: list[str]) -> int:
     finally:
         os.environ.pop(LAUNCH, None)
         os.environ.pop(WORDS, None)
+
+
+def check_as_rank_0(name: str, script: list[str], ranks: int) -> int:
+    """Let the entry of the ranks check what needs no other rank, and print what is wrong; returns its exit code. It is
+    a process of its own, whose memory, on a GPU too, is free again when ranks start.
+    """
+    print("dsft: checking options, data and models before ranks start", flush=True)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}  # the ranks warn
+    return subprocess.run(
+        [sys.executable, "-m", MODULES[name], *script],
+        env=os.environ | accelerator() | place | quiet | {CHECKS_ALONE: "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C comes to this process alone, which kills it
+    ).returncode
 
 
 def resumed(script: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """What is wrong with the files that options name, found in a second: torch and transformers are not loaded for it.
 
 A launch looks at them before its launcher and its ranks start, ranks of one machine before their rendezvous. What needs
-the model, and files of several machines, are looked at by all ranks together, later.
+the model is looked at after that: by a launch on one machine before its ranks start (`check_as_rank_0` of
+launch/supervise.py), and by all ranks together, who also see files of several machines.
 """
 
 from dsft.config.deepspeed import read_zero_file

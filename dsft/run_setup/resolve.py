@@ -21,8 +21,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
-from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest, read_trainer_state
-from dsft.checkpoints.resume import NOT_TAKEN_OVER
+from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_manifest, read_trainer_state
+from dsft.checkpoints.resume import NOT_TAKEN_OVER, check_identity
 from dsft.checkpoints.run_folder import (
     FINAL,
     WEIGHTS_ONLY,
@@ -35,7 +35,7 @@ from dsft.checkpoints.run_folder import (
     start_from_weights,
 )
 from dsft.config.deepspeed import adopt, get_value, nvme_path, read_sound_file, stage
-from dsft.config.options import Decision, TrainConfig, common_options
+from dsft.config.options import Decision, TrainConfig, common_options, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
@@ -78,8 +78,9 @@ from dsft.run_setup.decisions import (
 from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, require_agreement
-from dsft.runtime.hardware import Machine, has_gpu
+from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
+from dsft.runtime.hardware import Machine, has_gpu, this_machine
+from dsft.runtime.locks import LOCK, in_use, owner_of
 from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
 from dsft.units import PADDED_MULTIPLE, Batch
 
@@ -175,8 +176,14 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     distributed.raise_together(check_hub(checked.options) if distributed.rank() == 0 else [])
     distributed.raise_together(check_weights(checked.options, checked.model, local=False))
     draft = Draft(checked.options, checked.decisions)
+
     # What depends on the disk or the clock is decided once, by rank 0.
-    checkpoint, decisions, finished = distributed.on_rank_0(lambda: resume_decisions(draft.options, machine.world_size))
+    def resume() -> tuple[str | None, list[Decision], bool]:
+        for path in clean_up(draft.options.training["output_dir"]):
+            say(f"removed {path}: an incomplete save")
+        return resume_decisions(draft.options, machine.world_size, checked.model)
+
+    checkpoint, decisions, finished = distributed.on_rank_0(resume)
     if finished:
         say(f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs to continue")
         return None
@@ -281,6 +288,23 @@ def decide_run(checked: CheckedRun) -> DecidedRun:
     known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model, "notes": tuple(notes)}
     job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
     return DecidedRun(**vars(checked) | known, job=job, packing=packing, masked=masked, tiling=tiling)
+
+
+def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
+    """Checks a training before any of its ranks starts, in an environment as rank 0's: what would end all of them
+    before weights load, but for a plan and what is on the hub.
+
+    Raises:
+        UserError: with all problems, those of reading the options among them.
+    """
+    folder = Path(options.training.get("output_dir") or "")
+    if (owner := owner_of(folder / LOCK)) and owner.is_here() and owner.is_alive():
+        raise UserError(in_use(folder, owner))
+    machine = this_machine(ranks_per_node=ranks_per_node())
+    checked = check_run(options, machine, problems)
+    raise_if_any([*checked.problems])
+    if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
+        resume_decisions(checked.options, machine.world_size, checked.model)
 
 
 def check_run(
@@ -408,23 +432,30 @@ def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> li
     return problems
 
 
-def resume_decisions(options: TrainConfig, world: int) -> tuple[str | None, list[Decision], bool]:
+def resume_decisions(
+    options: TrainConfig, world: int, facts: ModelFacts | None = None
+) -> tuple[str | None, list[Decision], bool]:
     """(checkpoint to resume from or None, what follows from it, whether it is the end of the run). On rank 0.
+
+    Args:
+        facts: of the model, whose trained parameters are compared with the checkpoint's; the trainer compares the rest.
 
     Raises:
         UserError: where the checkpoint that was named is not complete, or does not fit this run.
     """
-    for path in clean_up(options.training["output_dir"]):
-        say(f"removed {path}: an incomplete save")
+    training = options.training
     checkpoint = last_checkpoint(options)
     if checkpoint and options.resume_weights_only:
         return None, start_from_weights(options, checkpoint), False
     if not checkpoint:
         return None, [], False
     read_trainer_state(Path(checkpoint))
+    if facts:
+        seed = shuffle_seed(training.get("data_seed"), training.get("seed", 42))
+        check_identity(checkpoint, {"trained elements": facts.size.num_trainable, "seed of the order": seed})
     decisions = keep_global_batch(options, checkpoint, world)
-    has_final = (Path(options.training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
-    if has_final and is_finished(checkpoint, options.training):
+    has_final = (Path(training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
+    if has_final and is_finished(checkpoint, training):
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:
         raise UserError(

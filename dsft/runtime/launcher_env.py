@@ -28,6 +28,10 @@ JOB = "DSFT_JOB"
 WORDS = "DSFT_WORDS"
 """Variable with the digest of the words that a `dsft launch` has read, for its ranks to compare with theirs."""
 
+CHECKS_ALONE = "DSFT_CHECKS_ALONE"
+"""Variable with which `dsft launch` starts rank 0's entry alone, before any rank: it checks what needs no other, and
+exits."""
+
 MPI_NAMES = {
     "OpenMPI": (
         "OMPI_COMM_WORLD_RANK",

@@ -143,6 +143,12 @@ def is_held(folder: Path) -> bool:
     return bool(beat) and age <= STALE_SECONDS
 
 
+def in_use(folder: Path, owner: Owner | None) -> str:
+    """What is wrong where a living run holds `folder`."""
+    who = f"process {owner.pid} on {owner.host}" if owner else "another process"
+    return f"output_dir={folder}: {who} is writing there now; wait for its end, or choose another folder"
+
+
 def _modified(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
 
@@ -177,10 +183,7 @@ class RunLock(HeldFile):
                         time.sleep(0.2)
                     lives = _modified(self.path) != beat
                 if lives:
-                    who = f"process {owner.pid} on {owner.host}" if owner else "another process"
-                    raise UserError(
-                        f"output_dir={folder}: {who} is writing there now; wait for its end, or choose another folder"
-                    )
+                    raise UserError(in_use(folder, owner))
                 stale = self.path.with_name(f"{LOCK}.{os.getpid()}")
                 with contextlib.suppress(FileNotFoundError):  # another start was faster
                     self.path.rename(stale)

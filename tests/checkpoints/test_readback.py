@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks, train, train_all
+from tiny import write_model
 
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.export import export
@@ -16,7 +17,7 @@ from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.run_setup.resolve import resume_decisions
+from dsft.run_setup.resolve import check_start, resume_decisions
 from dsft.runtime import distributed
 from dsft.training.trainer import PerplexityTrainer
 
@@ -187,6 +188,21 @@ def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_s
         find_weights(str(newest))
     shutil.rmtree(run / "final")
     assert find_weights(str(run)) == run / "checkpoint-4"
+
+
+def test_a_resume_of_another_run_is_refused_before_any_rank_starts(run_of_six, options, tmp_path):
+    def start(**words) -> None:
+        check_start(make_config(TrainConfig, options(run_of_six, **{"resume_from_checkpoint": "auto"} | words), []), [])
+
+    start()
+    wide = write_model(tmp_path / "wide", intermediate_size=64)
+    for words in {"model": str(wide)}, {"method": "lora"}:
+        with pytest.raises(UserError, match=r"checkpoint-6 is of another run \(trained elements: \d+ then, \d+ now"):
+            start(**words)
+    with pytest.raises(UserError, match="seed of the order: 42 then, 7 now"):
+        start(seed=7)
+    with pytest.raises(UserError, match="gone: holds no trainer_state.json"):
+        start(resume_from_checkpoint=str(tmp_path / "gone"))
 
 
 def evaluated(words: list[dict]) -> list[str]:

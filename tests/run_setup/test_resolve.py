@@ -3,11 +3,15 @@
 import copy
 import dataclasses
 import json
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import grid
-from tiny import ARCHITECTURES, write_model
+from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES, write_jsonl, write_model
 from transformers import AutoConfig
 
 from dsft.checkpoints.manifest import MANIFEST
@@ -20,8 +24,9 @@ from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
 from dsft.run_setup import resolve
 from dsft.run_setup.decisions import Draft, keep_global_batch
-from dsft.run_setup.resolve import resolve_run, resume_decisions
+from dsft.run_setup.resolve import check_start, resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
+from dsft.runtime.locks import RunLock
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(
@@ -135,3 +140,42 @@ def test_the_model_s_config_is_read_once(resolved, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
     resolved(method="lora", packing=True)
     assert [name for name in callers if name.startswith("dsft")] == ["dsft.models.size"], callers
+
+
+def test_what_ends_every_rank_is_found_before_one_starts(options, tiny, tmp_path, monkeypatch):
+    """In the environment of rank 0 of two, where no other rank is met."""
+    for name in ("WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.setenv(name, "2")
+    rows = [{"messages": [{"role": "usr", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    lost = Path(shutil.copytree(tiny / "model", tmp_path / "lost"))
+    weights = load_file(lost / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, lost / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_com": True}}))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"status": "done"}')
+    cases = [
+        ({"model": str(tiny / "chat"), "data": str(write_jsonl(tmp_path / "rows.jsonl", rows))}, "has the role 'usr'"),
+        ({"seq_len": 512}, "seq_len=512 is beyond the 256 positions"),
+        ({"model": str(lost)}, "1 tensor of the model missing from its weights"),
+        ({"method": "lora", "lora_target_modules": ["nothing"]}, "'nothing' matches no layer"),
+        ({"zero": str(tmp_path / "zero.json")}, "overlap_com: unknown key; did you mean 'overlap_comm'"),
+        ({"report_to": "wandbx"}, "report_to=wandbx: unknown"),
+        ({"output_dir": str(tmp_path / "other")}, "holds another run"),
+        ({"global_batch_size": 3, "per_device_train_batch_size": 1}, "global_batch_size=3 is not divisible"),
+    ]
+
+    def start(**changes) -> None:
+        problems: list[str] = []
+        check_start(make_config(TrainConfig, options(tmp_path / "run", **changes), problems), problems)
+
+    for changes, message in cases:
+        with pytest.raises(UserError, match=message):
+            start(**changes)
+    start()
+    assert not (tmp_path / "run").exists()
+    lock = RunLock(tmp_path / "run")
+    lock.acquire()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on .* is writing there now"):
+        start()
+    lock.release()
