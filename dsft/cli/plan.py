@@ -68,8 +68,13 @@ def read_prices(options: PlanOptions) -> list[tuple[Machine, float]]:
     given = [name for name in ("gpus", "gpu_type", "nodes", "hostfile", "machine") if getattr(options, name)]
     if given:
         raise UserError([f"--cheapest tries machines of its own; leave out --{' and --'.join(given)}"])
+    questions = ("perplexity", "longest", "largest", "write", "explain", "calibrate", "dollars_per_gpu_hour")
+    if asked := [name for name in questions if getattr(options, name)]:
+        raise UserError([f"--cheapest is a question of its own; leave out --{' and --'.join(asked)}"])
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["machine"]
+        if not entries or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError("machine is no list of tables")
     except OSError as error:
         raise UserError([f"--prices {path}: {error.strerror}"]) from None
     except (KeyError, ValueError) as error:

@@ -205,7 +205,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
                 sources = f"{card} assumed, {', '.join(alike)} have as much memory (--gpu_type); {sources}"
         show_text(f"speeds: {sources}")
         show_text(choice.reason)
-        if plan.fits and "offload" in plan.zero and not job.size.lora_r and job.optimizer == DEFAULT_OPTIMIZER:
+        is_open = offline.options.zero == "auto" and job.optimizer == DEFAULT_OPTIMIZER and not job.size.lora_r
+        if plan.fits and is_open and "offload" in plan.zero:
             eight_bit = choose_plan(dataclasses.replace(job, optimizer=EIGHT_BIT), machine).plan
             gain = speed_of(eight_bit) / speed_of(plan)
             if eight_bit.fits and gain >= WORTH_IT:
@@ -308,11 +309,16 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
     offline = _decided(options, training, priced[0][0])
     job, epochs = offline.job, training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
     tokens = options.tokens * epochs if options.tokens else 1e9
+    if job.sequences_per_step:  # the accumulation that makes them up is that of the first machine
+        job = dataclasses.replace(job, accumulation=None)
+    max_steps = training.training.get("max_steps", -1)
     rows = []
     for machine, dollars in priced:
         plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
-        steps = tokens / plan.time.tokens_per_step
-        cost = run_cost(plan, machine, tokens=tokens, epochs=epochs, steps=steps, dollars=dollars)
+        steps = max_steps if max_steps > 0 else tokens / plan.time.tokens_per_step
+        taken = steps * plan.time.tokens_per_step if max_steps > 0 else tokens
+        passes = taken / options.tokens if options.tokens else None
+        cost = run_cost(plan, machine, tokens=taken, epochs=passes, steps=steps, dollars=dollars)
         rows.append((machine, plan, cost))
     fitting = [row for row in rows if row[1].fits]
     cheapest = min(fitting, key=lambda row: row[2].dollars, default=None)
@@ -325,6 +331,7 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
         )
     else:
         how = f"{epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
+        how = f"{max_steps:,} steps" if max_steps > 0 else how
         columns = ("", "GPUs", "plan", "peak", "tokens/s", "hours", "dollars", "fits")
         table = empty_table(columns, caption=f"GiB per GPU; {how}; prices: --prices", **NARROW)
         for row in rows:

@@ -354,8 +354,11 @@ def step_time(
     gradients = layout.sent_bytes * size.num_trainable
     trained, frozen = (layout.weight_bytes * count for count in (size.num_trainable, layout.num_frozen))
     buckets = size.num_trainable // zero["reduce_bucket_size"] + 1
-    reduce = collective_seconds(gradients, buckets, machine, speeds, speeds.reduce_bytes)
-    if layout.stage == 0 or (layout.stage < 3 and zero["use_multi_rank_bucket_allreduce"]):
+    # Under 1 and 2 a bucket goes to each rank that keeps a part of it: one call more where the next rank's part begins.
+    calls = buckets + (machine.world_size - 1 if layout.stage < 3 else 0)
+    reduce = collective_seconds(gradients, calls, machine, speeds, speeds.reduce_bytes)
+    to_one = zero["reduce_scatter"] and not zero["use_multi_rank_bucket_allreduce"]
+    if layout.stage == 0 or (layout.stage < 3 and not to_one):
         # All ranks get all gradients, and throw away what is not theirs (stage_1_and_2.py, average_tensor).
         reduce = collective_seconds(2 * gradients, 2 * buckets, machine, speeds, speeds.all_reduce_bytes)
     if layout.stage == 0:

@@ -100,7 +100,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     zero = options.zero
     problems = check_nvme(zero_file, zero) if machine.measured else []
     over = min(get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
-    if machine.world_size % max(1, over):  # groups.py, _create_zero_param_parallel_group, asserts it
+    if stage(zero_file) == 3 and machine.world_size % over:  # groups.py, _create_zero_param_parallel_group, asserts it
         problems.append(
             f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; use"
             f" {machine.ranks_per_node}, the ranks of a node"

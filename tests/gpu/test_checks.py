@@ -40,7 +40,7 @@ def setting(tmp_path):
     return Setting(folder=str(tmp_path), ranks=2, has_gpu=False, tiny=True)
 
 
-def run_json(**ratios: float) -> dict:
+def run_json(kind: str = "dense", **ratios: float) -> dict:
     """A run.json whose figures were measured at these ratios of the plan."""
     figures = {
         "GPU memory allocated": 10 * GiB,
@@ -54,7 +54,7 @@ def run_json(**ratios: float) -> dict:
     }
     log = [{"loss": 3.0, "mfu": 0.41}]
     results = {"plan_check": {"after 3 steps": {}, "over the full training": check}, "log": log}
-    return {"results": results, "plan": {"reason": "asked for"}}
+    return {"results": results, "plan": {"reason": "asked for", "time": {"kind": kind}}}
 
 
 def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
@@ -64,6 +64,8 @@ def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
     bad = list(compared(run_json(gpu=1.2, reserved=1.0, host=1.0, time=1.3), tiny=False))
     assert [row.ok for row in bad] == [False, None, False]
     assert {row.ok for row in compared(run_json(gpu=1.2, reserved=1, host=1.0, time=1.3), tiny=True)} == {None, True}
+    *_, time = compared(run_json("offloaded", gpu=1, reserved=1, host=1.0, time=9.0), tiny=False)
+    assert time.ok is None and "no claim" in time.claim, "steps of this kind have no range"
 
 
 def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():

@@ -465,6 +465,22 @@ def test_the_size_of_hpz_that_a_json_names_is_kept_and_must_divide_the_ranks(con
     assert plan.deepspeed_config["zero_optimization"]["zero_hpz_partition_size"] == 4
     with pytest.raises(UserError, match="zero_hpz_partition_size=3 does not divide the 16 ranks; use 8"):
         plan_run(options, job, machine, zero_file={"zero_optimization": zero | {"zero_hpz_partition_size": 3}})
+    below = {"stage": 2, "zero_hpz_partition_size": 3}  # DeepSpeed makes its groups under stage 3 alone
+    plan_run(options, job, machine, zero_file={"zero_optimization": below}, must_fit=False)
+
+
+def test_a_bucket_that_goes_to_the_ranks_that_keep_it_takes_a_call_for_each(configs):
+    job, machine = paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16")), gpus(8, nodes=2)
+    speeds = speeds_of(machine, dtype="bfloat16")
+    slow, instant = (
+        all_plans(job, machine, dataclasses.replace(speeds, collective_seconds=latency), zero="1")[0]
+        for latency in (1.0, 0.0)
+    )
+    zero = slow.deepspeed_config["zero_optimization"]
+    buckets = job.size.num_trainable // zero["reduce_bucket_size"] + 1
+    assert not zero["use_multi_rank_bucket_allreduce"]
+    calls = slow.time.communication_seconds - instant.time.communication_seconds
+    assert calls == pytest.approx(buckets + 16 - 1 + buckets), "reductions and gathers of one step"
 
 
 def test_seconds_have_a_range_where_published_steps_are_like_them(configs):
@@ -753,10 +769,22 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     out = run_plan(capsys, *words, "--prices", str(prices))
     lines = {name: line for line in out.splitlines() for name in ("4090", "H100", "A100") if f"x{name}" in line}
     assert "no:" in lines["4090"] and "smallest" in lines["H100"] and "cheapest" in lines["A100"]
-    prices.write_text("[[machine]]\ngpu = 1\n")
-    with pytest.raises(SystemExit):
-        run_plan(capsys, *words, "--prices", str(prices))
-    assert "prices.toml: machine 1: unknown key gpu" in capsys.readouterr().err
+    batch = ("--global_batch_size", "64", "--per_device_train_batch_size", "1", "--seq_len", "1024")
+    limited = json.loads(
+        run_plan(capsys, *words, "--prices", str(prices), *batch, "--max_steps", "10", "--json")
+    )  # the first machine has one rank, the others 8
+    assert {row["plan"]["time"]["tokens_per_step"] for row in limited} == {64 * 1024}
+    assert {row["cost"]["tokens"] for row in limited} == {10 * 64 * 1024}
+    for content, more, said in [
+        ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
+        ("[machine]\ngpus = '1xH100'\n", (), "prices.toml: machine is no list of tables"),
+        ("machine = []\n", (), "prices.toml: machine is no list of tables"),
+        ("", ("--longest",), "--cheapest is a question of its own; leave out --longest"),
+    ]:
+        prices.write_text(content)
+        with pytest.raises(SystemExit):
+            run_plan(capsys, *words, "--prices", str(prices), *more)
+        assert said in capsys.readouterr().err
 
 
 def test_changes_are_combined_where_none_alone_is_enough(configs):
