@@ -42,6 +42,7 @@ from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, is_bare_config, resolve_dtype
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import step_folder
+from dsft.models.pickles import safe_unpickling
 from dsft.models.quantization import format_problems
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
@@ -301,10 +302,11 @@ def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
     if (owner := owner_of(folder / LOCK)) and owner.is_here() and owner.is_alive():
         raise UserError(in_use(folder, owner))
     machine = this_machine(ranks_per_node=ranks_per_node())
-    checked = check_run(options, machine, problems)
-    raise_if_any([*checked.problems])
-    if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
-        resume_decisions(checked.options, machine.world_size, checked.model)
+    with safe_unpickling(trust=options.trust_checkpoint):  # as the training reads them
+        checked = check_run(options, machine, problems)
+        raise_if_any([*checked.problems])
+        if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
+            resume_decisions(checked.options, machine.world_size, checked.model)
 
 
 def check_run(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,12 @@ from transformers import AutoTokenizer
 from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import MANIFEST, files_of, hash_and_sync, sealed
 from dsft.cli.main import main
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.pickles import load_pickle, safe_unpickling
 from dsft.models.zero_shards import ZeroShards
+from dsft.run_setup.resolve import check_start
 
 STEP = "checkpoint-2/global_step2"
 
@@ -119,6 +123,20 @@ def test_eval_of_a_poisoned_shard_names_the_class_and_runs_nothing(copy, tiny, t
     refused = run_entry("dsft.eval_ppl", flags(words))
     assert refused.returncode == 2 and f"{name}: holds" in refused.stderr and "mkdir" in refused.stderr, refused.stderr
     assert "Traceback" not in refused.stderr and not trace.exists()
+
+
+def test_a_start_is_checked_with_the_trust_that_its_training_has(options, tmp_path):
+    folder = write_model(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(UserDict(state), folder / "pytorch_model.bin")
+
+    def start(**words) -> None:
+        check_start(make_config(TrainConfig, options(tmp_path / "run", model=str(folder), **words), []), [])
+
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: holds collections\.UserDict, .*--trust_checkpoint"):
+        start()
+    start(trust_checkpoint=True)
 
 
 @pytest.mark.parametrize(("weights", "file"), [("model", "pytorch_model.bin"), ("adapter", "adapter_model.bin")])
