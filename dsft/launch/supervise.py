@@ -133,13 +133,23 @@ def check_as_rank_0(name: str, script: list[str], ranks: int) -> int:
     print("dsft: checking options, data and models before ranks start", flush=True)
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}  # the ranks warn
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", MODULES[name], *script],
         env=os.environ | accelerator() | place | quiet | {CHECKS_ALONE: "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C comes to this process alone, which kills it
-    ).returncode
+        start_new_session=True,  # Ctrl-C comes to this process alone
+    )
+    guard = LaunchGuard(process.pid, signal.SIGKILL)  # also where this process is killed
+    try:
+        code = process.wait()
+    finally:
+        signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        guard.close()
+    if code < 0:
+        say(f"error: the check before the start was killed by signal {-code} (9: out of memory, or kill -9)")
+    return code if code >= 0 else 128 - code
 
 
 def resumed(script: list[str]) -> list[str]:

@@ -12,8 +12,8 @@ import pytest
 from conftest import KERNEL, ROOT
 from test_environment import SSH
 
-from dsft.launch.launchers import build_command, read_launch
-from dsft.launch.supervise import LauncherProcess
+from dsft.launch.launchers import MODULES, build_command, read_launch
+from dsft.launch.supervise import LauncherProcess, check_as_rank_0
 from dsft.watchdog.processes import descendants, start_time
 
 RANK = """
@@ -269,3 +269,35 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(launch, tmp_path, is_stopped):
     assert process.wait(120) == 130
     wait_until(lambda: not any(start_time(pid) for pid in family))
     assert process.stderr.read().splitlines()[-1:] == ["dsft: Ctrl-C: terminating all ranks"]
+
+
+def test_a_check_before_the_start_that_is_killed_is_named_with_its_signal(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(MODULES, "train", "killed")
+    (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert check_as_rank_0("train", [], 2) == 137
+    assert "the check before the start was killed by signal 9" in capfd.readouterr().err
+
+
+CHECKS = """
+import os
+from dsft.launch.supervise import MODULES, check_as_rank_0
+MODULES["train"] = "waits"
+os.chdir(os.environ["FOLDER"])
+check_as_rank_0("train", [], 2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_check_before_the_start_ends_with_its_launch(tmp_path, monkeypatch, number):
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    (tmp_path / "waits.py").write_text(
+        "import os, pathlib, time; pathlib.Path('-').touch(); os.rename('-', f'{os.getpid()}.pid'); time.sleep(1000)"
+    )
+    command, environment = [sys.executable, "-c", CHECKS], os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: list(tmp_path.glob("*.pid")))
+    (pid,) = (int(path.stem) for path in tmp_path.glob("*.pid"))
+    process.send_signal(number)
+    process.wait(60)
+    wait_until(lambda: start_time(pid) is None)
