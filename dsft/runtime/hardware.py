@@ -141,7 +141,7 @@ def has_gpu() -> bool:
 
 def _has_driver() -> bool:
     """Whether torch could find a GPU: it takes a second to import, for a machine that has none."""
-    if Path(AMD_FILE).exists():
+    if glob.glob(GPU_FILES) or any(Path(path).exists() for path in (AMD_FILE, WSL_FILE)):
         return True
     try:
         ctypes.CDLL("libcuda.so.1")  # of NVIDIA's driver; CUDA's own libraries look for it by this name
@@ -153,6 +153,7 @@ def _has_driver() -> bool:
 GPU_FILES = "/dev/nvidia[0-9]*"  # what the driver of NVIDIA shows of each GPU
 AMD_FILE, AMD_MEMORY = "/dev/kfd", "/sys/class/drm/card*/device/mem_info_vram_total"
 """What AMD's driver shows of all GPUs, and of each the bytes of its own memory."""
+WSL_FILE = "/dev/dxg"  # of Windows' driver, through which CUDA and ROCm run in WSL
 AMD_BYTES = 8 * GiB  # of memory that a card has; a processor's own graphics, which ROCm mostly does not drive, has less
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 

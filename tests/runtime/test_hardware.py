@@ -270,6 +270,19 @@ def test_a_machine_without_a_driver_counts_its_ranks_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("name", ["GPU_FILES", "AMD_FILE", "WSL_FILE"])
+def test_a_file_of_a_driver_is_enough_for_torch_to_be_asked(tmp_path, monkeypatch, name):
+    def no_library(_):
+        raise OSError
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", no_library)
+    for each in ("GPU_FILES", "AMD_FILE", "WSL_FILE"):
+        monkeypatch.setattr(hardware, each, str(tmp_path / each))
+    assert not hardware._has_driver()
+    (tmp_path / name).touch()
+    assert hardware._has_driver()
+
+
 @pytest.mark.parametrize("start", [require_seen_gpus, accelerator, lambda: read_machines(PlanOptions())])
 @pytest.mark.usefixtures("gpus_of_the_driver")
 def test_gpus_that_torch_does_not_see_are_named(start):
