@@ -179,8 +179,23 @@ def read_report(folders: list[str]) -> Report:
         if folder in named or any(item.run for item in measured):
             evaluations += measured
             if (folder / ANSWERS).is_file():
-                answers += [json.loads(line) for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
+                answers += _read_answers(folder / ANSWERS)
     return Report(runs=runs, evaluations=evaluations, answers=answers)
+
+
+def _read_answers(path: Path) -> list[dict[str, str]]:
+    """Raises UserError, naming the file, where a row is not what ANSWERS says."""
+    rows = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line) if line.strip() else None
+            except ValueError:
+                row = line
+            if row is not None and not (isinstance(row, dict) and all(isinstance(text, str) for text in row.values())):
+                raise UserError(f"{path}: line {number} is no JSON object of texts; correct it, or rename the file")
+            rows += [row] if row else []
+    return rows
 
 
 def _model_of(model: str, runs: list[Run]) -> tuple[str, str, int | None]:

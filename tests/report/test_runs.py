@@ -82,3 +82,18 @@ def test_a_damaged_file_is_one_error_with_the_folder(tmp_path, name):
     (run / name).write_text("{\n")
     with pytest.raises(UserError, match="run: .*cannot be read"):
         read_report([str(run)])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_read"), [("", True), ('{"prompt": "a\u2028b", "m": "c"}', True), ("[1]", False), ("{", False)]
+)
+def test_answers_of_another_form_are_named_with_their_line(tmp_path, line, is_read):
+    run = write_run(tmp_path / "run")
+    folder = write_evaluation(tmp_path / "eval", str(run))
+    first = {"prompt": "what?", "m": "this"}
+    (folder / "answers.jsonl").write_text(f"{json.dumps(first)}\n{line}\n", encoding="utf-8")
+    if is_read:
+        assert read_report([str(run)]).answers == [first, *([json.loads(line)] if line else [])]
+    else:
+        with pytest.raises(UserError, match=r"answers\.jsonl: line 2 is no JSON object of texts"):
+            read_report([str(run)])
