@@ -7,17 +7,20 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
+from safetensors.torch import load_file, save_file
 
-from dsft.doctor.examine import Report, examine_through, machine_of
+from dsft.doctor.examine import Report, examine_through, machine_of, plan_on
 from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus, typed
 from dsft.doctor.findings import MESSAGES, Finding, finding
 from dsft.doctor.links import (
@@ -552,6 +555,19 @@ def test_a_node_that_runs_another_version_of_dsft_is_named():
     report = Report(nodes=["n3"], quick=True)
     examine_through(Others(), report, [Node(name="n3", slots=1)], argv=[], port=None, master="")
     assert [(entry.code, entry.where) for entry in report.findings] == [("no-dsft", "n3")] and report.facts == {}
+
+
+def test_the_doctor_plans_a_run_that_starts_now_whose_weights_must_be_there(options, tiny, tmp_path):
+    """What a plan on paper leaves out."""
+    lost = Path(shutil.copytree(tiny / "model", tmp_path / "lost"))
+    weights = load_file(lost / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, lost / "model.safetensors", metadata={"format": "pt"})
+    for model, found in ((tiny / "model", []), (lost, ["configuration"])):
+        report = Report(nodes=["n1"], quick=True, facts={"n1": node("n1", cpu_only=True)})
+        plan_on(report, flags(options(tmp_path / "run", model=str(model), method="lora")))
+        assert [finding.code for finding in report.findings] == found, report.findings
+        assert not found or "1 tensor of the model missing from its weights" in report.findings[0].message
 
 
 class Answering:
