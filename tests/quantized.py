@@ -54,7 +54,10 @@ def write_gguf(model, path, kind: str, **fields: str) -> str:
     """Write the model of a folder as llama.cpp's convert_hf_to_gguf.py does, its layers in one of ggml's types."""
     config, tokenizer = read_json(model / "config.json"), AutoTokenizer.from_pretrained(model)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer, weights = gguf.GGUFWriter(path, "llama"), load_file(model / "model.safetensors")
+    has_experts = config["model_type"] == "qwen3_moe"
+    architecture = gguf.MODEL_ARCH.QWEN3MOE if has_experts else gguf.MODEL_ARCH.LLAMA
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    weights = load_file(model / "model.safetensors")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -62,7 +65,13 @@ def write_gguf(model, path, kind: str, **fields: str) -> str:
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    if has_experts:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    else:
+        writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     inner = read_json(model / "tokenizer.json")
@@ -74,11 +83,14 @@ def write_gguf(model, path, kind: str, **fields: str) -> str:
     writer.add_token_types([3 if token in special else 1 for token in vocabulary])
     writer.add_token_merges([" ".join(merge) for merge in inner["model"]["merges"]])
     writer.add_eos_token_id(tokenizer.eos_token_id)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for first in [name for name in weights if ".experts.0." in name]:
+        experts = [first.replace(".experts.0.", f".experts.{n}.") for n in range(config["num_local_experts"])]
+        weights[first.replace(".experts.0.", ".experts.")] = torch.stack([weights.pop(name) for name in experts])
     for name, tensor in weights.items():
         data = tensor.float().numpy()
         for part, number in (("q_proj", heads), ("k_proj", kv_heads)):
-            if part in name:  # LlamaModel.permute
+            if part in name and not has_experts:  # LlamaModel.permute
                 halves = data.reshape(number, 2, len(data) // number // 2, *data.shape[1:])
                 data = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(data.shape))
         stored = gguf.GGMLQuantizationType.F32 if data.ndim < 2 else gguf.GGMLQuantizationType[kind]

@@ -64,7 +64,7 @@ from dsft.models.model_folder import (
 )
 from dsft.models.package import names_saved
 from dsft.models.pickles import check_weight_files, safe_unpickling
-from dsft.models.quantization import cast_weights, unpacking_config
+from dsft.models.quantization import GGUF, cast_weights, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weights import files_of_tensors, load_empty, placed_adapter
@@ -177,11 +177,14 @@ class MergedSource:
         return getattr(merged.get_base_layer(), part).data
 
 
-class GgufSource:
-    """Gives the weights of a GGUF file, unpacked one at a time to the numbers that transformers gives them.
+def gguf_dtype(reader: Any) -> torch.dtype:
+    """The type of a GGUF file's matrices where they are plain; else float32, which holds packed weights exactly."""
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    return DTYPES_ON_DISK.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
 
-    `dtype` is that of the file where its matrices are plain, else float32, which holds every packed weight exactly.
-    """
+
+class GgufSource:
+    """Gives the weights of a GGUF file, unpacked one at a time to the numbers that transformers gives them."""
 
     def __init__(self, file: Path, config: PreTrainedConfig):
         """Raises UserError where the file is an adapter, a tower for images or a part."""
@@ -203,8 +206,7 @@ class GgufSource:
         self.tensors = {self.names[tensor.name]: tensor for tensor in self.reader.tensors if tensor.name in self.names}
         if absent := sorted(self.shapes.keys() - self.tensors.keys()):
             raise NotStreamable(f"{absent[0]} is not one tensor of the file")
-        kinds = {tensor.tensor_type.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
-        self.dtype = DTYPES_ON_DISK.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+        self.dtype = gguf_dtype(self.reader)
 
     def read(self, name: str) -> torch.Tensor:
         from gguf import dequantize
@@ -299,7 +301,16 @@ def merge(source: str, out: str, **options: Any) -> Path:
 def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
     options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
     base = adapter_base(str(folder))
-    needed, free = weight_bytes_in(str(local_folder(base) if base else folder)) or 0, free_host_bytes()
+    if is_gguf(str(folder)):  # transformers unpacks all of it to float32
+        from gguf import GGUFReader
+
+        shapes = (parameter.shape for parameter in empty_model(load_model_config(str(folder))).parameters())
+        needed = sum(map(math.prod, shapes)) * torch.float32.itemsize
+        written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
+        options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
+    else:
+        needed = weight_bytes_in(str(local_folder(base) if base else folder)) or 0
+    free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
@@ -308,6 +319,8 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
     if unpacking:
         options["quantization_config"] = unpacking
     model = load_weights(str(folder), **options)
+    if is_gguf(str(folder)):  # experts get the names of the architecture's own files
+        patches.replace("unpacked_weights", lambda _: None, on=model)
     if unpacking:
         inner = model.get_base_model()
         cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from quantized import write_gguf
 from safetensors.torch import save_file
-from tiny import write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny import write_model, write_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from dsft.checkpoints.export import export, merge
 from dsft.checkpoints.readback import SafetensorsFiles, check_export, readback_errors, trained_shapes
@@ -56,6 +56,27 @@ def test_a_gguf_file_becomes_the_folder_that_transformers_reads_out_of_it(tmp_pa
     text = "a model learns"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text and tokenizer.chat_template == "{{ messages }}"
     assert unpacked.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_experts_of_a_gguf_file_get_the_names_of_their_architecture_where_memory_holds_the_model(tmp_path, monkeypatch):
+    # transformers reads the width of experts out of no such file: it is the default
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 768}
+    config = Qwen3MoeConfig(**sizes, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=512)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "base")
+    write_tokenizer(tmp_path / "base")
+    file = write_gguf(tmp_path / "base", tmp_path / "model.gguf", "Q8_0")
+    unpacked_bytes = 4 * model.num_parameters()
+    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: unpacked_bytes - 1)
+    with pytest.raises(UserError, match="the full model takes .* GB of memory"):
+        export(file, str(tmp_path / "refused"))
+    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: unpacked_bytes)
+    out = export(file, str(tmp_path / "unpacked"))
+    assert SafetensorsFiles(out).shapes == SafetensorsFiles(tmp_path / "base").shapes
+    unpacked = AutoModelForCausalLM.from_pretrained(out)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    assert unpacked.dtype == torch.float32
+    torch.testing.assert_close(unpacked.state_dict(), read.state_dict(), rtol=0, atol=0)
 
 
 def test_what_is_no_whole_gguf_model_is_refused_by_name(tiny, tmp_path):
