@@ -154,8 +154,8 @@ class DataFields:
     """Which reasoning of assistants is learnt: auto is all there is; all also learns the empty think blocks that a
     template renders; last only that of the last answer; none only what follows it."""
     drop_unrendered: bool = False
-    """Train chats of which the chat template leaves out a part (reasoning, a name, tools) without it; they are counted.
-    So are rows with a column that is no text of theirs (images, say), without it. Else they are bad rows."""
+    """Train chats of which the chat template leaves out a part (reasoning, a name, tools) without it, which are
+    counted, and rows with a column that cannot be trained (images, say) without that. Else they are bad rows."""
     too_long: Literal["drop", "truncate", "split", "error"] = "drop"
     """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json. A truncated
     answer teaches a model not to stop."""

@@ -260,7 +260,7 @@ def check_values(
             known = [*types_by_name, *(field_types(also) if also else ())]
             problems.append(f"{key}: unknown key{_hint(key, known)}")
             continue
-        if isinstance(value, str) and (key, value) in VALUES:
+        if isinstance(value, str) and (key, value) in VALUES and not os.path.exists(value):
             problems.append(f"{key}={value}: {VALUES[key, value]}")
             continue
         if isinstance(value, Repeated) and not takes_list(types_by_name[key]):

@@ -231,19 +231,21 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
         steps, parameter = args.max_steps if args.max_steps > 0 else 10_000, torch.zeros(1, requires_grad=True)
         get_scheduler(
             args.lr_scheduler_type,
-            torch.optim.SGD([parameter]),
+            torch.optim.SGD([parameter], lr=args.learning_rate),  # its end is compared with its beginning
             num_warmup_steps=args.get_warmup_steps(steps),
             num_training_steps=steps,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
     except Exception as error:  # of a function of transformers or torch that is given these
+        if "learning_rate" in named:
+            return []
         return [
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: lr_scheduler_type={args.lr_scheduler_type.value} does"
             f" not take them ({one_line(error)})"
         ]
     how = values.get("activation_checkpointing_kwargs") or {}
     try:
-        torch.utils.checkpoint.checkpoint(torch.neg, torch.zeros(1), **{"use_reentrant": False} | how)
+        torch.utils.checkpoint.checkpoint(torch.neg, parameter, **{"use_reentrant": False} | how)
     except Exception as error:  # as above
         return [f"activation_checkpointing_kwargs={how}: torch.utils.checkpoint does not take them ({one_line(error)})"]
     if args.torch_compile and args.torch_compile_backend.upper() not in DynamoBackend.__members__:

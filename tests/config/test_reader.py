@@ -118,6 +118,15 @@ def test_a_file_of_another_trainer_is_told_what_dsft_calls_each_of_its_options(t
     assert [problem for problem in problems if problem.endswith("unknown key")] == []
 
 
+def test_a_folder_of_the_name_that_other_trainers_give_as_a_value_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for expected in (["adapter=lora: adapter is the folder of a trained adapter"], []):
+        problems: list[str] = []
+        check_values({"adapter": "lora"}, field_types(TrainConfig), problems)
+        assert [problem.partition(";")[0] for problem in problems] == expected
+        (tmp_path / "lora").mkdir(exist_ok=True)
+
+
 def test_names_of_other_trainers_are_none_of_dsft_and_mean_options_that_there_are():
     ours = training_types().keys() | field_types(EvalConfig).keys()
     assert len(OF) == sum(len(each.names.split()) for each in ELSEWHERE) > 150

@@ -132,6 +132,14 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"foo": 1}},
             "activation_checkpointing_",
         ),
+        (
+            {
+                "learning_rate": 1e-4,
+                "lr_scheduler_type": "polynomial",
+                "lr_scheduler_kwargs": {"lr_end": 5e-4},
+            },
+            "lr_end (0.0005) must be smaller than initial lr (0.0001)",
+        ),
         ({"accelerator_config": "nowhere.json"}, "nowhere.json"),
         ({"torch_compile": True, "torch_compile_backend": "inductr"}, "did you mean 'inductor'?"),
     ],
@@ -140,6 +148,16 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
 def test_what_is_given_to_a_library_is_tried_first(problems_of, changes, expected):
     problems = problems_of(**changes)
     assert len(problems) == 1 and expected in problems[0], problems
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_a_library_takes_is_no_problem_and_no_warning(problems_of):
+    end = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2e-3}}
+    assert problems_of(learning_rate=5e-3, **end) == []
+    kept = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    assert problems_of(**kept) == []
+    (problem,) = problems_of(learning_rate=-1)
+    assert problem.startswith("learning_rate=-1")
 
 
 OTHERS = {"list": "[]", "null": "null", "number": "7", "text": '"x"', "nothing": "", "bytes": b"\xff\xfe"}
