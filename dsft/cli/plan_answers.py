@@ -302,7 +302,7 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
     """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest.
 
     Args:
-        priced: from the smallest machine, with the dollars of one GPU for an hour.
+        priced: machines, with the dollars of one GPU for an hour.
     """
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -321,6 +321,7 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
         cost = run_cost(plan, machine, tokens=taken, epochs=passes, steps=steps, dollars=dollars)
         rows.append((machine, plan, cost))
     fitting = [row for row in rows if row[1].fits]
+    smallest = min(fitting, key=lambda row: row[0].world_size, default=None)
     cheapest = min(fitting, key=lambda row: row[2].dollars, default=None)
     if options.json:
         print_json(
@@ -336,7 +337,7 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
         table = empty_table(columns, caption=f"GiB per GPU; {how}; prices: --prices", **NARROW)
         for row in rows:
             machine, plan, cost = row
-            marks = [name for name, best in (("smallest", fitting[:1]), ("cheapest", [cheapest])) if row in best]
+            marks = [name for name, best in (("smallest", smallest), ("cheapest", cheapest)) if row is best]
             numbers = (f"{plan.time.tokens_per_second:,.0f}", f"{cost.hours:,.1f}", f"{cost.dollars:,.0f}")
             table.add_row(
                 ", ".join(marks),

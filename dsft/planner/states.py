@@ -219,8 +219,8 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
         how = f"{adam.step_bytes} x sub-group {max(groups):,} (AdamW, not fused)"
         terms.append(Term("optimizer step", adam.step_bytes * max(groups), how, "step"))
     terms += gathered(layout)
-    over = layout.zero["zero_hpz_partition_size"]
-    if over > 1 and layout.param_device == "none":
+    over = layout.hpz_ranks
+    if over and layout.param_device == "none":
         # hpZ's second partition over the ranks of a node (`_partition_param_sec`): made as parameters are released,
         # dropped after the step where they are trained.
         frozen = layout.num_frozen
@@ -417,7 +417,7 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
     if layout.stage == 3:
         # zero.Init makes shards, one module after the other; of offload to NVMe at most, since each shard is written
         # out as it is made.
-        offloads, over = layout.param_device != "none", layout.zero["zero_hpz_partition_size"]
+        offloads, over = layout.param_device != "none", layout.hpz_ranks
         of_rank = f"({how}) / {layout.world_size}"
         place = "host" if layout.has_gpu and offloads else "device"
         terms.append(Term("shards", weights // layout.world_size, of_rank, "load", place))
@@ -425,7 +425,7 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
         module = weight_bytes * size.largest_module_params - (0 if layout.has_gpu else adapters)
         one_module = f"{weight_bytes} x {size.largest_module_params:,}"
         terms.append(Term("one module, gathered", max(0, module), one_module, "load"))
-        if over > 1 and not offloads:
+        if over and not offloads:
             terms.append(Term("secondary partition", weights // over, f"({how}) / {over}", "load"))
     elif layout.packed and layout.has_gpu:
         if trained:

@@ -371,7 +371,7 @@ def step_time(
         # An update empties that of trained weights alone (partition_parameters.py, _partition_param_sec; stage3.py,
         # invalidate_secondary_tensor), so a frozen base never crosses nodes again.
         gather = partial(collective_seconds, machine=machine, speeds=speeds, link_bytes=speeds.link_bytes)
-        over = zero["zero_hpz_partition_size"] if zero["zero_hpz_partition_size"] > 1 else machine.world_size
+        over = layout.hpz_ranks or machine.world_size
         forward = gather(trained, size.num_modules) + gather(frozen, 0, ranks=over)
         backward = gather(trained + frozen, size.num_modules, ranks=over)
         communication = accumulation * (forward + backward + reduce)

@@ -142,6 +142,8 @@ class ZeroLayout:
     """
     device_sub_groups: list[int]
     """Those that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
+    hpz_ranks: int
+    """Over which hpZ's second partition lies, at most all (groups.py, _create_zero_param_parallel_group); 0 without."""
     communicators: int
     """NCCL's on one GPU: of all ranks, of ZeRO (`groups._clone_world_group`) and of hpZ."""
 
@@ -187,6 +189,8 @@ def describe_layout(
         groups = [full] * (share // full) + ([share % full] if share % full else [])
     optimizer_device = offload.get("device", "none")
     on_device = len(groups) if optimizer_device == "none" else int((1 - offload["ratio"]) * len(groups))
+    hpz_ranks = zero["zero_hpz_partition_size"] if zero["stage"] == 3 else 0
+    hpz_ranks = min(hpz_ranks, world_size) if hpz_ranks > 1 else 0
     trained, ends = [numel for numel, _ in size.trainable_numels], (size.embedding_params, size.head_params)
     return ZeroLayout(
         size=size,
@@ -212,5 +216,6 @@ def describe_layout(
         largest_inner=max((numel for numel in trained if numel not in ends), default=0),
         sub_groups=groups,
         device_sub_groups=groups[:on_device],
-        communicators=0 if world_size == 1 else 2 + (zero["zero_hpz_partition_size"] > 1),
+        hpz_ranks=hpz_ranks,
+        communicators=0 if world_size == 1 else 2 + (hpz_ranks > 0),
     )

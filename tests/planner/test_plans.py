@@ -463,6 +463,9 @@ def test_the_size_of_hpz_that_a_json_names_is_kept_and_must_divide_the_ranks(con
     machine, job = gpus(8, nodes=2), paper_job(options)
     plan = plan_run(options, job, machine, zero_file={"zero_optimization": zero}).plan
     assert plan.deepspeed_config["zero_optimization"]["zero_hpz_partition_size"] == 4
+    few = plan_run(options, job, gpus(4), zero_file={"zero_optimization": zero | {"zero_hpz_partition_size": 8}}).plan
+    (partition,) = {term.num_bytes for term in few.terms if term.name == "secondary partition" and term.phase != "load"}
+    assert partition == 2 * job.size.num_trainable // 4, "of 4 ranks, DeepSpeed takes all"
     with pytest.raises(UserError, match="zero_hpz_partition_size=3 does not divide the 16 ranks; use 8"):
         plan_run(options, job, machine, zero_file={"zero_optimization": zero | {"zero_hpz_partition_size": 3}})
     below = {"stage": 2, "zero_hpz_partition_size": 3}  # DeepSpeed makes its groups under stage 3 alone
