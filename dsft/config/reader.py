@@ -149,7 +149,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and re.match(r"[-+]?0[0-7_]|.*:", node.value):
+        if is_number and re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
             line = node.start_mark.line + 1
             self.problems.append(
                 f"line {line}: YAML reads {node.value} in base {60 if ':' in node.value else 8}; write the number in"

@@ -212,8 +212,8 @@ def test_a_number_that_yaml_reads_in_another_base_is_named_with_its_line(tmp_pat
 
 def test_numbers_in_base_10_are_read_as_they_stand(tmp_path):
     path, problems = tmp_path / "a.yaml", []
-    path.write_text("{a: 0, b: 0.5, c: -1, d: 100, e: 1.0e-4, f: [10, 2000]}")
-    assert read_yaml(str(path), problems) == {"a": 0, "b": 0.5, "c": -1, "d": 100, "e": 1e-4, "f": [10, 2000]}
+    path.write_text("{a: 0, b: 0.5, c: -1, d: 100, e: 1.0e-4, f: [10, 2000], g: 01.5}")
+    assert read_yaml(str(path), problems) == {"a": 0, "b": 0.5, "c": -1, "d": 100, "e": 1e-4, "f": [10, 2000], "g": 1.5}
     assert problems == []
 
 
