@@ -59,6 +59,8 @@ RESERVE_BYTES = 2**29
 more outside of torch than is assumed, and Llama 2 7B with LoRA ran out of memory on an A100 of 39.39 GiB that it would
 have filled to 39.1.
 """
+PASSED_OVER = "3-offload-partial"
+"""Taken only where nothing else fits: no run has shown the speed of a part of the optimizer on the host."""
 MEMORY_ERROR = 0.1
 """Largest difference of a published peak from its prediction (tests/planner/test_published.py)."""
 BEST = 3
@@ -222,8 +224,7 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
     fitting = with_room(plans)
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
-    # No run has shown the speed of a part of the optimizer on the host.
-    fitting = [plan for plan in fitting if plan.zero != "3-offload-partial"] or fitting
+    fitting = [plan for plan in fitting if plan.zero != PASSED_OVER] or fitting
     fastest = max(map(speed_of, fitting))
     measured = [plan for plan in fitting if not plan.is_unbenchmarked]
     if measured:
@@ -348,7 +349,7 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
     if gain > 1.01:
         if fastest.low_headroom and not chosen.low_headroom:
             doubt = "with little headroom"
-        elif fastest.is_unbenchmarked and not chosen.is_unbenchmarked:
+        elif fastest.zero == PASSED_OVER or (fastest.is_unbenchmarked and not chosen.is_unbenchmarked):
             doubt = "predicted, not benchmarked"
         else:
             doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per GPU"

@@ -158,6 +158,13 @@ def test_offload_and_hpz_are_chosen_only_for_a_gain_of_15_percent(configs):
     )
     assert chosen.zero == "3" and choose(little, machine).zero == "3" and choose(much, machine).zero == "3-hpz"
     assert "ZeRO 3-hpz would gain 10%, predicted, not benchmarked" in reason(choose(little, machine), little, machine)
+    partial = [dataclasses.replace(plan, zero="3-offload-partial") if plan.zero == "3-hpz" else plan for plan in much]
+    whole = [dataclasses.replace(plan, zero="3-offload") if plan.zero == "3" else plan for plan in partial]
+    for plans in (partial, whole):
+        chosen = choose(plans, machine)
+        assert chosen.zero in ("3", "3-offload"), "whatever the gain"
+        assert "ZeRO 3-offload-partial would gain 20%, predicted, not benchmarked" in reason(chosen, plans, machine)
+    assert choose([plan for plan in partial if plan.zero == "3-offload-partial"], machine).fits
 
 
 def test_what_a_plan_changes_to_fit_stands_in_its_label(configs):
