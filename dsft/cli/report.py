@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from dsft.cli.commands import CompareOptions, ReportOptions
+from dsft.errors import UserError
 from dsft.perplexity.card import agreement, read_card, write_card
 from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
 from dsft.perplexity.model_table import table_of, written
@@ -31,8 +32,15 @@ def run_compare(options: CompareOptions) -> None:
     """Print tables of comparisons, one JSON object, or a paper's table; write a card, or compare with one.
 
     Raises:
-        UserError: where results are missing, or of other texts or windows.
+        UserError: where results are missing, or of other texts or windows, or options do not go together.
     """
+    names = ("base", "json", "format", "metric", "group_by", "seeds")
+    given = [name for name in names if getattr(options, name) != getattr(CompareOptions, name, [])]
+    is_card, is_table = options.card or options.against, not {"format", "metric", "group_by"}.isdisjoint(given)
+    ignored = [name for name in given if is_card or (is_table and name in ("base", "json"))]
+    if ignored:
+        what = "card and against take results as they are" if is_card else "a table has no base, and is no JSON"
+        raise UserError(f"{', '.join(ignored)}: not read here, {what}; leave out what is not meant")
     evaluations = read_evaluations(options.results)
     if options.card:
         write_card(path := Path(options.card).expanduser(), evaluations)
@@ -41,10 +49,10 @@ def run_compare(options: CompareOptions) -> None:
         cards = read_card(Path(options.against).expanduser())
         for table in [agreement(evaluation, cards, options.against) for evaluation in evaluations]:
             print_table(*table)
-    if options.card or options.against:
+    if is_card:
         return
     evaluations = joined_seeds(evaluations, options.seeds)
-    if options.format or options.group_by:
+    if is_table:
         columns, cells = table_of(evaluations, options.metric, options.group_by)
         print(written(columns, cells, metric=options.metric, format=options.format or "markdown"))
         return

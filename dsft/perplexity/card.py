@@ -5,6 +5,7 @@ versions, and the nats of each document. It holds no text and no weights.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def read_card(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["card"] != VERSION:
             raise UserError(f"{path}: a card of format {content['card']}; this dsft reads {VERSION}")
-        return content["results"]
+        return [
+            {name: card[name] for name in (*RESULT_FIELDS, "perplexity", "documents")} for card in content["results"]
+        ]
+    except UserError:  # which is a ValueError too
+        raise
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path}: is no card that dsft compare --card wrote ({one_line(error)})") from None
 
@@ -72,7 +77,8 @@ def agreement(evaluation: Evaluation, cards: list[dict[str, Any]], where: str) -
         differing = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
         rows[name] = ", ".join(f"{key} {ours.get(key)}, there {theirs.get(key)}" for key in differing) or "the same"
     result = evaluation.perplexity
-    rows["perplexity"] = f"{result.perplexity:.6f}, there {card['perplexity']:.6f}"
+    theirs = math.inf if card["perplexity"] is None else card["perplexity"]  # JSON has no infinite numbers
+    rows["perplexity"] = f"{result.perplexity:.6f}, there {theirs:.6f}"
     if rows["windows"] == rows["tokens"] == "the same":
         ours_D, theirs_D = result.document_nats, np.array(card["documents"]["nats"])
         difference_D = np.abs(ours_D - theirs_D) / np.maximum(np.abs(theirs_D), 1e-12)

@@ -186,17 +186,8 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
         UserError: where the base is not there, a model has no result on the base's texts, or results cannot be
             compared.
     """
-    for option in HOW_COMPUTED:  # results of one model in two dtypes are two models, with a name each
-        values: dict[tuple, set] = {}
-        for each in evaluations:
-            values.setdefault((each.model, each.data, each.protocol), set()).add(each.options.get(option))
-        apart = {model for (model, *_), of_model in values.items() if len(of_model) > 1}
-        evaluations = [
-            replace(each, model=f"{each.model} ({each.options.get(option)})") if each.model in apart else each
-            for each in evaluations
-        ]
     of_model: dict[str, list[Evaluation]] = {}
-    for evaluation in evaluations:
+    for evaluation in named_apart(evaluations):
         of_model.setdefault(evaluation.model, []).append(evaluation)
     if base is None:
         base = next(iter(of_model))
@@ -237,12 +228,27 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
     return Comparisons(comparisons)
 
 
+def named_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Name results of one model in two dtypes, or with two kinds of attention, as two models."""
+    for option in HOW_COMPUTED:
+        values: dict[tuple, set] = {}
+        for each in evaluations:
+            values.setdefault((each.model, each.data, each.protocol), set()).add(each.options.get(option))
+        apart = {model for (model, *_), of_model in values.items() if len(of_model) > 1}
+        evaluations = [
+            replace(each, model=f"{each.model} ({each.options.get(option)})") if each.model in apart else each
+            for each in evaluations
+        ]
+    return evaluations
+
+
 def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list[Evaluation]:
     """Replace the results of models whose names match one pattern, such as runs/a-seed*, by their mean: of the nats of
     each document, so that intervals are over documents, and `seed_losses` has the spread over seeds.
 
     Raises:
-        UserError: where a pattern matches fewer than two models, or their results are of other texts or windows.
+        UserError: where a pattern matches fewer than two models, one of these has no result on a set of another, or
+            their results are of other texts or windows.
     """
     problems = []
     for pattern in patterns:
@@ -251,13 +257,25 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
             known = ", ".join(dict.fromkeys(each.model for each in evaluations))
             problems.append(f"seeds={pattern}: matches {plural(len(models), 'model')} of these results: {known}")
             continue
-        alike: dict[tuple[str, str | None], list[Evaluation]] = {}
+        alike: dict[tuple, list[Evaluation]] = {}
         for each in evaluations:
             if each.model in models:
-                alike.setdefault((each.data, each.protocol), []).append(each)
+                how = tuple(each.options.get(option) for option in HOW_COMPUTED)
+                alike.setdefault((each.hashes["texts"], each.protocol, how), []).append(each)
         means = {}
-        for seeds in alike.values():
+        for (*_, how), seeds in alike.items():
+            numbers = {model: sum(each.model == model for each in seeds) for model in models}
+            as_computed = ", ".join(f"{option} {value}" for option, value in zip(HOW_COMPUTED, how, strict=True))
+            problems += [  # a mean over some of the seeds, or over one of them twice, would look like that over all
+                f"seeds={pattern}: {model} has {plural(number, 'result')} on the texts of {seeds[0].data}"
+                f" ({as_computed}); each seed needs one"
+                for model, number in numbers.items()
+                if number != 1
+            ]
             first, results = seeds[0], [each.perplexity for each in seeds]
+            if len({result.windows_per_block for result in results}) > 1:  # an earlier dsft kept more blocks
+                none = {"block_nats": np.zeros(0), "block_tokens": np.zeros(0, np.int64), "windows_per_block": 0}
+                results = [replace(result, **none) for result in results]
             for each in seeds[1:]:
                 why = refusal(first, each)
                 if not why and any(each.hashes[name] != first.hashes[name] for name in ("texts", "tokens")):
@@ -295,7 +313,8 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
         if base.hashes["windows"] != other.hashes["windows"]:
             return f"{names} were scored in other windows; evaluate both with this dsft"
         return ""
-    if not base.perplexity.bytes:
+    is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
+    if not all(each.perplexity.document_bytes[is_scored_D].any() for each in (base, other)):
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
     is_cut = not find_mode(base.mode).is_text  # a text is scored whole, but for first tokens
     if is_cut and not np.array_equal(base.perplexity.document_bytes, other.perplexity.document_bytes):
@@ -328,10 +347,11 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
             per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(units, 2))
     else:
         notes.append("two tokenizers: only bits per byte and byte perplexity can be compared")
-        if not find_mode(other.mode).scores_text_alone:
+        mode = find_mode(other.mode)
+        if not mode.scores_text_alone:
             notes.append(
                 f"{other.protocol or f'mode {other.mode}'} also scores tokens that a tokenizer puts between or before"
-                " texts, or leaves first tokens out; mode rolling compares the texts alone"
+                " texts, or leaves first tokens out" + "; mode rolling compares the texts alone" * mode.is_text
             )
         ratios = [
             math.fsum(each.document_nats[is_scored_D]) / int(each.document_bytes[is_scored_D].sum())

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from dsft.errors import UserError, nearest
-from dsft.perplexity.compare import Estimate
+from dsft.perplexity.compare import Estimate, named_apart
 from dsft.perplexity.intervals import LEVEL
 from dsft.perplexity.results import Evaluation
 from dsft.perplexity.sums import exp
@@ -23,7 +23,6 @@ METRICS = {
     "bits_per_byte": ("bytes", lambda nats: nats / math.log(2)),
 }
 """Metric -> what its nats are divided by, and the metric of that ratio."""
-FORMATS = ("csv", "markdown", "latex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,9 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
         group_by: a grouping of the results, each of whose groups is a column.
 
     Raises:
-        UserError: where no result has that grouping, or groups have no such metric.
+        UserError: where no result has that grouping, groups have no such metric, or a cell has two results.
     """
+    evaluations = named_apart(evaluations)
     groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
     if group_by and group_by not in groupings:
         known = f"have {', '.join(groupings)}" if groupings else "have none"
@@ -74,7 +74,12 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
         if values:
             mean = math.fsum(values) / len(values)
             spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-        of_model[column] = Cell(nats=Estimate(nats, *bounds), size=getattr(result, below), spread=spread)
+        cell = Cell(nats=Estimate(nats, *bounds), size=getattr(result, below), spread=spread)
+        known = of_model.setdefault(column, cell)
+        if (known.nats.value, known.size) != (nats, cell.size):
+            raise UserError(
+                f"{evaluation.model} has two results on {column} that differ; name folders that hold one of them"
+            )
     columns = list(dict.fromkeys(column for of_model in cells.values() for column in of_model))
     if len(columns) == 1 or group_by:
         return columns, cells
@@ -97,7 +102,7 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
 
 
 def written(columns: list[str], cells: dict[str, dict[str, Cell]], *, metric: str, format: str) -> str:
-    """Return the table as text. CSV has four columns for each: value, bounds, and standard deviation over seeds."""
+    """Return the table as text. CSV has three columns for each: value and bounds; a fourth where models are seeds."""
     of_nats = METRICS[metric][1]
     has_seeds = any(not math.isnan(cell.spread) for of_model in cells.values() for cell in of_model.values())
     if format == "csv":
@@ -129,7 +134,7 @@ def written(columns: list[str], cells: dict[str, dict[str, Cell]], *, metric: st
         bounds = "" if math.isnan(cell.nats.low) else f" ({low} to {high})"
         return f"{value}{spread}{bounds}"
 
-    about = f"{metric.replace('_', ' ')}, {LEVEL:.0%} interval over documents"
+    about = f"{metric.replace('_', ' ')}, {LEVEL:.0%} interval over documents, or blocks of windows of a single one"
     about += ", ± standard deviation over seeds" if has_seeds else ""
     rows = {model: [shown(of_model.get(column)) for column in columns] for model, of_model in cells.items()}
     if format == "markdown":

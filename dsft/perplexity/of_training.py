@@ -58,15 +58,17 @@ def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | No
 
 def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: type | None = None) -> EvalConfig:
     """Make the options of an evaluation from those that are given, with those of `run` below them."""
-    suite = [values["suite"]] if isinstance(values.get("suite"), str) else values.get("suite") or []
+    named = {name: values[name] for name in ("suite", "data") if name in values}
+    lists = check_values(named, field_types(EvalConfig), [])  # make_config names what has another type
+    suite = lists.get("suite", [])
     problems += [
         f"suite={name}: invalid choice (choose from {', '.join(SUITES)}){nearest(name, SUITES)}"
         for name in suite
         if name not in SUITES
     ]
-    if suite:
-        data = [values["data"]] if isinstance(values.get("data"), str) else values.get("data") or []
-        values = dict(values) | {"data": [*data, *(entry for name in suite for entry in SUITES.get(name, ()))]}
+    if suite and ("data" in lists or "data" not in named):
+        entries = [entry for name in suite for entry in SUITES.get(name, ())]
+        values = dict(values) | {"data": [*lists.get("data", []), *entries]}
     run, has_seq_len = values.get("run"), "seq_len" in values
     if isinstance(run, str):
         try:
@@ -108,7 +110,7 @@ def _of_training(
     has_model = of_run and (Path(output_dir) / FINAL).is_dir()
     if has_model or options.get("model"):
         values["model"] = output_dir if has_model else options["model"]
-    if "data" in overridden:
+    if "data" in overridden or overridden.get("suite"):  # of which no rows are those that the training held out
         return values
     held_out, fraction = options.get("eval_data"), options.get("eval_fraction")
     if held_out:

@@ -46,3 +46,10 @@ def test_other_texts_and_files_that_are_no_card_are_refused(card, capsys):
         agreement_with(card, evaluation("base", 0, hashes=HASHES | {"texts": "x"}), capsys)
     with pytest.raises(UserError, match="is no card that dsft compare --card wrote"):
         run_command("compare", [str(card.parent / "ours"), "--against", str(card.parent / "ours" / "perplexity.json")])
+    for content, part in (
+        ('{"card": 1, "results": [{}]}', "is no card that dsft compare --card wrote"),
+        ('{"card": 9, "results": []}', "a card of format 9; this dsft reads 1$"),
+    ):
+        card.write_text(content)
+        with pytest.raises(UserError, match=part):
+            run_command("compare", [str(card.parent / "ours"), "--against", str(card)])

@@ -195,6 +195,13 @@ def test_bytes_that_one_tokenizer_alone_scores_do_not_count():
     assert "mode windows also scores tokens" in comparison.note
 
 
+def test_two_tokenizers_without_a_scored_byte_in_common_are_refused():
+    other = evaluation("other", 1, hashes=HASHES | {"tokens": "x"})
+    without = dataclasses.replace(other.perplexity, document_bytes=np.zeros(40, np.int64))
+    with pytest.raises(UserError, match="the bytes of the scored text are not known"):
+        comparison_of(evaluation("base", 0), dataclasses.replace(other, perplexity=without))
+
+
 def test_p_values_of_several_comparisons_are_corrected_by_holm():
     models = [evaluation(f"m{seed}", seed, documents=40) for seed in range(4)]
     comparisons = compare_results(models)
@@ -215,12 +222,27 @@ def test_seeds_of_one_recipe_are_compared_as_their_mean():
     assert joined[1].perplexity.document_nats[7] == pytest.approx(
         sum(each.perplexity.document_nats[7] for each in results) / 3
     )
+    earlier = evaluation("runs/a-seed1", 1, blocks=50)
+    earlier = dataclasses.replace(earlier, perplexity=dataclasses.replace(earlier.perplexity, windows_per_block=1))
+    (mean,) = joined_seeds([earlier, *results[1:]], ["runs/a-*"])
+    assert not len(mean.perplexity.block_nats) and mean.seed_losses == tuple(losses)
     for seeds, pattern, part in (
         (results, "runs/b-*", "seeds=runs/b-.: matches 0 models of these results: runs/a-seed1"),
         (
             [results[0], evaluation("runs/a-seed2", 2, hashes=HASHES | {"tokens": "x"})],
             "runs/a-*",
             "other texts or tok",
+        ),
+        (
+            [*results, evaluation("runs/a-seed1", 1, hashes=HASHES | {"texts": "x"})],
+            "runs/a-*",
+            "runs/a-seed2 has 0 results on the texts of",
+        ),
+        ([*results, results[0]], "runs/a-*", "runs/a-seed1 has 2 results"),
+        (
+            [results[0], evaluation("runs/a-seed2", 2, options=OPTIONS | {"dtype": "x"})],
+            "runs/a-*",
+            "runs/a-seed2 has 0 results .*; each seed needs one",
         ),
     ):
         with pytest.raises(UserError, match=part):

@@ -5,7 +5,7 @@ import io
 import math
 
 import pytest
-from test_compare import evaluation
+from test_compare import HASHES, OPTIONS, evaluation
 
 from dsft.cli.main import run_command
 from dsft.errors import UserError
@@ -17,7 +17,7 @@ from dsft.perplexity.results import Results
 @pytest.fixture
 def results():
     return [
-        evaluation(model, seed, data=data, documents=number)
+        evaluation(model, seed, data=data, documents=number, hashes=HASHES | {"texts": data})
         for data, number in (("a.jsonl", 40), ("b_1.jsonl", 20))
         for seed, model in enumerate(("base", "runs/x_1", "runs/x_2"))
     ]
@@ -55,6 +55,14 @@ def test_seeds_are_a_row_with_their_standard_deviation(results):
     assert " ± " in shown and "standard deviation over seeds" in shown
 
 
+def test_results_that_would_share_a_cell_are_told_apart_or_refused():
+    by_dtype = [evaluation("base", seed, options=OPTIONS | {"dtype": f"{seed}"}) for seed in (1, 2)]
+    assert list(table_of(by_dtype, "perplexity")[1]) == ["base (1)", "base (2)"]
+    with pytest.raises(UserError, match="base has two results on texts.jsonl that differ"):
+        table_of([evaluation("base", 1), evaluation("base", 2)], "perplexity")
+    assert len(table_of([evaluation("base", 1)] * 2, "perplexity")[1]) == 1
+
+
 def test_latex_and_markdown_are_well_formed(results):
     markdown = written(*table_of(results, "perplexity"), metric="perplexity", format="markdown").splitlines()
     assert len({line.count(" | ") for line in markdown[:5]}) == 1 and markdown[1].startswith("| --- |")
@@ -80,3 +88,12 @@ def test_the_command_prints_the_table(results, tmp_path, capsys):
     run_command("compare", [str(tmp_path), "--format", "markdown", "--metric", "nats_per_token", "--seeds", "runs/*"])
     shown = capsys.readouterr().out
     assert "| runs/* | " in shown and "macro mean" in shown and "nats per token, 95% interval" in shown
+    run_command("compare", [str(tmp_path), "--metric", "bits_per_byte"])
+    assert "bits per byte, 95% interval" in capsys.readouterr().out
+    for options, part in (
+        (["--metric", "bits_per_byte", "--json"], "json: not read here, a table"),
+        (["--card", str(tmp_path / "card.json"), "--format", "csv"], "format: not read here, card"),
+    ):
+        with pytest.raises(UserError, match=part):
+            run_command("compare", [str(tmp_path), *options])
+    assert not (tmp_path / "card.json").exists()

@@ -64,6 +64,19 @@ def test_a_suite_adds_data_sets_by_name():
     assert problems == [
         "suite=lambda: invalid choice (choose from wikitext-2, wikitext-103, lambada, paloma); did you mean 'lambada'?"
     ]
+    for values in ({"suite": 5}, {"suite": True}, {"suite": [["lambada"]]}, {"suite": ["lambada"], "data": {1: {}}}):
+        problems = []
+        evaluation_config({"model": "m", "data": "d"} | values, problems)
+        assert problems, "named, and no traceback"
+
+
+def test_a_suite_is_scored_whole_and_not_the_share_that_a_training_holds_out(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"model: m\ndata: [d.jsonl]\neval_fraction: 0.1\noutput_dir: {tmp_path / 'run'}\nlearning_rate: 0.1\n"
+    )
+    problems: list[str] = []
+    config = read_evaluation(["--config", str(tmp_path / "run.yaml"), "--suite", "wikitext-2"], problems)
+    assert (config.data, config.eval_fraction, problems) == ([*SUITES["wikitext-2"]], 0.0, [])
 
 
 def test_what_is_read_of_a_training(runs, tiny, tmp_path):
