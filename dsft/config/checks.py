@@ -25,7 +25,7 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     ("num_train_epochs", lambda value: 0 < value <= 10**6, "be more than 0 and at most 1,000,000"),
     ("neftune_noise_alpha", lambda value: 0 <= value <= 1000, "be at least 0 and at most 1,000"),
     ("num_gpus", lambda value: value <= 1024, "be at most 1,024: it counts those of one node"),
-    ("master_port", lambda value: 0 <= value < 2**16, f"be at least 0, which is any free one, and less than {2**16:,}"),
+    ("master_port", lambda value: 0 <= value < 2**16, f"be at least 0 and less than {2**16:,}"),
     # Each is a process of its own, beside every rank.
     ("dataloader_num_workers", lambda value: 0 <= value <= 256, "be at least 0 and at most 256"),
     (AT_LEAST_1, lambda value: value >= 1, "be at least 1"),

@@ -77,7 +77,7 @@ def launch(argv: list[str]) -> int:
     # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
     if reads_files and (launcher.ranks or 1) > 1 and (code := check_as_rank_0(name, script, launcher.ranks)):
         return code
-    if options.hostfile and options.master_port is None and not options.no_ssh:
+    if options.hostfile and not options.master_port and not options.no_ssh:
         options.master_port = free_port()  # chosen here, so that the preflight looks at the one that is used
     if not options.dry_run:
         variables, notes = shared_environment(launcher, script)

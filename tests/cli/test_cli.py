@@ -102,7 +102,7 @@ INIT = ["init", "--model", "m", "--data", "d", "--out"]
         (["plan", "--model", "m", "--host_memory", f"{10**300}GB"], "is not a size"),
         (["preview", "--model", "m", "--data", "file", "--samples", "-1"], "samples=-1: must not be negative"),
         (["train", "--model", "m", "--data", "file", "--output_dir", "o", "--num_gpus", f"{10**9}"], "num_gpus="),
-        (["launch", "--master_port", "99999999", "train"], "master_port=99999999: must be at least 0, which is"),
+        (["launch", "--master_port", "99999999", "train"], "master_port=99999999: must be at least 0 and less than"),
     ],
     ids=lambda value: " ".join(value).replace(LONG, "LONG")[-60:] if isinstance(value, list) else "",
 )
