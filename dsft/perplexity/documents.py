@@ -90,6 +90,11 @@ class Texts(Documents):
     """Each document begins with BOS, else EOS, which is context only; "once" where no BOS is there already."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+        """Tokenises a batch.
+
+        Raises:
+            UserError: with file and line of a row that cannot be used, or where no token can be the prefix.
+        """
         samples = samples_in(batch, rules, tokenizer)
         texts = [text_of(sample) for sample in samples]
         start, end = [], []
@@ -98,7 +103,13 @@ class Texts(Documents):
             start.append(tokenizer.bos_token_id)
         has_bos = self.bos == "on" or (self.bos == "auto" and opens_texts(tokenizer))
         if self.prefix == "always" or (self.prefix and not has_bos):
-            start.insert(0, tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+            ids_of_prefix = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+            if ids_of_prefix == [None, None]:
+                raise UserError(
+                    f"the tokenizer {tokenizer.name_or_path} has neither a BOS nor an EOS token, one of which this mode or"
+                    " protocol puts before each text; use mode windows or sliding"
+                )
+            start.insert(0, next(each for each in ids_of_prefix if each is not None))
         if self.separator not in ("eos", "none"):  # each document but the first carries the separator before it
             given = [self.separator + text if batch.first + index else text for index, text in enumerate(texts)]
         elif self.separator == "eos" and tokenizer.eos_token_id is not None:

@@ -57,29 +57,29 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
         raise UserError(f"metric={metric} and group_by={group_by}: the bytes of a group are not known; leave one out")
     cells: dict[str, dict[str, Cell]] = {}
     for evaluation in evaluations:
-        of_model, result = cells.setdefault(evaluation.model, {}), evaluation.perplexity
+        of_model, result, new = cells.setdefault(evaluation.model, {}), evaluation.perplexity, {}
         column = f"{evaluation.data} by {evaluation.protocol}" if evaluation.protocol else evaluation.data
         for group in evaluation.groups.get(group_by, ()):
             low, high = (math.log(bound) if bound else math.nan for bound in group.get("interval") or (None, None))
             value = Estimate(group["nats"] / group["tokens"], low, high)
-            of_model[f"{group['group']} ({column})"] = Cell(nats=value, size=group["tokens"])
-        if group_by or not getattr(result, below):
-            continue
-        if below == "bytes":
-            bounds = (bound * math.log(2) for bound in evaluation.intervals.bits_per_byte)
-            nats, scale = result.nats / result.bytes, result.tokens / result.bytes
-        else:
-            bounds, nats, scale = evaluation.intervals.nats_per_token, result.reported_loss, 1.0
-        values, spread = [of_nats(loss * scale) for loss in evaluation.seed_losses], math.nan
-        if values:
-            mean = math.fsum(values) / len(values)
-            spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-        cell = Cell(nats=Estimate(nats, *bounds), size=getattr(result, below), spread=spread)
-        known = of_model.setdefault(column, cell)
-        if (known.nats.value, known.size) != (nats, cell.size):
-            raise UserError(
-                f"{evaluation.model} has two results on {column} that differ; name folders that hold one of them"
-            )
+            new[f"{group['group']} ({column})"] = Cell(nats=value, size=group["tokens"])
+        if not group_by and getattr(result, below):
+            if below == "bytes":
+                bounds = (bound * math.log(2) for bound in evaluation.intervals.bits_per_byte)
+                nats, scale = result.nats / result.bytes, result.tokens / result.bytes
+            else:
+                bounds, nats, scale = evaluation.intervals.nats_per_token, result.reported_loss, 1.0
+            values, spread = [of_nats(loss * scale) for loss in evaluation.seed_losses], math.nan
+            if values:
+                mean = math.fsum(values) / len(values)
+                spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+            new[column] = Cell(nats=Estimate(nats, *bounds), size=getattr(result, below), spread=spread)
+        for name, cell in new.items():
+            known = of_model.setdefault(name, cell)
+            if (known.nats.value, known.size) != (cell.nats.value, cell.size):
+                raise UserError(
+                    f"{evaluation.model} has two results on {name} that differ; name folders that hold one of them"
+                )
     columns = list(dict.fromkeys(column for of_model in cells.values() for column in of_model))
     if len(columns) == 1 or group_by:
         return columns, cells

@@ -130,6 +130,14 @@ def split_in(source, rows: int):
             yield dataclasses.replace(batch, rows=batch.rows[start : start + rows])
 
 
+@pytest.mark.parametrize("options", [{"mode": "rolling"}, {"protocol": "lm-eval"}], ids=str)
+def test_a_tokenizer_without_a_token_for_the_prefix_is_named(tiny, tokenizer, options):
+    neither = copy.deepcopy(tokenizer)
+    neither.eos_token = None
+    with pytest.raises(UserError, match="has neither a BOS nor an EOS token"):
+        windows_of(tiny / "held_out.jsonl", neither, **options)
+
+
 def test_a_text_file_is_tokenised_as_a_whole(tokenizer, tmp_path):
     """Its pieces would end in other tokens than the text has there."""
     text = "\n\n \n".join(f"{sentence}  é" for sentence in sentences(1500))
