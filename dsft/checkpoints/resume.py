@@ -31,6 +31,9 @@ TAKEN = (
 )
 """Options of a step that a resume takes, in the manifest beside the identity."""
 
+TRAINED_ELEMENTS = "trained elements"
+"""In a run's identity: of all that is trained, tied weights once."""
+
 
 def run_identity(
     shapes: dict[str, tuple[int, ...]],
@@ -51,7 +54,7 @@ def run_identity(
     names_and_shapes = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return {
         "trained tensors": len(shapes),
-        "trained elements": sum(map(math.prod, shapes.values())),
+        TRAINED_ELEMENTS: sum(map(math.prod, shapes.values())),
         "names and shapes of what is trained": hashlib.sha256(names_and_shapes.encode()).hexdigest()[:16],
         **data,
         "seed of the order": seed,

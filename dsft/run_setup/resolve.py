@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_manifest, read_trainer_state
-from dsft.checkpoints.resume import NOT_TAKEN_OVER, check_identity
+from dsft.checkpoints.resume import NOT_TAKEN_OVER, TRAINED_ELEMENTS, check_identity
 from dsft.checkpoints.run_folder import (
     FINAL,
     WEIGHTS_ONLY,
@@ -453,8 +453,13 @@ def resume_decisions(
         return None, [], False
     read_trainer_state(Path(checkpoint))
     if facts:
-        seed = shuffle_seed(training.get("data_seed"), training.get("seed", 42))
-        check_identity(checkpoint, {"trained elements": facts.size.num_trainable, "seed of the order": seed})
+        seed, elements = shuffle_seed(training.get("data_seed"), training.get("seed", 42)), facts.size.num_trainable
+        # transformers does not tie a head whose weights lie beside the embedding's, with other values (`tie_weights`).
+        untied = elements + facts.size.embedding_params
+        saved = (read_manifest(Path(checkpoint)) or {}).get("run_identity", {})
+        if options.method == "full" and not facts.size.head_params and saved.get(TRAINED_ELEMENTS) == untied:
+            elements = untied
+        check_identity(checkpoint, {TRAINED_ELEMENTS: elements, "seed of the order": seed})
     decisions = keep_global_batch(options, checkpoint, world)
     has_final = (Path(training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
     if has_final and is_finished(checkpoint, training):

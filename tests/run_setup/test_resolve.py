@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import os
 import shutil
 import sys
@@ -15,11 +16,15 @@ from tiny import ARCHITECTURES, write_jsonl, write_model
 from transformers import AutoConfig
 
 from dsft.checkpoints.manifest import MANIFEST
+from dsft.checkpoints.readback import trained_shapes
+from dsft.checkpoints.resume import run_identity
 from dsft.checkpoints.run_folder import FINAL
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
+from dsft.models.build import build_model
+from dsft.models.size import measure_model
 from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
 from dsft.run_setup import resolve
@@ -104,6 +109,30 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
     weights = {"model": other["resume_from_checkpoint"], "resume_from_checkpoint": None}
     assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
+
+
+def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_path):
+    """transformers loads it as one, and the model by its config has fewer elements."""
+    model = write_model(tmp_path / "model", tie_word_embeddings=True)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    training = {"output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto", "max_steps": 8}
+    config = TrainConfig(model=str(model), training=training)
+    shapes, facts = trained_shapes(build_model(config, dtype="float32", seed=0)), measure_model(config)
+    assert sum(map(math.prod, shapes.values())) > facts.size.num_trainable
+    (tmp_path / "run" / "checkpoint-5" / "global_step5").mkdir(parents=True)
+    state = {"trainer_state.json": {"global_step": 5, "epoch": 0.1}}
+
+    def resumed(**more: tuple[int, ...]) -> tuple:
+        identity = run_identity(shapes | more, data={}, seed=42, sequences_per_step=4)
+        for name, content in (state | {MANIFEST: {"files": {}, "run_identity": identity, "world_size": 2}}).items():
+            (tmp_path / "run" / "checkpoint-5" / name).write_text(json.dumps(content))
+        return resume_decisions(config, 2, facts)
+
+    assert resumed() == (str(tmp_path / "run" / "checkpoint-5"), [], False)
+    with pytest.raises(UserError, match=r"is of another run \(trained elements"):
+        resumed(another=(3,))
 
 
 def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resolved, monkeypatch, tmp_path):
