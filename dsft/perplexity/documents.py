@@ -106,8 +106,8 @@ class Texts(Documents):
             ids_of_prefix = [tokenizer.bos_token_id, tokenizer.eos_token_id]
             if ids_of_prefix == [None, None]:
                 raise UserError(
-                    f"the tokenizer {tokenizer.name_or_path} has neither a BOS nor an EOS token, one of which this mode or"
-                    " protocol puts before each text; use mode windows or sliding"
+                    f"the tokenizer {tokenizer.name_or_path} has neither a BOS nor an EOS token, one of which this mode"
+                    " or protocol puts before each text; use mode windows or sliding"
                 )
             start.insert(0, next(each for each in ids_of_prefix if each is not None))
         if self.separator not in ("eos", "none"):  # each document but the first carries the separator before it
