@@ -73,7 +73,7 @@ def in_columns(text: str, *, is_terminal: bool, is_command: bool = False) -> str
         return text
     columns, end = shutil.get_terminal_size().columns, " \\\n" if is_command else "\n"
     unbroken = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
-    wrapped = [textwrap.wrap(line, columns - 2 * is_command, **unbroken) or [""] for line in text.split("\n")]
+    wrapped = [textwrap.wrap(line, max(1, columns - 2 * is_command), **unbroken) or [""] for line in text.split("\n")]
     return "\n".join(end.join(lines) for lines in wrapped)
 
 

@@ -47,3 +47,12 @@ def test_a_command_on_a_terminal_can_still_be_copied(monkeypatch, path):
     assert " ".join(line.removesuffix("\\").strip() for line in lines) == command
     assert (len(lines) > 2) == ("'" not in path), "inside of quotes a backslash would be a part of the word"
     assert all(line.endswith(" \\") and len(line) <= 40 for line in lines[:-1])
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "3"])
+@pytest.mark.parametrize("is_command", [False, True])
+def test_the_narrowest_terminal_is_wide_enough(monkeypatch, columns, is_command):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    console.show_text("dsft train --seed 1", is_command=is_command)
+    assert screen.getvalue().replace("\\", "").split() == ["dsft", "train", "--seed", "1"]
