@@ -39,8 +39,8 @@ def run_compare(options: CompareOptions) -> None:
     is_card, is_table = options.card or options.against, not {"format", "metric", "group_by"}.isdisjoint(given)
     ignored = [name for name in given if is_card or (is_table and name in ("base", "json"))]
     if ignored:
-        what = "card and against take results as they are" if is_card else "a table has no base, and is no JSON"
-        raise UserError(f"{', '.join(ignored)}: not read here, {what}; leave out what is not meant")
+        reason = "card and against take results as they are" if is_card else "a table has no base, and is no JSON"
+        raise UserError(f"{', '.join(ignored)}: not read here, {reason}; leave out what is not meant")
     evaluations = read_evaluations(options.results)
     if options.card:
         write_card(path := Path(options.card).expanduser(), evaluations)
