@@ -2,7 +2,7 @@
 
 The task has one right answer per sentence, so nobody has to judge: the fields of an order as JSON. Names, goods and
 towns of the held-out sentences do not occur in training. Each step is a `dsft` command on 2 CPU ranks or all GPUs.
-Its tables are written to results.md of its folder.
+Its tables are written to results.md of its folder; docs/a_real_model.md shows those of one run.
 """
 
 import argparse
