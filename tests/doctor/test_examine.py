@@ -563,11 +563,11 @@ def test_the_doctor_plans_a_run_that_starts_now_whose_weights_must_be_there(opti
     weights = load_file(lost / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, lost / "model.safetensors", metadata={"format": "pt"})
-    for model, found in ((tiny / "model", []), (lost, ["configuration"])):
+    for model, findings in ((tiny / "model", []), (lost, ["configuration"])):
         report = Report(nodes=["n1"], quick=True, facts={"n1": node("n1", cpu_only=True)})
         plan_on(report, flags(options(tmp_path / "run", model=str(model), method="lora")))
-        assert [finding.code for finding in report.findings] == found, report.findings
-        assert not found or "1 tensor of the model missing from its weights" in report.findings[0].message
+        assert [finding.code for finding in report.findings] == findings, report.findings
+        assert not findings or "1 tensor of the model missing from its weights" in report.findings[0].message
 
 
 class Answering:
