@@ -195,9 +195,10 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
         [data], config, tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
     )
     raise_if_any(problems)
-    batches = Documents(max_documents=config.max_documents).batches(sources[0].batches(), sources[0].rules)
-    samples = [sample for batch in batches for sample in samples_in(batch, sources[0].rules, tokenizer)]
-    if sources[0].rules.is_text:
+    rows, rules = sources[0].batches(), sources[0].rules
+    batches = Documents(max_documents=config.max_documents).batches(rows, rules, tokenizer)
+    samples = [sample for batch in batches for sample in samples_in(batch, rules, tokenizer)]
+    if rules.is_text:
         texts = [sample.text for sample in samples]
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
 
