@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="PNG file of the curves")
     parser.add_argument("--one", nargs=2, metavar=("SUBJECT", "RUN"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < 2:
+        parser.error("--steps: 2 or more; speed is measured after the first")
     if args.one:
         {"dsft": train_by_dsft, "trl": train_by_trl}[args.one[0]](args, args.methods[0], Path(args.one[1]))
         return
@@ -50,6 +53,8 @@ def main() -> None:
             apart = [abs(mine / other - 1) for mine, other in zip(ours[name], theirs[name], strict=True)]
             print(f"{method}: {name}: {apart[0]:.1e} apart at the first step, {max(apart):.1e} at most (relative)")
         print(f"{method}: tokens per CPU-second: dsft {ours['speed']:.1f}, TRL {theirs['speed']:.1f}")
+    results["made with"] = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft", "trl")}
+    results["made with"]["cores"] = os.cpu_count()
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     if args.picture:
