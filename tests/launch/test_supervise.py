@@ -280,7 +280,8 @@ def test_a_check_before_the_start_that_is_killed_is_named_with_its_signal(tmp_pa
 
 
 CHECKS = """
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; a shell's background jobs ignore it
 from dsft.launch.supervise import MODULES, check_as_rank_0
 MODULES["train"] = "waits"
 os.chdir(os.environ["FOLDER"])
