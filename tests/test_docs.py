@@ -149,6 +149,13 @@ def test_no_sentence_has_more_than_25_words(page):
             assert len(re.findall(r"\S*\w\S*", sentence)) <= 25, sentence
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "reference.md"], ids=name_of)
+def test_lines_are_short_enough_to_edit(page):
+    """Of prose that a person writes: tables, blocks, quoted output and addresses cannot be broken."""
+    text = re.sub(r"^```.*?^```|^[|>].*?$", "", page.read_text(), flags=re.M | re.S)
+    assert [line for line in text.splitlines() if len(line) > 120 and " " in line.strip()] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
 def test_every_yaml_block_holds_options_of_a_training(page):
     for block in blocks(page, "yaml"):
