@@ -338,6 +338,10 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     ) -> torch.Tensor:
         if labels_BT is None:
             return plain_head(hidden_BTH)
+        return tiles(hidden_BTH, labels_BT, weights_BT)
+
+    @torch.compiler.disable  # torch.compile cannot trace a gradient inside of a forward, and would break at each tile
+    def tiles(hidden_BTH: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor | None) -> torch.Tensor:
         vocab_size, hidden_size = head.weight.shape
         hidden_NH, labels_N = hidden_BTH.reshape(-1, hidden_size), labels_BT.reshape(-1)
         tile = rows or tile_rows(vocab_size, len(labels_N))

@@ -21,7 +21,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
 
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
@@ -309,20 +308,31 @@ class Packing:
         return "flash" in (self.attn_implementation or "")
 
 
+KERNELS = ("flash_attention_2", "flex_attention")
+"""Attention of GPUs that keeps samples of a row apart without a matrix of all tokens, fastest first: flash-attn where
+it is installed, else from the hub by the package kernels (transformers 5.23, modeling_flash_attention_utils.py,
+FLASH_ATTN_KERNEL_FALLBACK); torch's own, which triton compiles.
+"""
+
+
 def try_packing(config: PreTrainedConfig, *, asked: str | None, dtype: str, trust_remote_code: bool = False) -> Packing:
-    """Picks flash attention where it is installed and keeps samples apart, else what was `asked` for, or what
-    transformers picks.
+    """Picks the first of KERNELS that computes here and keeps samples apart, else what was `asked` for, or what
+    transformers picks. Collective.
     """
-    tries_flash = asked is None and has_gpu() and dtype != "float32" and is_flash_attn_2_available()
-    for implementation in ["flash_attention_2", asked] if tries_flash else [asked]:
-        on_gpu = "flash" in (implementation or "")
-        problem = isolation_problem(
-            config,
-            attn_implementation=implementation,
-            device=distributed.device() if on_gpu else torch.device("cpu"),
-            dtype=DTYPES[dtype] if on_gpu else torch.float32,
-            trust_remote_code=trust_remote_code,
-        )
+    picks = asked is None and has_gpu() and dtype != "float32"
+    for implementation in [*KERNELS, None] if picks else [asked]:
+        on_gpu = "flash" in (implementation or "") or (implementation in KERNELS and has_gpu())
+        options = {
+            "attn_implementation": implementation,
+            "device": distributed.device() if on_gpu else torch.device("cpu"),
+            "dtype": DTYPES[dtype] if on_gpu else torch.float32,
+            "trust_remote_code": trust_remote_code,
+        }
+        if on_gpu:  # each rank has packages, a compiler and a connection of its own
+            problems = distributed.from_all([isolation_problem(config, **options)])
+        else:
+            problems = [distributed.on_rank_0(lambda of_cpu=options: isolation_problem(config, **of_cpu))]
+        problem = next(filter(None, problems), None)
         if problem is None:
             break
     return Packing(problem=problem, attn_implementation=implementation)
@@ -355,6 +365,10 @@ def isolation_problem(
             .double()
             for tokens, lengths in ((ids, [20, 28]), (changed, [20, 28]), (ids[:, 20:], [28]))
         )
+        if device.type != "cpu":  # a kernel may have no backward, or take no dropout
+            with torch.enable_grad():
+                packed = positions([20, 28], ids.device, flash=flash)
+                model.train()(input_ids=ids, use_cache=False, **packed).logits.float().sum().backward()
     except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
         why = f" ({type(error).__name__}: {one_line(error)[:200]})"
         why = f", which would have {error}" if isinstance(error, TooLarge) else why

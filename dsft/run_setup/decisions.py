@@ -17,9 +17,6 @@ from dsft.models.trials import Packing, can_tile_loss
 from dsft.planner.plans import Plan
 from dsft.units import Batch
 
-UNTILED = ("float16", "qlora")
-"""float16's small gradients vanish before they are scaled; a head over a quantised base is not proven."""
-
 STEPS_WAITED = 10
 """Planned steps in the time of one, after which a run with NVMe is ended: disks may be as much slower than planned."""
 
@@ -155,10 +152,10 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, "as asked for")
     if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB and not training.get("use_liger_kernel"):
         return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
-    others = [name for name in ("label_smoothing_factor", "torch_compile") if training.get(name)]
-    others += [f"{name}={options.value(name)}" for name in ("dtype", "method") if options.value(name) in UNTILED]
-    if others:
-        return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
+    if training.get("label_smoothing_factor"):
+        return Decision("tiled_loss", False, "not with label_smoothing_factor")
+    if options.dtype == "float16":
+        return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
     if not can_tile_loss(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):
         return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
     return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")

@@ -266,6 +266,11 @@ def resolve_offline(
     notes = list(run.notes)
     if run.options.training.get("resume_from_checkpoint"):
         notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
+    on_paper = machine.has_gpu and not machine.measured and run.job.dtype != "float32"
+    has_flex = getattr(run.model.architecture, "_supports_flex_attn", False)
+    if run.job.attention == "eager" and not options.attn_implementation and has_flex and on_paper and not attention:
+        attention = "flash"
+        notes.append(f"attention: planned as flex_attention on the GPU, since {run.model.size.model_type} has no sdpa")
     job = dataclasses.replace(run.job, attention=attention) if attention else run.job
     return dataclasses.replace(run, job=job, notes=tuple(notes))
 
@@ -273,16 +278,27 @@ def resolve_offline(
 def decide_run(checked: CheckedRun) -> DecidedRun:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
     draft, model, packing, notes = Draft(checked.options, checked.decisions), checked.model, None, [*checked.notes]
+    how = {"asked": draft.options.attn_implementation, "dtype": draft.options.dtype}
+    how["trust_remote_code"] = draft.options.trust_remote_code
     if draft.options.packing:
-        how = {"asked": draft.options.attn_implementation, "dtype": draft.options.dtype}
-        how["trust_remote_code"] = draft.options.trust_remote_code
-        packing = distributed.on_rank_0(lambda: try_packing(model.config, **how))
+        packing = try_packing(model.config, **how)
         draft.apply(packing_decisions(packing))
         model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
         if packing.problem:
             notes.append(
                 "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
                 f" model, {packing.problem}"
+            )
+    elif model.attn_implementation == "eager" and not how["asked"] and has_gpu():
+        # Architectures without sdpa, such as gpt-oss with a sink in each head.
+        kernel = try_packing(model.config, **how).attn_implementation
+        if kernel:
+            draft.apply([Decision("attn_implementation", kernel, "eager attention would hold a matrix of all tokens")])
+            model = dataclasses.replace(model, attn_implementation=kernel)
+        else:
+            notes.append(
+                f"{model.size.model_type} has no sdpa, and neither flash nor flex attention runs here: attention holds"
+                " a matrix of all tokens; pip install kernels, and triton"
             )
     masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
     tiling = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model))

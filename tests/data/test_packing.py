@@ -13,7 +13,9 @@ from conftest import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
-from transformers import AutoConfig
+from torch._higher_order_ops.flex_attention import math_attention
+from transformers import AutoConfig, masking_utils
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from dsft.data import packing
 from dsft.data.batches import (
@@ -26,6 +28,7 @@ from dsft.data.batches import (
     sequence,
 )
 from dsft.data.packing import batches_by_token_budget, best_fit
+from dsft.models import trials
 from dsft.models.trials import isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
 
@@ -90,23 +93,41 @@ def loss_and_gradients(model, batches: list[dict], trained: int) -> tuple[float,
 QUICK = ("llama", "gemma3", "gpt2", "mixtral")
 
 
+@pytest.fixture
+def flex_without_compiler(monkeypatch):
+    """Lets flex attention compute by torch's own eager form, since its kernels have no backward on CPUs."""
+
+    def eager(query, key, value, *, score_mod, block_mask, scale, **_):
+        return math_attention(query, key, value, score_mod, block_mask.as_tuple(), scale, {})[0]
+
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: eager)
+    blocks = masking_utils.create_block_mask
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **of: blocks(**of | {"_compile": False}))
+
+
 @pytest.mark.parametrize(
-    ("architecture", "form"), grid(product(ARCHITECTURES, ["rows", "flat"]), product(QUICK, ["rows", "flat"]))
+    ("architecture", "form"),
+    grid(
+        [*product(ARCHITECTURES, ["rows", "flat"]), *product(("llama", "gemma3", "mixtral"), ["flex"])],
+        [*product(QUICK, ["rows", "flat"]), ("llama", "flex"), ("gemma3", "flex"), ("mixtral", "flex")],
+    ),
 )
+@pytest.mark.usefixtures("flex_without_compiler")
 def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, form):
     """Two rows of samples, among them one longer than the sliding window where there is one; `flat` is the form for
-    flash attention, here with SDPA.
+    flash attention, here with SDPA; `flex` has its block masks.
     """
     cls, values = ARCHITECTURES[architecture]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(cls(**values)).train()
+    attention = {"attn_implementation": "flex_attention"} if form == "flex" else {}
+    model = transformers.AutoModelForCausalLM.from_config(cls(**values), **attention).train()
     groups = [random_sequences(384, [17, 80, 5, 1]), random_sequences(384, [33, 64], seed=1)]
     trained = sum(int((item["labels"] != IGNORED).sum()) for group in groups for item in group)
     alone = loss_and_gradients(
         model, [Collator(0)([item]) for group in groups for item in group if (item["labels"] != IGNORED).any()], trained
     )
     packed = PackedCollator(0, flash=form == "flat")(groups)
-    assert packed["input_ids"].shape == ((2, 104) if form == "rows" else (1, 208)) and "attention_mask" not in packed
+    assert packed["input_ids"].shape == ((1, 208) if form == "flat" else (2, 104)) and "attention_mask" not in packed
     loss, gradients = loss_and_gradients(model, [packed], trained)
     assert loss == pytest.approx(alone[0], rel=1e-5)
     assert gradients.keys() == alone[1].keys()
@@ -160,6 +181,18 @@ def test_packing_is_tried_with_the_models_own_config(tiny):
     config = AutoConfig.from_pretrained(tiny / "model")
     packing = try_packing(config, asked=None, dtype="float32")
     assert packing.problem is None and not packing.flash
+
+
+@pytest.mark.usefixtures("flex_without_compiler")
+def test_on_gpus_flex_attention_is_next_where_no_flash_attention_can_be_had(tiny, monkeypatch):
+    """Here on a CPU, whose flash attention cannot be loaded either."""
+    monkeypatch.setattr(trials, "has_gpu", lambda: True)
+    config = AutoConfig.from_pretrained(tiny / "model")
+    assert try_packing(config, asked=None, dtype="bfloat16").attn_implementation == "flex_attention"
+    assert try_packing(config, asked=None, dtype="float32").attn_implementation is None
+    assert try_packing(config, asked="eager", dtype="bfloat16").attn_implementation == "eager"
+    mixing = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384)
+    assert "change the logits" in try_packing(mixing, asked=None, dtype="bfloat16").problem
 
 
 class Numbered:

@@ -1,13 +1,15 @@
 """Checks that ask torch itself: the machine, its rates, memory outside of torch, kernels that keep rows apart."""
 
+import importlib.util
 import operator
 from collections.abc import Iterator
 
 import torch
 from transformers import AutoConfig
+from transformers.utils import is_flash_attn_2_available
 
 from dsft.models.build import DTYPES, resolve_dtype
-from dsft.models.trials import isolation_problem, needs_mask
+from dsft.models.trials import KERNELS, isolation_problem, needs_mask
 from dsft.planner.calibration import (
     calibrate,
     gpus_key,
@@ -181,13 +183,18 @@ def outside_memory(setting: Setting) -> Iterator[Row]:
         yield Row(claim="dsft plan reads these bytes", measured=path.name, ok=planned.context_bytes == context)
 
 
+def usable_kernels() -> list[str]:
+    """What of attention for GPUs has its packages here."""
+    flash = is_flash_attn_2_available(kernels_fallback_ok=True)
+    has = {"flash_attention_2": flash, "flex_attention": importlib.util.find_spec("triton") is not None}
+    return [kernel for kernel in KERNELS if has[kernel]]
+
+
 def masks(setting: Setting) -> Iterator[Row]:
     """Try on this device whether packed samples see each other, and whether padding is seen without a mask."""
-    from transformers.utils import is_flash_attn_2_available
-
     place, dtype = device(), DTYPES[resolve_dtype("auto")]
     config = AutoConfig.from_pretrained(setting.path("base"))
-    for kernel in ["sdpa", *(["flash_attention_2"] if setting.has_gpu and is_flash_attn_2_available() else [])]:
+    for kernel in ["sdpa", *(usable_kernels() if setting.has_gpu else [])]:
         problem = isolation_problem(config, attn_implementation=kernel, device=place, dtype=dtype)
         claim = f"packed samples do not see each other ({kernel})"
         yield Row(claim=claim, measured=problem or "they do not", ok=problem is None)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -108,6 +109,37 @@ def test_tiles_have_the_loss_and_gradients_of_all_logits(architecture, adapted):
     assert torch.equal(model(input_ids=IDS_BT).logits, logits)
 
 
+def test_compiled_the_tiles_stay_outside_of_one_graph_before_and_one_after_them():
+    model, graphs = model_of("llama"), []
+    plain = loss_and_gradients(model)
+    assert tile_loss(model, rows=7)
+
+    def compile_nothing(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.compile(backend=compile_nothing)
+    for tiled, reference in zip(loss_and_gradients(model), plain, strict=True):
+        torch.testing.assert_close(tiled, reference, rtol=0, atol=1e-5 * reference.abs().max().item())
+    assert len(graphs) == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("tied", [False, True])
+def test_over_a_base_of_4_bits_tiles_differ_as_its_products_in_bf16_round(tmp_path, tied):
+    wide = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128}  # blocks of 64 weights share a scale
+    model_of("llama", tie_word_embeddings=tied, **wide).save_pretrained(tmp_path)
+    four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bits, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model = get_peft_model(base, copy.deepcopy(ADAPTERS))
+    plain = loss_and_gradients(model)
+    assert tile_loss(model, rows=7) and len(plain) == 29
+    for tiled, reference in zip(loss_and_gradients(model), plain, strict=True):
+        torch.testing.assert_close(tiled, reference, rtol=0, atol=0.03 * reference.abs().max().item())
+
+
 def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
     """By torch's own record of a step of 512 tokens over 32,768 entries: log-softmax, its gradient and that of the
     logits of all rows, against those of 64 rows.
@@ -158,11 +190,12 @@ def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):
     for other in (
         {"tiled_loss": False},
         {"dtype": "float16"},
-        {"method": "qlora"},
         {"training": {"use_liger_kernel": True, "label_smoothing_factor": 0.1}},
         {"training": {"label_smoothing_factor": 0.1}},
     ):
         assert not job_over_data(dataclasses.replace(options, **other), facts, []).tiled_loss
+    for other in ({"method": "qlora"}, {"training": {"torch_compile": True}}):
+        assert job_over_data(dataclasses.replace(options, **other), facts, []).tiled_loss
     small = dataclasses.replace(facts, size=dataclasses.replace(facts.size, vocab_size=31999))
     assert not tiled_loss_decision(options, small).value
     assert tiled_loss_decision(dataclasses.replace(options, tiled_loss=True), small).value

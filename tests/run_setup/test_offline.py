@@ -6,6 +6,7 @@ import json
 import pytest
 import yaml
 from conftest import grid
+from transformers import GptOssConfig
 
 from dsft.cli.main import main
 from dsft.cli.plan_answers import prepared_epoch
@@ -14,11 +15,13 @@ from dsft.config.reader import make_config
 from dsft.data.batches import PaddedToFullSteps
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
+from dsft.models import trials
 from dsft.models.usual import USUAL_MODELS
 from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
+from dsft.run_setup import resolve
 from dsft.run_setup.resolve import auto_dtype, choose_plan, resolve_offline, resolve_run
-from dsft.runtime.hardware import Machine
+from dsft.runtime.hardware import Machine, this_machine
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(
@@ -132,3 +135,16 @@ def test_a_usual_model_is_planned_without_the_hub(name):
 def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():
     with pytest.raises(UserError, match="no causal language model can be built"):
         resolve_offline(TrainConfig(model="Qwen/Qwen2.5-0.5B", revision="v2"), EIGHT_GPUS)
+
+
+def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp_path, monkeypatch):
+    GptOssConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path)
+    options = TrainConfig(model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=128)
+    on_gpus = resolve_offline(options, EIGHT_GPUS)
+    assert on_gpus.job.attention == "flash" and any("flex_attention" in note for note in on_gpus.notes)
+    for other in ({"dtype": "float32"}, {"attn_implementation": "eager"}):
+        assert resolve_offline(dataclasses.replace(options, **other), EIGHT_GPUS).job.attention == "eager"
+    monkeypatch.setattr(resolve, "has_gpu", lambda: True)  # one on which neither kernel computes: here the CPU
+    monkeypatch.setattr(trials, "has_gpu", lambda: True)
+    without = resolve_offline(options, this_machine())
+    assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
