@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 
 import yaml
 from conftest import ROOT
@@ -31,12 +32,17 @@ def test_the_dockerfile_has_known_instructions_and_copies_what_is_there():
     instructions = [line.split(maxsplit=1) for line in re.sub(r"\\\n", " ", lines).splitlines() if line.strip()]
     assert {name for name, _ in instructions} <= set(INSTRUCTIONS.split())
     assert [name for name, _ in instructions if name in ("FROM", "ENTRYPOINT", "CMD")] == ["FROM", "ENTRYPOINT", "CMD"]
+    copied: set[str] = set()
     for name, value in instructions:
         if name == "COPY":
             *sources, target = shlex.split(value)
             assert sources and target and all((ROOT / source).exists() for source in sources), value
+            copied |= set(sources)
         elif name in ("ENTRYPOINT", "CMD"):
             assert isinstance(yaml.safe_load(value), list)
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = [*wheel["packages"], *wheel["force-include"], *wheel["shared-data"], "hatch_build.py", "README.md"]
+    assert {name.split("/")[0] for name in needed} <= copied
 
 
 def test_the_kubernetes_example_is_a_job_whose_pods_find_each_other(monkeypatch, tmp_path):
