@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+import dsft
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups
 from dsft.config.options import TrainConfig
@@ -162,3 +165,45 @@ def test_every_yaml_block_holds_options_of_a_training(page):
         problems: list[str] = []
         make_config(TrainConfig, yaml.safe_load(block), problems)
         assert [problem for problem in problems if ": missing" not in problem] == []
+
+
+def test_every_page_is_in_the_site_and_the_index():
+    site = (ROOT / "mkdocs.yml").read_text()
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in ROOT.glob("docs/*.md"):
+        assert f": docs/{page.name}\n" in site, page
+        assert page.name == "README.md" or f"]({page.name}" in index, page
+
+
+def test_one_version_stands_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == dsft.__version__ == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1].strip(",") == version
+
+
+def test_workflows_and_forms_name_what_is_there():
+    for path in (ROOT / ".github").rglob("*.yml"):
+        text = path.read_text()
+        assert yaml.safe_load(text), path
+        assert "secrets." not in text, path
+        for script in re.findall(r"\bscripts/\w+|\btests/\w+", text):
+            assert (ROOT / script).exists(), (path, script)
+
+
+@pytest.mark.exhaustive
+def test_the_site_is_built_without_a_warning():
+    result = subprocess.run([ROOT / "scripts" / "docs"], capture_output=True, text=True)
+    assert result.returncode == 0 and "WARNING" not in result.stderr, result.stderr
+    for page in PAGES:
+        parts = page.relative_to(ROOT).with_suffix("").parts
+        folder = parts[:-1] if parts[-1] == "README" else parts
+        assert (ROOT / ".site/html").joinpath(*folder, "index.html").is_file(), page
+
+
+@pytest.mark.exhaustive
+def test_the_page_of_gpu_memory_is_what_the_planner_predicts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import gpu_memory
+
+    page = (ROOT / "docs" / "gpu_memory.md").read_text()
+    assert page == gpu_memory.page() + "\n", "python scripts/gpu_memory.py"

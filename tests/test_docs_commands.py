@@ -33,6 +33,7 @@ NOT_RUN = {
     "git clone URL dsft && cd dsft && python3 -m venv .venv && . .venv/bin/activate"
     " && pip install -c constraints.txt -e .": NETWORK,
     "pip install -c constraints.txt -e '.[quantization]'": NETWORK,
+    "python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e '.[demo]'": NETWORK,
     "pip install 'dsft[report]'": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
     "dsft eval base --quantization none nf4 int8 torchao-int8wo torchao-int4wo --reference base --data test.txt"
@@ -59,11 +60,18 @@ NOT_RUN = {
     "dsft launch --accelerate ds_configs/accelerate/zero3_2x8.yaml --node_rank 0 train --config run.yaml": NODES,
 }
 """Command -> why it is not run here."""
-BEGUN_WITHOUT = {"README.md": ["run.yaml", "runs/first"], "docs/data.md": ["runs/first"]}
+BEGUN_WITHOUT = {
+    "README.md": ["run.yaml", "runs/first"],
+    "docs/data.md": ["runs/first"],
+    "docs/first_model.md": ["run.yaml", "runs/first", "results"],
+    "docs/methods.md": ["runs/lora", "results"],
+    "docs/agents.md": ["run.yaml"],
+}
 """What a page's own commands make."""
 RUN = "model: base\ndata: train.jsonl\neval_fraction: 0.1\noutput_dir: runs/first\nseq_len: 256\nmax_steps: 2\n"
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 """Heads for 8 ranks, and the longest windows of the pages."""
+NAMES = ("base", "quantised", "finetuned", "chat_model", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-0.5B")
 TRAININGS = {
     "runs/first": {"zero": "3", "max_steps": 20, "save_steps": 20, "save_strategy": "steps"},
     "runs/second": {"zero": "0", "learning_rate": 1e-3},
@@ -77,7 +85,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     for name in ("ds_configs", "hostfiles", "scripts", "dsft"):
         (folder / name).symlink_to(ROOT / name)
-    for seed, name in enumerate(("base", "quantised", "finetuned", "chat_model", "meta-llama/Llama-3.1-8B")):
+    for seed, name in enumerate(NAMES):
         write_model(folder / name, seed=seed, chat=name == "chat_model", **SIZES)
     for name in ("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-405B"):
         usual_config(name).save_pretrained(folder / name)

@@ -1,6 +1,6 @@
 """The table of truth: what is trained of nine chats under every chat template that trl ships.
 
-The expected texts stand in chat_table.json and were read by eye; docs/data.md shows them in short. After a change that
+The expected texts stand in chat_table.json and were read by eye; docs/chats.md shows them in short. After a change that
 is meant, `python tests/data/test_chats.py` writes both anew.
 """
 
@@ -26,7 +26,7 @@ from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 
 TABLE = Path(__file__).parent / "chat_table.json"
-DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+DOCS = Path(__file__).parents[2] / "docs" / "chats.md"
 TITLE = "| template | "
 REFUSALS = {
     "does not render its reasoning": "reasoning",
@@ -77,7 +77,7 @@ def in_short(trained: list[list[str]] | str) -> str:
 
 
 def docs_table(table: dict) -> str:
-    """The table of docs/data.md: templates with the same cells share a row; training variants stand in the JSON."""
+    """The table of docs/chats.md: templates with the same cells share a row; training variants stand in the JSON."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, cells in table.items():
         if not name.endswith("_training"):
