@@ -134,6 +134,19 @@ class ExportOptions:
 
 
 @dataclass
+class ConvertOptions:
+    """Conversion: of which file, and where to."""
+
+    file: str
+    """A YAML file of axolotl, LLaMA-Factory or TRL, or a shell script with one command line of theirs."""
+    _: KW_ONLY
+    from_: Literal["axolotl", "llamafactory", "trl"] | None = None
+    """Whose file it is; by default the options in it show that."""
+    output: str = "run.yaml"
+    """The file to write."""
+
+
+@dataclass
 class FolderOptions:
     """Folder: the one to look at, or to write."""
 
@@ -235,10 +248,19 @@ _COMPLETION = """\
   bash   in ~/.bashrc: source <(dsft completion bash)
   zsh    in ~/.zshrc after compinit: eval "$(dsft completion zsh)"
   fish   once: dsft completion fish > ~/.config/fish/completions/dsft.fish"""
+_CONVERTED = """\
+Every option without a counterpart is named, on the screen and in the file; docs/migrating.md has the names. DPO, vision
+and what else dsft cannot train is refused."""
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
     "init": Command("write a commented run.yaml to begin with", "dsft.cli.quickstart:init", InitOptions),
+    "convert": Command(
+        "a configuration of axolotl, LLaMA-Factory or TRL as a run.yaml",
+        "dsft.cli.convert:convert_file",
+        ConvertOptions,
+        details=_CONVERTED,
+    ),
     "train": Command(
         "finetune on all GPUs of this machine", "", LaunchOptions, TrainConfig, frozenset(_TRAIN.split()), _LAUNCHED
     ),

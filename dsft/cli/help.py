@@ -18,7 +18,7 @@ from typing import Any
 
 from dsft.cli.commands import COMMANDS, Command, CompletionOptions
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, EvalConfig, TrainConfig
-from dsft.config.reader import is_option
+from dsft.config.reader import is_option, option_name
 
 ARGUMENT_TEXTS = {
     "output_dir": "Folder of the run: run.json, checkpoints, the final model, logs.",
@@ -129,7 +129,10 @@ def class_groups(cls: type) -> list[Group]:
     for base in ancestry:
         names = [name for name in vars(base).get("__annotations__", {}) if name in options and name not in seen]
         seen.update(names)
-        fields = [dataclasses.replace(docs[name], is_positional=not options[name].kw_only) for name in names]
+        fields = [
+            dataclasses.replace(docs[name], name=option_name(options[name]), is_positional=not options[name].kw_only)
+            for name in names
+        ]
         if fields:
             groups.append(Group(" ".join(base.__doc__.split()), tuple(fields)))
     return groups

@@ -76,13 +76,18 @@ def field_types(*classes: type) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for cls in reversed(classes):
         annotations = typing.get_type_hints(cls)
-        hints |= {field.name: annotations[field.name] for field in dataclasses.fields(cls) if is_option(field)}
+        hints |= {option_name(field): annotations[field.name] for field in dataclasses.fields(cls) if is_option(field)}
     return hints
 
 
 def training_types() -> dict[str, Any]:
     """Maps names to types of all options of a training, those of transformers.TrainingArguments included."""
     return argument_types() | field_types(TrainConfig)
+
+
+def option_name(field: dataclasses.Field) -> str:
+    """As users write it; `from_` is the field of --from, which Python keeps for itself."""
+    return field.name.removesuffix("_")
 
 
 def is_option(field: dataclasses.Field) -> bool:
@@ -232,22 +237,23 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     """
     problems: list[str] = []
     values, left = read_options(cls, argv, problems)
-    fields = dataclasses.fields(cls)
-    positional = [field.name for field in fields if not field.kw_only and field.name not in values]
+    by_name = {option_name(field): field for field in dataclasses.fields(cls)}
+    positional = [name for name, field in by_name.items() if not field.kw_only and name not in values]
     words = [word for word in left if not word.startswith("--")]
     given: dict[str, Any] = dict(zip(positional, words, strict=False))
     if words and positional and takes_list(field_types(cls)[positional[-1]]):
         first = len(positional) - 1
         given[positional[-1]], positional = words[first:], [*positional[:first], *words[first:]]
     values |= check_values(given, field_types(cls), problems)
-    known = ["--" + field.name for field in fields]
+    known = [f"--{name}" for name in by_name]
     problems += [f"{word}: unknown option{nearest(word, known)}" for word in left if word not in words]
     if not problems:
         problems += [f"{word}: unexpected argument" for word in words[len(positional) :]]
-        required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+        missing = dataclasses.MISSING
+        required = [name for name, field in by_name.items() if field.default is field.default_factory is missing]
         problems += [f"{name}: missing" for name in required if name not in values]
     raise_if_any(problems)
-    return cls(**values)
+    return cls(**{by_name[name].name: value for name, value in values.items()})
 
 
 def check_values(
@@ -284,7 +290,7 @@ def _hint(key: str, known: list[str]) -> str:
     """
     if key not in OF:
         return nearest(key, known)
-    _, ours, how = OF[key]
+    ours, how = OF[key].ours, OF[key].how
     here = next((name for name in ours.split() if name in known), None)
     if here:
         return f"; did you mean {here!r}{f' ({how})' * bool(how)}?"

@@ -104,7 +104,10 @@ def test_an_option_has_the_text_of_the_class_that_declares_it_last():
 
 
 def test_the_reference_is_up_to_date():
-    reference = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["reference"]
-    assert (ROOT / "docs/reference.md").read_text() == reference() + "\n", (
+    made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
+    assert (ROOT / "docs/reference.md").read_text() == made["reference"]() + "\n", (
         "python scripts/reference.py > docs/reference.md"
+    )
+    assert (ROOT / "docs/migrating.md").read_text().endswith(made["tables_of_migrating"]()), (
+        "python scripts/reference.py names"
     )
