@@ -82,20 +82,20 @@ def _deepspeed(value: Any, _: Values, notes: list[str]) -> Values:
     stem = Path(value).stem
     if stem == "multi_gpu":
         return {"zero": "0"}
-    found = re.search(r"z(?:ero)?_?([0-3])", stem)
-    if not found:
+    stage = re.search(r"z(?:ero)?_?([0-3])", stem)
+    if not stage:
         notes.append(f"{value} names no stage of ZeRO; zero: auto, the default, chooses one")
         return {}
     offload = "" if "offload" not in stem else "-offload-param" if "param" in stem else "-offload"
-    notes.append(f"{value} is no file here; zero: {found[1]}{offload} is dsft's own of that kind")
-    return {"zero": found[1] + offload}
+    notes.append(f"{value} is no file here; zero: {stage[1]}{offload} is dsft's own of that kind")
+    return {"zero": stage[1] + offload}
 
 
 def _data(option: str) -> Becomes:
     """A list of data sets as axolotl and TRL have them, for `data` or `eval_data`."""
 
     def becomes(value: Any, given: Values, notes: list[str]) -> Values:
-        names, found = [], {}
+        names, form = [], {}
         for entry in _items(value) if isinstance(value, str) else value if isinstance(value, list) else [value]:
             entry = {"path": entry} if isinstance(entry, str) else entry
             name, files, split = entry.get("path"), entry.get("data_files"), entry.get("split") or "train"
@@ -113,8 +113,8 @@ def _data(option: str) -> Becomes:
                     notes.append(f"{name}: download its {', '.join(_items(files))} and name the file")
             if split != "train":
                 notes.append(f"{name}: a file has no split; cut {split} out of it before")
-            found |= _form(entry, name, notes)
-        return {option: names} | (found if option == "data" else {})
+            form |= _form(entry, name, notes)
+        return {option: names} | (form if option == "data" else {})
 
     return becomes
 
@@ -167,7 +167,7 @@ def _listed_data(option: str) -> Becomes:
             notes.append(
                 f"{', '.join(_items(value))}: named in {listing}, which is not here; name the files themselves"
             )
-        names, found = [], {}
+        names, form = [], {}
         for name in _items(value):
             entry = known.get(name, {})
             if entry.get("ranking") or {"images", "videos", "audios"} & entry.get("columns", {}).keys():
@@ -183,10 +183,10 @@ def _listed_data(option: str) -> Becomes:
                 each: theirs for each, theirs in columns.items() if theirs not in LISTED_COLUMNS.get(each, (each,))
             }
             if renamed.keys() == {"prompt"} and given.get("stage") == "pt":
-                found = {"data_format": "text", "text_column": renamed["prompt"]}
+                form = {"data_format": "text", "text_column": renamed["prompt"]}
             elif renamed:
                 notes.append(f"{name}: rename its columns {', '.join(map(str, renamed.values()))}, see docs/data.md")
-        return {option: names} | (found if option == "data" else {})
+        return {option: names} | (form if option == "data" else {})
 
     return becomes
 
@@ -461,7 +461,7 @@ ELSEWHERE = (
     Elsewhere("overwrite_cache", how="a change of data or options prepares it again; leave it out"),
     Elsewhere("shuffle_dataset shuffle_merged_datasets", how="every epoch has an order of its own, drawn by data_seed"),
     Elsewhere("dataset_exact_deduplication min_sample_len", how="dsft leaves no row out by itself; do it before"),
-    Elsewhere("push_dataset_to_hub strict debug", how="dsft has no need of it; leave it out"),
+    Elsewhere("push_dataset_to_hub strict", how="dsft has no need of it; leave it out"),
     # Sequences
     Elsewhere(
         "max_length max_seq_length max_seq_len cutoff_len sequence_len seq_length block_size model_max_length",
