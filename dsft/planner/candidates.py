@@ -41,6 +41,10 @@ LEAST_BUCKET = 2**25
 """Elements of ZeRO-3's buckets, at least, where all that passes through them is as much: transformers' "auto" is the
 hidden size squared, 65,536 at a width of 256, and gradients then go in hundreds of small collectives.
 """
+MOST_PREFETCHED = 2**28
+"""Elements that ZeRO-3 fetches ahead at most: half a GiB in bf16. A layer of 8B has 218 M, whose gather should lie
+behind the layer before it; transformers' "auto" fetches a parameter of it.
+"""
 LEAST_REDUCED = 2**25
 """Elements of a rank's share from which on ZeRO 1 and 2 reduce a gradient to the rank that keeps it, over slow links.
 64 MiB in bf16 take longer than the hops from rank to rank; less is reduced to all ranks, in fewer calls.
@@ -298,10 +302,11 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
     )
     square = size.hidden_size**2
     bucket = min(max(square, LEAST_BUCKET), size.num_trainable)
+    layer = min(size.num_params // size.num_layers, MOST_PREFETCHED)
     numbers = {
         # allocated in full
         "reduce_bucket_size": bucket + bucket % 2,
-        "stage3_prefetch_bucket_size": min(max(int(0.9 * square), LEAST_BUCKET), size.num_params),
+        "stage3_prefetch_bucket_size": min(max(int(0.9 * square), LEAST_BUCKET, layer), size.num_params),
         "stage3_param_persistence_threshold": max(10 * size.hidden_size, LEAST_PERSISTENT, adapters),
     }
     return {key: number for key, number in numbers.items() if zero.get(key) == "auto"}

@@ -350,6 +350,8 @@ def test_stage_3_gathers_adapters_together_and_has_no_tiny_buckets(configs, tmp_
     adapted = measure_model(TrainConfig(model=configs["8b"], method="lora")).size
     chosen, _ = plans_of(configs["8b"], gpus(8), method="lora", zero="3")
     zero = chosen.deepspeed_config["zero_optimization"]
+    layer = adapted.num_params // adapted.num_layers  # with its part of the embeddings
+    assert zero["stage3_prefetch_bucket_size"] == layer > 2 * 10**8
     largest_adapter = max(numel for numel, _ in adapted.trainable_numels)
     assert largest_adapter <= zero["stage3_param_persistence_threshold"] < 1024 * 4096  # and no projection
     persistent = next(term for term in chosen.terms if term.name == "persistent parameters")
