@@ -63,8 +63,8 @@ MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_metho
 NS_METHODS = ("gram", "standard")
 REFUSED = {
     "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model",
-    "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP fails on the models of transformers 5.23, and what it trained"
-    " could not be saved; ZeRO-3 shards the experts",
+    "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP does not start with transformers 5.23, and saves the experts"
+    " of one rank alone; ZeRO-3 shards them",
     "hybrid_engine.enabled": "it is for reinforcement learning with DeepSpeed's own generation",
     "pipeline": "it is for DeepSpeed's PipelineModule, and models of transformers are none",
     "data_efficiency.enabled": "it needs DeepSpeed's data loader, and the Trainer has its own",
