@@ -109,6 +109,8 @@ class LaunchOptions(HostFields):
     """Inside sbatch or salloc: one srun task on each node of the allocation, `torchrun` in each."""
     accelerate: str | None = None
     """A config file of `accelerate launch`."""
+    bind_cores_to_rank: bool = False
+    """DeepSpeed's launcher ties each rank to cores of its own and the memory beside them, for offload (numactl)."""
     dry_run: bool = False
     """Print the command and stop."""
     no_preflight: bool = False
@@ -228,6 +230,7 @@ class DeepSpeed(Launcher):
         keys = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
         # As critical, DeepSpeed does not repeat the command of each rank that failed; the ranks report their errors.
         given = {key: getattr(self.options, key) for key in keys} | flags | {"log_level": "critical"}
+        given["bind_cores_to_rank"] = self.options.bind_cores_to_rank or None
         return started(runner, given, "--module", module, *script)
 
 
@@ -542,6 +545,10 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     for name in ("include", "exclude", "num_nodes"):
         if getattr(options, name) is not None and not options.launcher.has_host_filters:
             problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
+    if options.bind_cores_to_rank and not isinstance(options.launcher, DeepSpeed):
+        problems.append(f"--bind_cores_to_rank is of DeepSpeed's launcher, and --{options.ways[0]} takes another")
+    elif options.bind_cores_to_rank and not shutil.which("numactl"):
+        problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
     if options.no_ssh and not (options.hostfile or options.nodes):
         problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
     problems += number_problems(options)

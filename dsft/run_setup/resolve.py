@@ -34,7 +34,7 @@ from dsft.checkpoints.run_folder import (
     read_run,
     start_from_weights,
 )
-from dsft.config.deepspeed import adopt, get_value, nvme_path, read_sound_file, stage
+from dsft.config.deepspeed import adopt, get_value, nvme_path, offloads, read_sound_file, stage
 from dsft.config.options import Decision, TrainConfig, common_options, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_sources
@@ -232,6 +232,8 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if given is not None and given != taken:
         notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
     notes += ignored_options(draft.options, plan.deepspeed_config, decided.model.size)
+    if machine.has_gpu and offloads(plan.deepspeed_config) and len(os.sched_getaffinity(0)) == os.cpu_count() > 1:
+        notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
     known = {"options": draft.options, "decisions": tuple(draft.decisions), "notes": tuple(notes)}
     planned = {"machine": machine, "plan": plan, "reason": choice.reason, "disk": disk, "checkpoint": checkpoint}
     return ResolvedRun(**vars(decided) | known | planned | {"zero_file": zero_file})

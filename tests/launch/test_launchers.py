@@ -37,6 +37,17 @@ def command(words: str) -> list[str]:
     return shlex.split(shown(build_command(*read_launch(words.split()))))
 
 
+def test_cores_are_bound_by_the_launcher_that_can_alone(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    bound = command("--bind_cores_to_rank --num_gpus 2 train --model m")
+    assert "--bind_cores_to_rank" in bound[: bound.index("--module")]
+    with pytest.raises(UserError, match="of DeepSpeed's launcher, and --nodes takes another"):
+        read_launch(["--bind_cores_to_rank", "--nodes", "2", "train"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match="numactl is not here; apt-get install numactl"):
+        read_launch(["--bind_cores_to_rank", "train"])
+
+
 def test_a_first_host_that_ssh_does_not_reach_is_one_line_without_a_preflight(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     (tmp_path / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host a port 22: No route to host' >&2; exit 255\n")
