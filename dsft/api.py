@@ -108,7 +108,9 @@ def evaluate(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool
         yield from evaluate_models(config, *checked, progress=progress)
 
 
-def compare(*results: str | Evaluation, base: str | None = None, seeds: Sequence[str] = ()) -> Comparisons:
+def compare(
+    *results: str | Evaluation, base: str | None = None, seeds: Sequence[str] = (), group_by: str | None = None
+) -> Comparisons:
     """Compare results with those of one model, each in pairs of documents.
 
     Args:
@@ -116,6 +118,7 @@ def compare(*results: str | Evaluation, base: str | None = None, seeds: Sequence
         base: the model that all others are compared with, as the results name it or by the end of its path; by default
             the first.
         seeds: patterns of names; the models that match one are compared as their mean.
+        group_by: a grouping of the results, each of whose groups is compared by itself.
 
     Raises:
         UserError: where results are missing, or of other texts or windows.
@@ -125,4 +128,4 @@ def compare(*results: str | Evaluation, base: str | None = None, seeds: Sequence
         for item in results
         for evaluation in ([item] if isinstance(item, Evaluation) else read_evaluations([item]))
     ]
-    return compare_results(joined_seeds(read, seeds), base=base)
+    return compare_results(joined_seeds(read, seeds), base=base, group_by=group_by)

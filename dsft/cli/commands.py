@@ -187,7 +187,7 @@ class CompareOptions:
     metric: Literal["perplexity", "nats_per_token", "bits_per_byte"] = "perplexity"
     """What that table holds."""
     group_by: str | None = None
-    """A grouping of the results, whose groups are the columns of that table."""
+    """A grouping of the results: each of its groups is compared by itself; in that table each is a column."""
     seeds: list[str] = dataclasses.field(default_factory=list)
     """Patterns of names, such as 'runs/a-seed*': the models that match one are seeds of one recipe, compared as their
     mean."""

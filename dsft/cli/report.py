@@ -36,7 +36,7 @@ def run_compare(options: CompareOptions) -> None:
     """
     names = ("base", "json", "format", "metric", "group_by", "seeds")
     given = [name for name in names if getattr(options, name) != getattr(CompareOptions, name, [])]
-    is_card, is_table = options.card or options.against, not {"format", "metric", "group_by"}.isdisjoint(given)
+    is_card, is_table = options.card or options.against, not {"format", "metric"}.isdisjoint(given)
     ignored = [name for name in given if is_card or (is_table and name in ("base", "json"))]
     if ignored:
         reason = "card and against take results as they are" if is_card else "a table has no base, and is no JSON"
@@ -56,9 +56,9 @@ def run_compare(options: CompareOptions) -> None:
         columns, cells = table_of(evaluations, options.metric, options.group_by)
         print(written(columns, cells, metric=options.metric, format=options.format or "markdown"))
         return
-    comparisons = compare_results(evaluations, base=options.base)
+    comparisons = compare_results(evaluations, base=options.base, group_by=options.group_by)
     if options.json:
         print(json.dumps({"comparisons": finite([dataclasses.asdict(comparison) for comparison in comparisons])}))
         return
-    for comparison in comparisons:
-        print_table(comparison.title, comparison.summary())
+    for table in comparisons.tables():
+        print_table(*table)

@@ -18,9 +18,7 @@ from dsft.data.formats import FormattedSource
 from dsft.data.prepare import prepare
 from dsft.errors import UserError, nearest
 from dsft.perplexity.documents import Answers, Documents
-from dsft.perplexity.intervals import Units, ratio_interval
-from dsft.perplexity.results import finite
-from dsft.perplexity.sums import exp
+from dsft.perplexity.results import groups_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 
@@ -78,20 +76,15 @@ class Breakdown:
         for sums, (here, nats, tokens) in zip(self.sums, recorded, strict=True):
             sums.reshape(2, -1)[:, here] += [nats, tokens]
 
-    def report(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the groups with a scored token, by grouping, over all ranks. Collective."""
-        report = {}
+    def report(self) -> tuple[dict[str, list[dict[str, Any]]], dict[str, np.ndarray]]:
+        """Return `groups` and `group_sums` of an Evaluation, over all ranks. Collective."""
+        groups, sums_of = {}, {}
         for grouping, sums in zip(self.groupings, self.sums, strict=True):
-            groups = report[grouping.name] = []
             sums_2DG = sum_over_ranks(torch.from_numpy(sums)).numpy()
-            for label, sums_2D in zip(grouping.labels, np.moveaxis(sums_2DG, 2, 0), strict=True):
-                nats, tokens = sums_2D.sum(axis=1).tolist()
-                if tokens:
-                    units = Units(sums_KU=sums_2D[:, sums_2D[1] > 0], kind="documents")
-                    low, high = ratio_interval(units, 1)
-                    sizes = {"nats": nats, "tokens": int(tokens), "perplexity": exp(nats / tokens)}
-                    groups.append({"group": label} | sizes | {"interval": finite([exp(low), exp(high)])})
-        return report
+            groups[grouping.name], sums_2DG = groups_of(grouping.labels, sums_2DG)
+            if sums_2DG.shape[1] == len(self.windows.document_ends):
+                sums_of[grouping.name] = sums_2DG
+        return groups, sums_of
 
 
 def grouping(

@@ -20,15 +20,16 @@ import numpy as np
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.intervals import in_words, ratio_interval, sign_test, units_of
 from dsft.perplexity.modes import CONTEXT, find_mode
-from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, html_table
+from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, groups_of, html_table
 from dsft.perplexity.sums import exp
 from dsft.runtime.console import print_table, say
 from dsft.units import plural
 
 ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")
 """Fields of a Comparison."""
-HOW_COMPUTED = ("dtype", "attn_implementation")
+HOW_COMPUTED = ("dtype", "attn_implementation", "quantization")
 """Options that change the numbers of one model."""
+RATIO = "perplexity, ratio"
 MOVED = 5
 """Documents shown at each end."""
 PICTURE = "context_curve.png"
@@ -73,6 +74,8 @@ class Comparison:
     base: str
     data: str
     protocol: str | None
+    group: str | None = None
+    """With group_by: whose tokens alone are compared."""
     perplexity_ratio: Estimate | None
     """None over two tokenizers."""
     nats_per_token: Estimate | None
@@ -97,12 +100,13 @@ class Comparison:
     @property
     def title(self) -> str:
         protocol = f" by {self.protocol}" if self.protocol else ""
-        return f"{self.model} against {self.base} on {self.data}{protocol}"
+        group = "" if self.group is None else f", {self.group}"
+        return f"{self.model} against {self.base} on {self.data}{protocol}{group}"
 
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the comparison, for the screen."""
         rows = {
-            "perplexity, ratio": self.perplexity_ratio,
+            RATIO: self.perplexity_ratio,
             "nats per token, difference": self.nats_per_token,
             "bits per byte, difference": self.bits_per_byte,
             "byte perplexity, ratio": self.byte_perplexity_ratio,
@@ -134,7 +138,21 @@ class Comparison:
 
 
 class Comparisons(tuple[Comparison, ...]):
-    """Holds a comparison for each model and data set; a notebook shows them as tables."""
+    """Holds a comparison for each model and data set, or for each of their groups; a notebook shows them as tables."""
+
+    def tables(self) -> list[tuple[str, dict[str, str]]]:
+        """Return titles and rows, for the screen: a table for each comparison, one for all groups of a data set."""
+        tables: dict[str, dict[str, str]] = {}
+        for each in self:
+            rows = each.summary()
+            if each.group is None:
+                tables[each.title] = rows
+                continue
+            name = next(name for name in rows if name in (RATIO, "bits per byte, difference"))
+            of_set = tables.setdefault(replace(each, group="by group").title, {})
+            of_set[each.group] = f"{name} {rows[name]}\n{rows['documents']}"
+            of_set |= {"note on all groups": each.note} if each.note else {}
+        return list(tables.items())
 
     def to_pandas(self) -> Any:
         """Return a pandas.DataFrame with a row for each comparison."""
@@ -152,7 +170,7 @@ class Comparisons(tuple[Comparison, ...]):
         return frame(rows)
 
     def _repr_html_(self) -> str:
-        return "".join(html_table(comparison.title, comparison.summary()) for comparison in self)
+        return "".join(html_table(*table) for table in self.tables())
 
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
@@ -176,16 +194,21 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
     return evaluations
 
 
-def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -> Comparisons:
+def compare_results(
+    evaluations: list[Evaluation], *, base: str | None = None, group_by: str | None = None
+) -> Comparisons:
     """Compare every other model with the base, on each data set of the base.
 
     Args:
         base: name of a model as in its results, or the end of its path; by default the first.
+        group_by: a grouping of the results, each of whose groups is compared by itself.
 
     Raises:
         UserError: where the base is not there, a model has no result on the base's texts, or results cannot be
             compared.
     """
+    if group_by:
+        check_grouping(evaluations, group_by)
     of_model: dict[str, list[Evaluation]] = {}
     for evaluation in named_apart(evaluations):
         of_model.setdefault(evaluation.model, []).append(evaluation)
@@ -215,8 +238,16 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
             refusals = [refusal(reference, item) for item in fitting]
             if all(refusals):
                 problems.append(refusals[0])
-            else:
-                comparisons.append(compare_pair(reference, fitting[refusals.index("")]))
+                continue
+            pair = reference, fitting[refusals.index("")]
+            if group_by is None:
+                comparisons.append(compare_pair(*pair))
+                continue
+            for name, *in_group in shared_groups(pair, group_by, problems):
+                if why := refusal(*in_group):
+                    problems.append(f"group_by={group_by}: {why}")
+                    break
+                comparisons.append(replace(compare_pair(*in_group), group=name))
     raise_if_any(problems)
     # Holm, A simple sequentially rejective multiple test procedure, 1979: the smallest p-value times their number, the
     # next times one less, none smaller than the one before.
@@ -226,6 +257,63 @@ def compare_results(evaluations: list[Evaluation], *, base: str | None = None) -
         adjusted = max(adjusted, min(1.0, (len(order) - rank) * comparisons[place].p_value))
         comparisons[place] = replace(comparisons[place], p_adjusted=adjusted)
     return Comparisons(comparisons)
+
+
+def check_grouping(evaluations: list[Evaluation], group_by: str) -> None:
+    """
+    Raises:
+        UserError: where no result has that grouping.
+    """
+    groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
+    if group_by not in groupings:
+        known = f"have {', '.join(groupings)}" if groupings else "have none"
+        raise UserError(
+            f"group_by={group_by}: no such grouping in these results, which {known}{nearest(group_by, groupings)};"
+            " dsft eval --group_by makes them"
+        )
+
+
+def shared_groups(
+    pair: tuple[Evaluation, Evaluation], group_by: str, problems: list[str]
+) -> list[tuple[str, Evaluation, Evaluation]]:
+    """Return each group that both results have: its name, and the two results as if it held all tokens.
+
+    Args:
+        problems: is appended to where a result has no sums of documents in groups.
+    """
+    lacking = [each for each in pair if group_by not in each.group_sums]
+    problems += [
+        f"group_by={group_by}: the result of {each.model} on {each.data} has no nats of each document in these groups:"
+        " it was evaluated without them, or documents x groups are too many"
+        for each in lacking
+    ]
+    if lacking:
+        return []
+    of_names = []
+    for each in pair:
+        result, groups = each.perplexity, {}
+        nothing_D = np.zeros(result.documents, np.int64)
+        for place, group in enumerate(each.groups[group_by]):
+            nats_D, tokens_D = each.group_sums[group_by][:, :, place]
+            # A document's bytes are known as a whole: those of a group are where it has whole documents alone.
+            is_whole = not ((tokens_D > 0) & (tokens_D != result.document_tokens)).any()
+            in_group = replace(
+                result,
+                nats=group["nats"],
+                tokens=group["tokens"],
+                document_nats=nats_D,
+                document_tokens=tokens_D.astype(np.int64),
+                document_bytes=np.where(is_whole & (tokens_D > 0), result.document_bytes, nothing_D),
+                document_words=np.where(is_whole & (tokens_D > 0), result.document_words, nothing_D),
+                document_pairs=np.zeros((0, result.documents)),
+                block_nats=np.zeros(0),
+                block_tokens=np.zeros(0, np.int64),
+                windows_per_block=0,
+                reported_loss=group["nats"] / group["tokens"],
+            )
+            groups[group["group"]] = replace(each, perplexity=in_group, groups={}, group_sums={})
+        of_names.append(groups)
+    return [(name, *(groups[name] for groups in of_names)) for name in of_names[0] if name in of_names[1]]
 
 
 def named_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
@@ -292,7 +380,14 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
                 document_pairs=np.zeros((0, results[0].documents)),
             )
             losses = tuple(result.reported_loss for result in results)
-            changed = {"model": pattern, "divergence": None, "groups": {}, "model_hash": "", "fingerprint": ""}
+            groups, group_sums = {}, {}
+            for name in first.group_sums:  # of groups that all seeds have
+                labels = [[group["group"] for group in each.groups.get(name, ())] for each in seeds]
+                if all(name in each.group_sums for each in seeds) and all(each == labels[0] for each in labels):
+                    sums_2DG = np.mean([each.group_sums[name] for each in seeds], axis=0)
+                    groups[name], group_sums[name] = groups_of(labels[0], sums_2DG)
+            changed = {"model": pattern, "divergence": None, "model_hash": "", "fingerprint": ""}
+            changed |= {"groups": groups, "group_sums": group_sums}
             means[id(first)] = replace(first, perplexity=mean, seed_losses=losses, **changed)
         # A mean has the place of its first seed.
         kept = [each for each in evaluations if id(each) in means or each.model not in models]
@@ -441,8 +536,8 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
             say("note: no picture of the curve, which needs matplotlib (pip install matplotlib)")
     if len({evaluation.model for evaluation in evaluations}) > 1:
         try:
-            for comparison in compare_results(evaluations):
-                print_table(comparison.title, comparison.summary())
+            for table in compare_results(evaluations).tables():
+                print_table(*table)
         except UserError as error:  # the results stand; only what joins them does not
             for problem in error.problems:
                 say(f"note: not compared: {problem}")

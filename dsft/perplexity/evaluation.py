@@ -63,7 +63,7 @@ HOW_OPTIONS = (
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options of how a result is computed and what is kept of it."""
-SCORING = 6
+SCORING = 7
 """A change of code that changes nats, or what is kept of a result, raises it."""
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 """Whose versions can change nats."""
@@ -255,6 +255,7 @@ def _evaluate_job(
         )
         seconds = time.perf_counter() - start
         difference = verify(model, job.windows, result, config.verify, seed=config.seed) if config.verify else None
+    groups, group_sums = job.breakdown.report() if job.breakdown else ({}, {})
     evaluation = Evaluation(
         perplexity=result,
         model=candidate.name,
@@ -265,7 +266,8 @@ def _evaluate_job(
         zero=zero[0],
         ranks=distributed.world_size(),
         machine=str(machine),
-        groups=job.breakdown.report() if job.breakdown else {},
+        groups=groups,
+        group_sums=group_sums,
         divergence=divergence_of(result, config.reference, histogram) if histogram else None,
         tokens_folder=tokens and str(tokens),
         truncated_documents=job.windows.truncated_documents,

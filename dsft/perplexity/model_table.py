@@ -11,8 +11,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from dsft.errors import UserError, nearest
-from dsft.perplexity.compare import Estimate, named_apart
+from dsft.errors import UserError
+from dsft.perplexity.compare import Estimate, check_grouping, named_apart
 from dsft.perplexity.intervals import LEVEL
 from dsft.perplexity.results import Evaluation
 from dsft.perplexity.sums import exp
@@ -45,13 +45,8 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
         UserError: where no result has that grouping, groups have no such metric, or a cell has two results.
     """
     evaluations = named_apart(evaluations)
-    groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
-    if group_by and group_by not in groupings:
-        known = f"have {', '.join(groupings)}" if groupings else "have none"
-        raise UserError(
-            f"group_by={group_by}: no such grouping in these results, which {known}{nearest(group_by, groupings)};"
-            " dsft eval --group_by makes them"
-        )
+    if group_by:
+        check_grouping(evaluations, group_by)
     below, of_nats = METRICS[metric]
     if group_by and below == "bytes":
         raise UserError(f"metric={metric} and group_by={group_by}: the bytes of a group are not known; leave one out")

@@ -18,7 +18,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,17 @@ import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
-from dsft.perplexity.intervals import Interval, ResultIntervals, in_words, ratio_interval, result_intervals, units_of
+from dsft.perplexity.intervals import (
+    Interval,
+    ResultIntervals,
+    Units,
+    in_words,
+    ratio_interval,
+    result_intervals,
+    units_of,
+)
 from dsft.perplexity.modes import find_mode
-from dsft.perplexity.sums import Perplexity
+from dsft.perplexity.sums import Perplexity, exp
 from dsft.runtime import distributed
 from dsft.runtime.disk import write_json
 from dsft.units import GiB
@@ -111,7 +119,7 @@ class Evaluation:
     machine: str
     """Of the whole job: nodes, ranks and their memory."""
     groups: dict[str, list[dict[str, Any]]]
-    """With group_by: group, nats, tokens and perplexity of each group, by grouping."""
+    """With group_by: group, nats, tokens, perplexity and its interval of each group, by grouping."""
     divergence: Divergence | None
     """With a reference."""
     tokens_folder: str | None
@@ -131,6 +139,9 @@ class Evaluation:
     versions: dict[str, str]
     verified_difference: float | None
     """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
+    group_sums: dict[str, np.ndarray] = field(default_factory=dict)
+    """[2, D, G] nats and tokens of each document in each of `groups`, by grouping; not of one whose documents x groups
+    are too many."""
     seed_losses: tuple[float, ...] = ()
     """`reported_loss` of each seed, where this is the mean of several (`compare.joined_seeds`)."""
     is_known: bool = False
@@ -139,8 +150,8 @@ class Evaluation:
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/modes.py."""
         result = self.perplexity
-        report = {field.name: getattr(self, field.name) for field in fields(self)}
-        del report["perplexity"], report["is_known"], report["seed_losses"]
+        report = {each.name: getattr(self, each.name) for each in fields(self)}
+        del report["perplexity"], report["is_known"], report["seed_losses"], report["group_sums"]
         report["divergence"] = asdict(self.divergence) if self.divergence else None
         report["divergence_intervals"] = self.divergence_intervals
         report |= {name: getattr(result, name) for name in ("perplexity", "nats", "tokens")}
@@ -253,6 +264,22 @@ class Evaluation:
         return html_table(self.title, self.summary())
 
 
+def groups_of(labels: Sequence[str], sums_2DG: np.ndarray) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Return the groups with a scored token as a report has them, and the sums of these alone.
+
+    Args:
+        sums_2DG: nats and tokens of each document; of all together, where documents are too many.
+    """
+    sums_2DG = sums_2DG[:, :, scored_G := sums_2DG[1].any(axis=0)]
+    groups = []
+    for label, sums_2D in zip(np.array(labels, object)[scored_G], np.moveaxis(sums_2DG, 2, 0), strict=True):
+        nats, tokens = sums_2D.sum(axis=1).tolist()
+        low, high = ratio_interval(Units(sums_KU=sums_2D[:, sums_2D[1] > 0], kind="documents"), 1)
+        sizes = {"nats": nats, "tokens": int(tokens), "perplexity": exp(nats / tokens)}
+        groups.append({"group": label} | sizes | {"interval": finite([exp(low), exp(high)])})
+    return groups, sums_2DG
+
+
 Key = tuple[str, str, str]
 """Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
 
@@ -302,7 +329,12 @@ class Results:
             self.reports.pop(key, None)
             self.documents.pop(key, None)
             self.reports[key] = evaluation.report()
-            self.documents[key] = pyarrow.table(evaluation.documents())
+            columns = evaluation.documents()
+            for name, sums_2DG in evaluation.group_sums.items():  # lists in the order of the report's groups
+                ends = np.arange(sums_2DG.shape[1] + 1) * sums_2DG.shape[2]
+                for kind, sums_DG in zip(("nats", "tokens"), sums_2DG, strict=True):
+                    columns[f"{kind}_by_{name}"] = pyarrow.ListArray.from_arrays(ends, sums_DG.ravel())
+            self.documents[key] = pyarrow.table(columns)
             self.folder.mkdir(parents=True, exist_ok=True)
             beside = self.folder / "documents.tmp"
             tables = pyarrow.concat_tables(self.documents.values(), promote_options="default")
@@ -333,9 +365,16 @@ class Results:
             document_pairs=np.array(pairs).reshape(-1, len(table)),
             **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
         )
-        of_evaluation = {field.name: report[field.name] for field in fields(Evaluation) if field.name in report}
-        divergence = report["divergence"] and Divergence(**report["divergence"])
-        return Evaluation(**of_evaluation | {"perplexity": perplexity, "divergence": divergence, "is_known": True})
+        of_evaluation = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
+        of_evaluation["divergence"] = report["divergence"] and Divergence(**report["divergence"])
+        of_evaluation["group_sums"] = {
+            name: np.stack(
+                [table[f"{kind}_by_{name}"].combine_chunks().flatten().to_numpy() for kind in ("nats", "tokens")]
+            ).reshape(2, len(table), -1)
+            for name in report["groups"]
+            if f"nats_by_{name}" in table.column_names and not table[f"nats_by_{name}"].null_count
+        }
+        return Evaluation(**of_evaluation | {"perplexity": perplexity, "is_known": True})
 
     def _read(self) -> None:
         path = self.folder / REPORTS

@@ -18,6 +18,7 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import breakdown, intervals, results, scoring
+from dsft.perplexity.compare import read_evaluations
 
 GROUPINGS = ["domain", "source", "position", "frequency"]
 
@@ -139,6 +140,7 @@ def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(t
     nats, groups = _groups(options)
     report = read_json(tmp_path / "alone" / "perplexity.json")["results"][0]
     assert report["groups"] == groups
+    check_sums_of_documents(tmp_path / "alone")
     tokens = table_of(report["tokens_folder"])
     assert math.fsum(tokens["nats"]) == nats and len(tokens["nats"]) == report["tokens"]
     assert list(tokens) == ["document", "position", "token", "nats"]
@@ -167,6 +169,18 @@ def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(t
     assert math.fsum(table_of(folder)["nats"]) == resumed[0][0] == read_nats(tmp_path / "resumed")
     assert all(math.fsum(row["nats"] for row in rows) == resumed[0][0] for rows in resumed[0][1].values())
     assert parts[0].is_file() and not list(folder.glob("*.tmp"))
+    check_sums_of_documents(tmp_path / "resumed")
+
+
+def check_sums_of_documents(folder) -> None:
+    """Those that are kept of each group add up to the group, and to the documents, to the last bit."""
+    (result,) = read_evaluations([str(folder)])
+    assert list(result.group_sums) == GROUPINGS
+    for name, (nats_DG, tokens_DG) in result.group_sums.items():
+        assert nats_DG.sum(axis=0).tolist() == [group["nats"] for group in result.groups[name]]
+        assert tokens_DG.sum(axis=0).tolist() == [group["tokens"] for group in result.groups[name]]
+        assert (nats_DG.sum(axis=1) == result.perplexity.document_nats).all()
+        assert (tokens_DG.sum(axis=1) == result.perplexity.document_tokens).all()
 
 
 def read_nats(folder) -> float:

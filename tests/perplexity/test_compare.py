@@ -13,7 +13,7 @@ from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
-from dsft.perplexity.results import Evaluation, Results
+from dsft.perplexity.results import Evaluation, Results, groups_of
 from dsft.perplexity.sums import Perplexity
 
 HASHES = {"texts": "t", "tokens": "k", "windows": "w"}
@@ -247,6 +247,84 @@ def test_seeds_of_one_recipe_are_compared_as_their_mean():
     ):
         with pytest.raises(UserError, match=part):
             joined_seeds(seeds, [pattern])
+
+
+def grouped(original: Evaluation) -> Evaluation:
+    """With its odd documents in one domain and the even ones in another, and the first token of each by itself."""
+    result, odd_D = original.perplexity, np.arange(original.perplexity.documents) % 2
+    sums_2D = np.stack([result.document_nats, result.document_tokens])
+    first_2D = np.stack([result.document_nats / result.document_tokens, np.ones(result.documents)])
+    parts = {"domain": [sums_2D * (1 - odd_D), sums_2D * odd_D], "place": [first_2D, sums_2D - first_2D]}
+    made = {name: groups_of(["one", "other"], np.stack(halves, axis=2)) for name, halves in parts.items()}
+    return dataclasses.replace(
+        original,
+        groups={name: groups for name, (groups, _) in made.items()},
+        group_sums={name: sums for name, (_, sums) in made.items()},
+    )
+
+
+def test_a_group_is_compared_as_its_documents_alone_would_be(tmp_path, capsys):
+    results = [grouped(evaluation(f"m{seed}", seed)) for seed in range(3)]
+    for each in [*results, evaluation("plain", 4)]:  # whose documents are rows of the same file
+        Results(tmp_path).add(each)
+    read = read_evaluations([str(tmp_path)])
+    for each, written in zip(read, results, strict=False):
+        assert all((each.group_sums[name] == sums).all() for name, sums in written.group_sums.items())
+    comparisons = compare(*read[:3], group_by="domain")
+    assert [(each.model, each.group) for each in comparisons] == [
+        (model, group) for model in ("m1", "m2") for group in ("one", "other")
+    ]
+    is_odd = np.arange(40) % 2 == 1
+    for each in comparisons:
+        alone = []
+        for name in ("m0", each.model):
+            result = evaluation(name, int(name[1])).perplexity
+            chosen = is_odd == (each.group == "other")
+            columns = ("document_nats", "document_tokens", "document_bytes", "document_words")
+            parts = {column: getattr(result, column)[chosen] for column in columns}
+            nats, tokens = math.fsum(parts["document_nats"]), int(parts["document_tokens"].sum())
+            parts |= {"nats": nats, "tokens": tokens, "reported_loss": nats / tokens}
+            smaller = dataclasses.replace(result, document_pairs=np.zeros((0, 20)), **parts)
+            alone.append(dataclasses.replace(evaluation(name, int(name[1])), perplexity=smaller))
+        expected = comparison_of(*alone)
+        assert (each.better, each.worse, each.p_value) == (expected.better, expected.worse, expected.p_value)
+        for name in ("nats_per_token", "bits_per_byte"):
+            ours, theirs = (vars(getattr(one, name)).values() for one in (each, expected))
+            assert [*ours] == pytest.approx([*theirs], rel=1e-9), (each.group, name)
+    smallest = min(comparisons, key=lambda each: each.p_value)
+    assert smallest.p_adjusted == min(1, 4 * smallest.p_value), "of all four comparisons"
+    for each in results:
+        Results(tmp_path / "three").add(each)
+    run_command("compare", [str(tmp_path / "three"), "--group_by", "domain", "--base", "m0", "--seeds", "m[12]"])
+    assert "m[12] against m0" in (shown := capsys.readouterr().out) and "by group" in shown and "other" in shown
+
+
+def test_groups_that_hold_parts_of_documents_have_no_bytes_and_unknown_ones_are_refused():
+    base, other = (grouped(evaluation(name, seed)) for seed, name in enumerate(("base", "other")))
+    first, rest = compare(base, other, group_by="place")
+    assert first.bits_per_byte is rest.bits_per_byte is None
+    change = other.perplexity.document_nats - base.perplexity.document_nats
+    assert first.nats_per_token.value == pytest.approx((change / base.perplexity.document_tokens).mean())
+    foreign = dataclasses.replace(other, hashes=HASHES | {"tokens": "x"})
+    assert all(each.bits_per_byte and not each.nats_per_token for each in compare(base, foreign, group_by="domain"))
+    for results, group_by, part in (
+        ((base, other), "domian", "no such grouping .* which have domain, place; did you mean 'domain'"),
+        ((base, evaluation("plain", 2)), "domain", "the result of plain .* has no nats of each document"),
+        ((base, foreign), "place", "group_by=place: .*the bytes of the scored text are not known"),
+    ):
+        with pytest.raises(UserError, match=part) as caught:
+            compare(*results, group_by=group_by)
+        assert len(caught.value.problems) == 1
+
+
+def test_two_formats_of_one_model_are_told_apart():
+    results = [
+        evaluation("base", seed, options=OPTIONS | {"dtype": "x", "quantization": name})
+        for seed, name in enumerate(("none", "nf4"))
+    ]
+    comparison = comparison_of(*results)
+    assert (comparison.base, comparison.model) == ("base (none)", "base (nf4)")
+    assert "quantization differs: nf4, the base none" in comparison.note
 
 
 def cut(original: Evaluation) -> Evaluation:
