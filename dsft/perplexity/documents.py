@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -89,13 +89,50 @@ class Texts(Documents):
     prefix: Literal["", "once", "always"] = ""
     """Each document begins with BOS, else EOS, which is context only; "once" where no BOS is there already."""
 
+    def batches(
+        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[Batch]:
+        """Yield short documents whole, many in a batch, and each piece of a long one in a batch of its own."""
+        first, waiting, pieces = 0, [], None
+        for batch in batches:
+            whole: list[Row] = []
+            for row in batch.rows:
+                waiting.append(row)
+                size = sum(len(value) for each in waiting for value in each.values.values() if isinstance(value, str))
+                if size > AT_ONCE and not self.is_wikitext:  # whose pages are rewritten as a whole
+                    if whole:
+                        yield replace(batch, rows=whole, first=first)
+                        first, whole = first + len(whole), []
+                    separator = self.separator if first and self.separator not in ("eos", "none") else ""
+                    pieces = pieces or Pieces(tokenizer, before=separator)
+                if pieces:
+                    for sample in samples_in(replace(batch, rows=waiting), rules, tokenizer):
+                        yield from (replace(batch, rows=[piece], first=first) for piece in pieces.add(text_of(sample)))
+                    waiting = []
+                    if row.ends_document:
+                        yield replace(batch, rows=[pieces.last()], first=first)
+                        first, pieces = first + 1, None
+                elif row.ends_document:
+                    text = "".join(each.values["text"] for each in waiting) if len(waiting) > 1 else None
+                    joined = {"values": {"text": text}, "ends_document": True}
+                    whole.append(row if text is None else waiting[0]._replace(**joined))
+                    waiting = []
+                if self.max_documents is not None and first + len(whole) == self.max_documents:
+                    break
+            if whole:
+                yield replace(batch, rows=whole, first=first)
+                first += len(whole)
+            if first == self.max_documents:
+                return
+
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         """Tokenises a batch.
 
         Raises:
             UserError: with file and line of a row that cannot be used, or where no token can be the prefix.
         """
-        samples = samples_in(batch, rules, tokenizer)
+        is_piece = batch.rows[0].number == 0
+        samples = [] if is_piece else samples_in(batch, rules, tokenizer)
         texts = [text_of(sample) for sample in samples]
         start, end = [], []
         given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
@@ -115,6 +152,11 @@ class Texts(Documents):
         elif self.separator == "eos" and tokenizer.eos_token_id is not None:
             is_closed = self.bos == "auto" and closes_texts(tokenizer)  # by the tokenizer itself
             end = [] if is_closed else [tokenizer.eos_token_id]
+        if is_piece:
+            around = {"special": self.bos == "auto", "start": start, "end": end}
+            tokens = tokens_of_piece(batch.rows[0], tokenizer, rows=1, **around)
+            tokens.trained[: bool(self.prefix) and batch.rows[0].starts_document] = False
+            return tokens
         documents = [
             np.concatenate([np.array(part, np.int32) for part in (start, ids, end if start or ids else [])])
             for ids in encode(tokenizer, given, special=self.bos == "auto")
@@ -149,69 +191,99 @@ def wikitext_rewritten(page: str) -> str:
     return page
 
 
+class Pieces:
+    """Gives one text in pieces that are tokenised apart, cut where its tokens stay as they are, so that memory does not
+    grow with it. They are rows of the number 0, which no row of a source has.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, before: str = ""):
+        """Args: `before`: stands before the text and is no part of it."""
+        self.tokenizer, self.pending, self.longest, self.before = tokenizer, before, AT_ONCE, len(before)
+        self.starts, self.words, self.bytes = True, 1, 0
+        # As `_with_sizes` hashes it whole.
+        self.digest = hashlib.blake2b(
+            b'["Text", {"ends_document": true, "starts_document": true, "text": "', digest_size=8
+        )
+
+    def add(self, text: str) -> Iterator[Row]:
+        """Yield the pieces that are ready."""
+        for start in range(0, len(text), AT_ONCE):
+            self.pending += text[start : start + AT_ONCE]
+            if len(self.pending) > self.longest:
+                cuts = [cut for cut in safe_cuts(self.tokenizer, self.pending) if cut + AROUND < len(self.pending)]
+                self.longest = AT_ONCE if cuts else 2 * len(self.pending)  # a tokenizer may have no such place
+                if cuts:
+                    piece, self.pending = self.pending[: cuts[-1]], self.pending[cuts[-1] :]
+                    yield self._row(piece, ends=False)
+
+    def last(self) -> Row:
+        return self._row(self.pending, ends=True)
+
+    def _row(self, text: str, *, ends: bool) -> Row:
+        counted, self.before = text[self.before :], 0
+        self.words += sum(1 for _ in re.finditer(r"\s+", counted))  # no cut is within blanks
+        self.bytes += len(counted.encode())
+        self.digest.update(json.dumps(counted)[1:-1].encode())
+        values = {"text": text, "bytes": self.bytes, "words": self.words}
+        if ends:
+            self.digest.update(b'"}]')
+            values["hash"] = int.from_bytes(self.digest.digest())
+        row = Row(values, number=0, starts_document=self.starts, ends_document=ends)
+        self.starts = False
+        return row
+
+
+def tokens_of_piece(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, special: bool, start: Sequence[int], end: Sequence[int], rows: int
+) -> Tokens:
+    """Tokenise a piece of `Pieces`.
+
+    Args:
+        special: with the tokens that the tokenizer puts around a text.
+        start, end: of the text, put around these.
+        rows: of the source, that the text is made of; counted where it ends.
+    """
+    values, starts, ends = row.values, row.starts_document, row.ends_document
+    before, after = tokens_around(tokenizer) if special else ([], [])
+    ids = [*(start if starts else ()), *(before if starts else ())]
+    ids += next(encode(tokenizer, [values["text"]], special=False))
+    ids += [*(after if ends else ()), *(end if ends else ())]
+    return Tokens(
+        ids=np.array(ids, np.int32),
+        trained=np.ones(len(ids), bool),
+        ends=np.array([len(ids)] * ends, np.int64),
+        hashes=np.array([values["hash"]] if ends else [], np.uint64),
+        counts=Counter(rows=rows if ends else 0),
+        document_bytes=np.array([values["bytes"]] * ends, np.int64),
+        document_words=np.array([values["words"]] * ends, np.int64),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class JoinedTexts(Documents):
-    """Takes all texts as one document, joined and tokenised once.
-
-    It comes in pieces, cut where the tokens stay as they are, so that memory does not grow with it.
-    """
+    """Takes all texts as one document, joined and tokenised once."""
 
     separator: str = "\n\n"
 
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
-        documents = words = num_bytes = 0
-        pending, longest, starts, batch = [], AT_ONCE, True, None
-        digest = hashlib.blake2b(b'["Text", {"ends_document": true, "starts_document": true, "text": "', digest_size=8)
-
-        def piece(text: str, *, ends: bool) -> Batch:
-            nonlocal words, num_bytes, starts
-            words += sum(1 for _ in re.finditer(r"\s+", text))  # no cut is within blanks
-            num_bytes += len(text.encode())
-            digest.update(json.dumps(text)[1:-1].encode())
-            values = {"text": text, "rows": documents, "bytes": num_bytes, "words": 1 + words}
-            if ends:
-                digest.update(b'"}]')
-                values["hash"] = int.from_bytes(digest.digest())
-            row = Row(values, number=documents, starts_document=starts, ends_document=ends)
-            starts = False
-            return Batch(rows=[row], place=batch.place, position=batch.position)
-
+        documents, pieces, batch = 0, Pieces(tokenizer), None
         for batch in batches:
             ended = accumulate((row.ends_document for row in batch.rows), initial=documents)
             most = math.inf if self.max_documents is None else self.max_documents
             rows = [row for row, before in zip(batch.rows, ended, strict=False) if before < most]
             for row, sample in zip(rows, samples_in(replace(batch, rows=rows), rules, tokenizer), strict=True):
-                pending.append(self.separator * (documents > 0 and row.starts_document) + text_of(sample))
+                text = self.separator * (documents > 0 and row.starts_document) + text_of(sample)
+                yield from (replace(batch, rows=[piece], first=documents) for piece in pieces.add(text))
                 documents += row.ends_document
-            if sum(map(len, pending)) > longest:
-                text = "".join(pending)
-                cuts = [cut for cut in safe_cuts(tokenizer, text) if cut + AROUND < len(text)]
-                longest = AT_ONCE if cuts else 2 * len(text)  # a tokenizer may have no such place
-                if cuts:
-                    yield piece(text[: cuts[-1]], ends=False)
-                pending = [text[cuts[-1] :] if cuts else text]
             if documents == self.max_documents:
                 break
         if documents:
-            yield piece("".join(pending), ends=True)
+            yield replace(batch, rows=[pieces.last()], first=documents)
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        ((values, _, starts, ends),) = batch.rows
-        ids = next(encode(tokenizer, [values["text"]], special=starts and ends))
-        if not (starts and ends):
-            before, after = tokens_around(tokenizer)
-            ids = [*(before if starts else ()), *ids, *(after if ends else ())]
-        return Tokens(
-            ids=np.array(ids, np.int32),
-            trained=np.ones(len(ids), bool),
-            ends=np.array([len(ids)] * ends, np.int64),
-            hashes=np.array([values["hash"]] if ends else [], np.uint64),
-            counts=Counter(rows=values["rows"] if ends else 0),
-            document_bytes=np.array([values["bytes"]] * ends, np.int64),
-            document_words=np.array([values["words"]] * ends, np.int64),
-        )
+        return tokens_of_piece(batch.rows[0], tokenizer, special=True, start=(), end=(), rows=batch.first)
 
 
 @dataclass(frozen=True, kw_only=True)

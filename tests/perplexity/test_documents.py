@@ -123,6 +123,38 @@ def test_a_joined_text_has_the_tokens_of_the_whole_and_comes_in_pieces(tiny, tok
     assert len(list(documents.JoinedTexts().batches(split_in(source, 50), source.rules, tokenizer))) > 5
 
 
+@pytest.mark.parametrize("frame", [None, "<|user|> $A <|end|>"], ids=["plain", "framed"])
+def test_a_long_document_comes_in_pieces_and_has_its_tokens(tiny, tokenizer, tmp_path, monkeypatch, frame):
+    """Among short ones, as a row and as a text file that is read in several rows."""
+    tokenizer = copy.deepcopy(tokenizer)
+    if frame:
+        special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|user|>", "<|end|>")]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=frame, special_tokens=special)
+    long = "\n\n".join(f"{sentence}\n\né" for sentence in sentences(900))
+    assert len(long.encode()) > 2 * PIECE_BYTES
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("a b", long, "", "c", long, long, "d")])
+    (tmp_path / "one.txt").write_text(long)
+    ways = [{"mode": "windows"}, {"mode": "windows", "separator": "||"}, {"mode": "rolling"}, {"max_documents": 5}]
+    ways += [{"mode": "sliding", "scope": "document", "bos": "off"}, {"protocol": "lm-eval"}]
+    whole = [windows_of(path, tokenizer, **how) for how in ways for path in (rows, tmp_path / "one.txt")]
+    monkeypatch.setattr(documents, "AT_ONCE", 4000)
+    monkeypatch.setattr(tokenization, "PIECE", 1000)
+    monkeypatch.setattr(documents, "AROUND", 100)
+    cache = str(tmp_path / "cache")
+    cut = [windows_of(p, tokenizer, **how, data_cache=cache) for how in ways for p in (rows, tmp_path / "one.txt")]
+    for one, other in zip(whole, cut, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.hashes() == other.hashes()
+        assert one.document_ends.tolist() == other.document_ends.tolist()
+        assert np.array_equal(one.scorable, other.scorable) and one.spans.tolist() == other.spans.tolist()
+        assert one.document_bytes.tolist() == other.document_bytes.tolist()
+        assert one.document_words.tolist() == other.document_words.tolist()
+    source = source_of(EvalConfig(model=["unused"], data=[str(rows)]), tokenizer)
+    batches = list(Texts(bos="auto").batches(source.batches(), source.rules, tokenizer))
+    sizes = [len(row.values["text"]) for batch in batches for row in batch.rows]
+    assert max(sizes) < 8000 < len(long) and len(batches) > 12
+    assert [batch.first for batch in batches if not batch.rows[0].number and batch.rows[0].ends_document] == [1, 4, 5]
+
+
 def split_in(source, rows: int):
     """The batches of a source, of so many rows each."""
     for batch in source.batches():
