@@ -6,11 +6,14 @@ dsft train --help [all]           the options of one, in short or all of them
 dsft --version
 """
 
+import dataclasses
+import errno
 import importlib
 import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
@@ -18,6 +21,9 @@ from dsft.config.reader import read_command, read_options, split_flags
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
 from dsft.runtime import quick_imports
 from dsft.runtime.launcher_env import check_environment, unset_single_process_env
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Of an OSError that a full disk, or a quota, gives."""
 
 
 @ends_with_clear_errors
@@ -72,9 +78,18 @@ def run_command(name: str, words: list[str]) -> None:
     try:
         getattr(room, function)(*arguments)
     except OSError as error:  # what a command reads or writes is what its words name
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             raise
-        raise UserError([f"{error.filename}: {error.strerror}; name another file or folder"]) from error
+        path, where = Path(error.filename or ""), f"{error.filename}: " if error.filename else ""
+        options = []  # whose value is the path, or on the way to it
+        for option in dataclasses.fields(command.options) if where else ():
+            value = getattr(arguments[0], option.name)
+            given = Path(value).expanduser() if isinstance(value, str) and value else None
+            if given and (given in (path, *path.parents) or path in given.parents):
+                options.append(f"--{option.name} " if option.kw_only else "")
+        where = f"{options[0] if len(options) == 1 else ''}{where}"
+        way_out = "free some space, or name another disk" if error.errno in FULL else "name another file or folder"
+        raise UserError([f"{where}{error.strerror}; {way_out}"]) from error
 
 
 if __name__ == "__main__":

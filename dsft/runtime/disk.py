@@ -25,6 +25,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(beside, path)
+    except OSError as error:
+        error.filename = str(path)  # which the user knows
+        raise
     finally:
         beside.unlink(missing_ok=True)
 
