@@ -1,12 +1,13 @@
-"""Turns a run, a checkpoint, an adapter or a GGUF file into a plain Hugging Face folder.
+"""Turns a run, a checkpoint, an adapter, a GGUF file or a model packed as MXFP4 into a plain Hugging Face folder.
 
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
     dsft export model-Q4_K_M.gguf unpacked   # a folder that can be trained and evaluated
+    dsft export gpt-oss-120b unpacked        # a folder that ZeRO-3 shards while it loads
     dsft merge runs/lora/final merged        # an adapter into its base
 
 Wherever the names of weights on disk are those in memory, weights pass through memory one file of the result at a time,
-from one of four sources: safetensors, DeepSpeed's shards, an adapter over its base, a GGUF file. Else the full model is
-loaded.
+from one of five sources: safetensors, plain or packed as MXFP4, DeepSpeed's shards, an adapter over its base, a GGUF
+file. Else the full model is loaded.
 
 Beside a language model its package may hold what no text model does: towers for images, layers for several tokens
 (`mtp.*`). They are copied as they are, under their own names, and the folder gets the package's own config
@@ -38,6 +39,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 from transformers import modeling_gguf_pytorch_utils as gguf_files
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
@@ -64,7 +66,7 @@ from dsft.models.model_folder import (
 )
 from dsft.models.package import names_saved
 from dsft.models.pickles import check_weight_files, safe_unpickling
-from dsft.models.quantization import GGUF, cast_weights, unpacking_config
+from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weights import files_of_tensors, load_empty, placed_adapter
@@ -89,6 +91,31 @@ class SafetensorsSource(SafetensorsFiles):
         if not self.dtypes or self.dtypes.keys() - DTYPES_ON_DISK.keys():
             raise NotStreamable(f"{folder} holds {', '.join(sorted(self.dtypes)) or 'no safetensors'}")
         self.dtype = DTYPES_ON_DISK[max(self.dtypes, key=self.dtypes.get)]
+
+
+class Mxfp4Source(SafetensorsFiles):
+    """Gives the weights of a model whose experts are packed as MXFP4, one at a time, unpacked to the numbers that
+    transformers gives them (integrations/mxfp4.py).
+    """
+
+    dtype = torch.bfloat16  # of weights that are not packed
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        for packed in [name for name in self.shapes if name.endswith("_blocks")]:
+            experts, outputs, blocks, num_bytes = self.shapes.pop(packed)
+            name = packed.removesuffix("_blocks")
+            del self.shapes[f"{name}_scales"]
+            self.shapes[name] = (experts, 2 * blocks * num_bytes, outputs)  # two weights in a byte
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self.files:
+            return super().read(name)
+        packed = zip(super().read(f"{name}_blocks"), super().read(f"{name}_scales"), strict=True)
+        unpacked = torch.empty(self.shapes[name], dtype=self.dtype)
+        for expert, (blocks, scales) in enumerate(packed):  # all at once take several times their bytes
+            unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=self.dtype)[0]
+        return unpacked
 
 
 class ShardsSource:
@@ -270,7 +297,9 @@ def export(
                 elif is_gguf(str(folder)):
                     weights = GgufSource(folder, load_model_config(str(folder)))
                 elif base is None and any(folder.glob("*.safetensors")):
-                    weights = SafetensorsSource(folder)
+                    on_disk = quantization_on_disk(load_model_config(described_in(str(folder)), **known))
+                    is_unpacked = on_disk and on_disk.unpacked_by_export
+                    weights = Mxfp4Source(folder) if is_unpacked else SafetensorsSource(folder)
                 else:
                     config = load_model_config(described_in(str(folder)), **known)
                     weights = ShardsSource(step_folder(folder) or folder, config, **known)
@@ -369,7 +398,7 @@ def _merged(adapted: PeftModel) -> PreTrainedModel:
 def _write_streamed(
     folder: Path,
     out: Path,
-    weights: SafetensorsSource | ShardsSource | MergedSource | GgufSource,
+    weights: SafetensorsSource | Mxfp4Source | ShardsSource | MergedSource | GgufSource,
     dtype: str,
     *,
     max_shard_size: str,
@@ -398,6 +427,8 @@ def _write_streamed(
     described = local_folder(base) if base else Path(described_in(str(folder)))
     config = load_model_config(str(described), **known)
     config.dtype = written_dtype
+    if isinstance(weights, Mxfp4Source):
+        del config.quantization_config
     config.save_pretrained(out)
     if is_gguf(str(folder)):  # it describes all of itself; what lies beside it belongs to others
         GenerationConfig.from_model_config(config).save_pretrained(out)

@@ -50,6 +50,8 @@ class Quantization:
     """Devices for which transformers unpacks the weights to the model's dtype while it loads them."""
     unpacked_in_training: bool = False
     """Where adapters are trained or evaluated over it, it is unpacked on every device, while it loads."""
+    unpacked_by_export: bool = False
+    """`dsft export` writes it unpacked, which ZeRO-3 shards while it loads."""
     disk_bytes: int | None = None
     """Of all weights, where they lie on disk in this format and on this machine."""
 
@@ -161,7 +163,7 @@ ON_DISK = {
         # On a CPU transformers has no products for these four. It trains fp8 packed on some GPUs alone, mxfp4 on none.
         Quantization(format="fp8", unpacked_on=("cpu",), unpacked_in_training=True),
         Quantization(format="mxfp8", unpacked_on=("cpu",), unpacked_in_training=True),
-        Quantization(format="mxfp4", unpacked_on=("cpu",), unpacked_in_training=True),
+        Quantization(format="mxfp4", unpacked_on=("cpu",), unpacked_in_training=True, unpacked_by_export=True),
         Quantization(format="fbgemm_fp8", unpacked_on=("cpu",)),
     )
 }

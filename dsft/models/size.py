@@ -238,6 +238,8 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
         return [
             f"model={model}: its weights are quantised ({size.quantization.format}), and transformers loads such a"
             " model whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"
+            + ", or dsft export, which writes a folder of unpacked weights"
+            * size.quantization.unpacked_by_export
         ]
     if size.model_type != "rwkv":
         return []

@@ -1,6 +1,7 @@
 """Trainings over models that are quantised on disk: unpacked while they load, planned so, or refused before."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ from peft import PeftModel
 from quantized import as_fp8, describe, write_certain_model
 from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
+from tiny import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
 from dsft.api import build_model, evaluate
-from dsft.checkpoints.export import merge
+from dsft.checkpoints.export import export, merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models import build
@@ -110,6 +112,15 @@ def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
     for name, blocks in packed.items():
         expected = values[torch.stack((blocks % 16, blocks // 16), dim=-1).long()].flatten(2).transpose(1, 2)
         torch.testing.assert_close(loaded.get_parameter(f"base_model.model.{name}"), expected, check_dtype=True)
+    write_tokenizer(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(export(model, str(tmp_path / "plain")), dtype="auto")
+    assert not hasattr(plain.config, "quantization_config") and plain.dtype == torch.bfloat16
+    for name, weight in plain.named_parameters():
+        named = f"base_model.model.{name}"
+        adapted = f"base_model.model.{name.removesuffix('weight')}base_layer.weight"
+        expected = loaded.get_parameter(adapted if "q_proj.weight" in name else named)
+        torch.testing.assert_close(weight, expected.bfloat16(), rtol=0, atol=0)
+    assert not measure_model(dataclasses.replace(options, model=str(tmp_path / "plain"))).size.quantization
 
 
 @pytest.mark.parametrize("section", [{"quant_method": "fp8", "weight_block_size": [16, 16]}, {"quant_method": "mxfp4"}])
