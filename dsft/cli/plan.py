@@ -6,6 +6,7 @@ Problems of the options are reported before torch is loaded, which takes seconds
 
 import dataclasses
 import json
+import math
 import shutil
 import sys
 import tomllib
@@ -47,19 +48,20 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     problems = [problem for problem in problems if not problem.startswith(not_needed)]
     files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come
     raise_if_any([*problems, *without_second_errors(files, problems)])
-    priced = read_prices(options) if options.cheapest or options.prices else []
-    machines = [machine for machine, _ in priced] or read_machines(options)
+    source, priced = read_prices(options) if options.cheapest or options.prices else ("", [])
+    machines = [] if priced else read_machines(options)
     with quick_imports():
         from dsft.cli.plan_answers import answer, show_cheapest
 
     if priced:
-        show_cheapest(options, training, priced)
+        show_cheapest(options, training, priced, source)
     else:
         answer(options, training, machines, words=tuple(argv))
 
 
-def read_prices(options: PlanOptions) -> list[tuple[Machine, float]]:
-    """Read the machines of `--cheapest`, with the dollars of one GPU for an hour.
+def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | None]]]:
+    """Read where the prices of `--cheapest` are from, and its machines with the dollars of one GPU for an hour, None
+    where there is no price.
 
     Raises:
         UserError: where the file cannot be read, or an entry of it is none.
@@ -72,11 +74,12 @@ def read_prices(options: PlanOptions) -> list[tuple[Machine, float]]:
     if asked := [name for name in questions if getattr(options, name)]:
         raise UserError([f"--cheapest is a question of its own; leave out --{' and --'.join(asked)}"])
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))["machine"]
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        entries = content["machine"]
         if not entries or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("machine is no list of tables")
     except OSError as error:
-        raise UserError([f"--prices {path}: {error.strerror}"]) from None
+        raise UserError([f"--prices {path}: {error.strerror}; name another file"]) from None
     except (KeyError, ValueError) as error:
         raise UserError(
             [f"--prices {path}: {one_line(error)}; write [[machine]] tables like those of {MACHINES}"]
@@ -85,12 +88,15 @@ def read_prices(options: PlanOptions) -> list[tuple[Machine, float]]:
     for number, entry in enumerate(entries, 1):
         dollars = entry.pop("dollars_per_gpu_hour", None)
         unknown = sorted(entry.keys() - hardware)
-        if unknown or not isinstance(dollars, int | float) or not entry.get("gpus"):
-            problem = f"unknown key {unknown[0]}" if unknown else "it needs gpus and dollars_per_gpu_hour"
+        is_price = dollars is None or (type(dollars) in (int, float) and 0 <= dollars < math.inf)
+        if unknown or not is_price or not entry.get("gpus"):
+            problem = f"unknown key {unknown[0]}" if unknown else "it needs gpus, such as 8xH100"
+            if not is_price:
+                problem = f"dollars_per_gpu_hour = {dollars!r} is no price; write a number, or leave it out"
             raise UserError([f"--prices {path}: machine {number}: {problem}"])
         changes = {name: str(value) for name, value in entry.items()}
-        priced.append((read_machines(dataclasses.replace(options, **changes))[0], float(dollars)))
-    return priced
+        priced.append((read_machines(dataclasses.replace(options, **changes))[0], dollars))
+    return str(content.get("source", path)), priced
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:

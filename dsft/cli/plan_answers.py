@@ -204,7 +204,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
             if alike:
                 sources = f"{card} assumed, {', '.join(alike)} have as much memory (--gpu_type); {sources}"
         show_text(f"speeds: {sources}")
-        show_text(choice.reason)
+        show_text("\n".join([choice.sentence, *choice.notes]))
         is_open = offline.options.zero == "auto" and job.optimizer == DEFAULT_OPTIMIZER and not job.size.lora_r
         if plan.fits and is_open and "offload" in plan.zero:
             eight_bit = choose_plan(dataclasses.replace(job, optimizer=EIGHT_BIT), machine).plan
@@ -225,7 +225,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         if ways:
             show_text("what would fit:")
         elif not plan.fits:
-            show_text("nothing that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
+            show_text("no change of options that was tried would fit: more nodes, LoRA, QLoRA, shorter sequences")
         for way, command in zip(ways, commands, strict=True):
             show_text(f"  {command}", is_command=True)
             show_text(f"    {way.plan.label}{speed_text(way.plan, way.machine)}")
@@ -298,11 +298,14 @@ def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Ma
     return run_cost(plan, machine, tokens=tokens, epochs=epochs, steps=steps, dollars=dollars, step_seconds=seconds)
 
 
-def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tuple[Machine, float]]) -> None:
+def show_cheapest(
+    options: PlanOptions, training: TrainConfig, priced: list[tuple[Machine, float | None]], source: str
+) -> None:
     """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest.
 
     Args:
         priced: machines, with the dollars of one GPU for an hour.
+        source: of the prices.
     """
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -322,7 +325,7 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
         rows.append((machine, plan, cost))
     fitting = [row for row in rows if row[1].fits]
     smallest = min(fitting, key=lambda row: row[0].world_size, default=None)
-    cheapest = min(fitting, key=lambda row: row[2].dollars, default=None)
+    cheapest = min((row for row in fitting if row[2].dollars is not None), key=lambda row: row[2].dollars, default=None)
     if options.json:
         print_json(
             [
@@ -334,14 +337,15 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
         how = f"{epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
         how = f"{max_steps:,} steps" if max_steps > 0 else how
         columns = ("", "GPUs", "plan", "peak", "tokens/s", "hours", "dollars", "fits")
-        table = empty_table(columns, caption=f"GiB per GPU; {how}; prices: --prices", **NARROW)
+        table = empty_table(columns, caption=f"GiB per GPU; {how}", **NARROW)
         for row in rows:
             machine, plan, cost = row
             marks = [name for name, best in (("smallest", smallest), ("cheapest", cheapest)) if row is best]
-            numbers = (f"{plan.time.tokens_per_second:,.0f}", f"{cost.hours:,.1f}", f"{cost.dollars:,.0f}")
+            dollars = "-" if cost.dollars is None else f"{cost.dollars:,.0f}"
+            numbers = (f"{plan.time.tokens_per_second:,.0f}", f"{cost.hours:,.1f}", dollars)
             table.add_row(
                 ", ".join(marks),
-                f"{f'{machine.nodes} x ' if machine.nodes > 1 else ''}{machine.ranks_per_node}x{machine.gpu_type}",
+                name_of(machine),
                 f"{plan.zero}{' ckpt' * plan.activation_checkpointing}, {plan.micro_batch} x {plan.accumulation}",
                 f"{plan.device_bytes / GiB:,.1f}",
                 *(numbers if plan.fits else "---"),
@@ -349,8 +353,24 @@ def show_cheapest(options: PlanOptions, training: TrainConfig, priced: list[tupl
             )
         show_text(f"{describe_question(offline.options, job)}\n{describe_model(job.size)}")
         show_table(table)
+        show_text(f"prices (--prices): {source}")
+        best = {"smallest": smallest, "cheapest": cheapest}
+        show_text(
+            "; ".join(
+                f"{mark}: {name_of(machine)}, {cost.hours:,.1f} hours"
+                + ("" if cost.dollars is None else f", {cost.dollars:,.0f} dollars")
+                for mark, (machine, _, cost) in ((mark, row) for mark, row in best.items() if row)
+            )
+            or "none of these machines does the job: --method lora or qlora, or a shorter --seq_len"
+        )
     if not fitting:
         raise SystemExit(NOTHING_FITS)
+
+
+def name_of(machine: Machine) -> str:
+    """As it is asked for: 2 x 8xH100 are two nodes."""
+    nodes = f"{machine.nodes} x " if machine.nodes > 1 else ""
+    return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type}"
 
 
 def describe_question(options: TrainConfig, job: Job) -> str:

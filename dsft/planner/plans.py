@@ -325,25 +325,43 @@ def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | No
     return min(misses, key=lambda plan: shortage(plan, machine), default=None)
 
 
-def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
-    """Say in one sentence why, and in one what the next better configuration would need."""
-    have = (
-        f"available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and"
-        f" {in_gib(machine.host_bytes)} per host"
-    )
+def reason(
+    chosen: Plan,
+    plans: list[Plan],
+    machine: Machine,
+    *,
+    zero: str = "auto",
+    resumes: bool = False,
+    beside_table: bool = False,
+) -> str:
+    """Say in one sentence why.
+
+    Args:
+        beside_table: in at most 25 words, without what a table of plans shows: label, speed, and what the machine has.
+    """
+    label, have = chosen.label, ""
+    if beside_table:
+        label = f"ZeRO {chosen.zero}"
+    else:
+        have = (
+            f"; available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and"
+            f" {in_gib(machine.host_bytes)} per host"
+        )
     if not chosen.fits:
         if zero != "auto":
-            return f"zero={zero} cannot fit: {chosen.label} needs {need(chosen)}; {have}."
-        return f"nothing fits; the closest to fitting is {chosen.label}, which needs {need(chosen)}; {have}."
+            return f"zero={zero} cannot fit: {label} needs {need(chosen)}{have}."
+        if beside_table:
+            return f"nothing fits; {label} comes closest, and needs {need(chosen)}."
+        return f"nothing fits; the closest to fitting is {label}, which needs {need(chosen)}{have}."
     time, speed = chosen.time, ""
-    if chosen.has_time_estimate:
+    if chosen.has_time_estimate and not beside_table:
         seconds = f"{time.step_seconds:.3g} s per step"
         if time.range_seconds:
             least, most = time.range_seconds
             seconds += f" ({least:.3g} to {most:.3g})"
         per_gpu = f", {time.tokens_per_second / machine.world_size:,.0f} per GPU" if machine.has_gpu else ""
         speed = f" ({seconds}, {time.tokens_per_second:,.0f} tokens/s{per_gpu} predicted)"
-    why = f"{chosen.label} is the fastest that fits{speed}"
+    why = f"{label} is the fastest that fits{speed}"
     fastest = max((plan for plan in plans if plan.fits), key=speed_of)
     gain = speed_of(fastest) / speed_of(chosen)
     if gain > 1.01:
@@ -353,16 +371,19 @@ def reason(chosen: Plan, plans: list[Plan], machine: Machine, *, zero: str = "au
             doubt = "predicted, not benchmarked"
         else:
             doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per GPU"
-        why = f"{chosen.label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
+        why = f"{label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
-        why = f"zero={zero} ({'as the resumed run began' if resumes else 'requested'}): {chosen.label} fits{speed}"
-    if chosen.low_headroom:
-        why += ", with little headroom"
-    nearest = nearest_miss(chosen, plans, machine)
+        why = f"zero={zero} ({'as the resumed run began' if resumes else 'requested'}): {label} fits{speed}"
+    return f"{why}{', with little headroom' * chosen.low_headroom}{have}."
+
+
+def faster_with(chosen: Plan, plans: list[Plan], machine: Machine) -> str:
+    """Say in one sentence what the next better configuration would need; empty where there is none."""
+    nearest = nearest_miss(chosen, plans, machine) if chosen.fits else None
     if nearest is None:
-        return f"{why}; {have}."
+        return ""
     gain = speed_of(nearest) / speed_of(chosen)
-    return f"{why}; {have}. With {need(nearest)}, {nearest.label} would fit, {gain:.1f} times as fast."
+    return f"With {need(nearest)}, {nearest.label} would fit, {gain:.1f} times as fast."
 
 
 def need(plan: Plan) -> str:
@@ -371,7 +392,7 @@ def need(plan: Plan) -> str:
         "GPU memory": f"{in_gib(plan.device_bytes + RESERVE_BYTES)} per GPU",
         "host memory": f"{in_gib(plan.host_bytes / HOST_SHARE)} of memory per host",
         "NVMe": f"{in_gib(peak_bytes(plan.terms, 'nvme'))} of NVMe per node",
-        "locked memory": "a higher limit of locked memory (ulimit -l unlimited) for the buffers to NVMe",
+        "locked memory": "unlimited locked memory (ulimit -l) for NVMe",
     }
     return " and ".join(needs[name] for name in plan.limiting_resource.split(" and "))
 

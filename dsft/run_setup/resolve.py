@@ -54,7 +54,7 @@ from dsft.planner.candidates import NO_FP32_SUMS, Job, candidate_names, unmodell
 from dsft.planner.fake_model import Attention, attention_of
 from dsft.planner.gpus import GPUS, gpu_name
 from dsft.planner.optimizers import DEFAULT_OPTIMIZER
-from dsft.planner.plans import Plan, all_plans, choose, reason
+from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
 from dsft.planner.step_time import Speeds
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import (
@@ -83,7 +83,7 @@ from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, r
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.locks import LOCK, in_use, owner_of
 from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
-from dsft.units import PADDED_MULTIPLE, Batch
+from dsft.units import PADDED_MULTIPLE, Batch, in_gib
 
 BUFFER = "zero_optimization.offload_param.buffer_size"
 """Number of a DeepSpeed JSON that may be too small for the model."""
@@ -158,7 +158,12 @@ class Choice:
 
     plan: Plan
     candidates: tuple[Plan, ...]
+    sentence: str
+    """Why, in at most 25 words, beside a table of plans."""
+    notes: tuple[str, ...]
+    """What else is to be known of it: what would be faster with more memory, what is not modelled ..."""
     reason: str
+    """The same by itself: a longer sentence and the notes."""
     speeds: Speeds
 
 
@@ -568,13 +573,22 @@ def choose_plan(
     candidates = all_plans(job, machine, speeds, zero=zero, zero_file=own_file)
     candidates = [plan for plan in candidates if plan.zero not in left_out]
     plan = choose(candidates, machine)
-    why = reason(plan, candidates, machine, zero=zero, resumes=resumes)
+    faster = faster_with(plan, candidates, machine)
+    notes = [faster] if faster else []
     if job.size.quantization and not plan.fits:
-        why += " Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
+        note = "Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
+        if job.size.quantization.unpacked_by_export:
+            plain = dataclasses.replace(job, size=dataclasses.replace(job.size, quantization=None))
+            other = choose_plan(plain, machine).plan
+            fits = f"{other.label} would fit it in {in_gib(other.device_bytes)} per GPU" if other.fits else ""
+            note += (
+                f" dsft export MODEL FOLDER writes it unpacked, and ZeRO-3 shards that: {fits or 'no plan fits it'}."
+            )
+        notes.append(note)
     config = plan.deepspeed_config
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
         because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
-        why += f" Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}."
+        notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}.")
     may_gain = job.dtype == "bfloat16" and job.fp32_accumulation is None and plan.fits and plan.has_time_estimate
     if zero == "auto" and may_gain:
         # How much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word.
@@ -584,12 +598,20 @@ def choose_plan(
         fitting = [other for other in plans if other.fits]
         gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)
         if gain >= WORTH_SAYING:
-            why += (
-                f" {choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in"
-                " bfloat16 (--fp32_accumulation false)."
+            notes.append(
+                f"{choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in bfloat16"
+                " (--fp32_accumulation false)."
             )
-    parts = [why, *unmodelled(job, config)]
-    return Choice(plan=plan, candidates=tuple(candidates), reason=" ".join(parts), speeds=speeds)
+    notes += unmodelled(job, config)
+    how = {"zero": zero, "resumes": resumes}
+    return Choice(
+        plan=plan,
+        candidates=tuple(candidates),
+        sentence=reason(plan, candidates, machine, beside_table=True, **how),
+        notes=tuple(notes),
+        reason=" ".join([reason(plan, candidates, machine, **how), *notes]),
+        speeds=speeds,
+    )
 
 
 def plan_run(

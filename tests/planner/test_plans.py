@@ -28,7 +28,7 @@ from dsft.planner import calibration
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, settings, unmodelled
 from dsft.planner.gpus import GPUS
-from dsft.planner.plans import Plan, all_plans, choose, reason, shortlist
+from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
@@ -186,17 +186,17 @@ def test_what_does_not_fit_names_the_resource_that_binds(configs):
     )
 
 
-def test_the_reason_says_what_the_next_better_plan_would_need(configs):
+def test_a_sentence_says_what_the_next_better_plan_would_need(configs):
     machine = gpus(8, 24)
     chosen, plans = plans_of(configs["8b"], machine, method="full")
-    text = reason(chosen, plans, machine)
+    text = faster_with(chosen, plans, machine)
     assert chosen.fits and "per GPU" in text and "would fit" in text and "times as fast" in text
 
 
-def test_the_plan_that_the_reason_names_is_shown(configs):
+def test_the_plan_that_the_sentence_names_is_shown(configs):
     machine = gpus(8, 80, nodes=2, host=1000)
     chosen, plans = plans_of(configs["70b"], machine, method="lora")
-    (named,) = re.findall(r"per (?:GPU|host), (ZeRO .*?) would fit", reason(chosen, plans, machine))
+    (named,) = re.findall(r"per (?:GPU|host), (ZeRO .*?) would fit", faster_with(chosen, plans, machine))
     assert named in [plan.label for plan in shortlist(chosen, plans, machine)]
 
 
@@ -776,11 +776,15 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     prices.write_text(
         '[[machine]]\ngpus = "1x4090"\nhost_memory = "64GB"\ndollars_per_gpu_hour = 0.1\n'
         '[[machine]]\ngpus = "8xH100"\ndollars_per_gpu_hour = 2\n[[machine]]\ngpus = "8xA100-80GB"\n'
-        "dollars_per_gpu_hour = 0.5\n"
+        'dollars_per_gpu_hour = 0.5\n[[machine]]\nnodes = "2"\ngpus = "8xH100"\n'  # without a price
     )
     out = run_plan(capsys, *words, "--prices", str(prices))
-    lines = {name: line for line in out.splitlines() for name in ("4090", "H100", "A100") if f"x{name}" in line}
-    assert "no:" in lines["4090"] and "smallest" in lines["H100"] and "cheapest" in lines["A100"]
+    *table, last = out.splitlines()
+    lines = {name: next(line for line in table if name in line) for name in ("1x4090", "8xH100", "8xA100", "2 x 8xH")}
+    assert "no:" in lines["1x4090"] and "smallest" in lines["8xH100"] and "cheapest" in lines["8xA100"]
+    assert " - " in lines["2 x 8xH"] and "yes" in lines["2 x 8xH"], "hours, and no dollars"
+    assert last.startswith("smallest: 8xH100, ") and "; cheapest: 8xA100-80GB, " in last and "dollars" in last
+    assert len(last.split()) <= 25
     batch = ("--global_batch_size", "64", "--per_device_train_batch_size", "1", "--seq_len", "1024")
     limited = json.loads(
         run_plan(capsys, *words, "--prices", str(prices), *batch, "--max_steps", "10", "--json")
@@ -789,6 +793,11 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     assert {row["cost"]["tokens"] for row in limited} == {10 * 64 * 1024}
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
+        ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),
+        *(
+            (f"[[machine]]\ngpus = '1xH100'\ndollars_per_gpu_hour = {price}\n", (), "is no price; write a number")
+            for price in ("nan", "inf", "-1", "true", "'2'")
+        ),
         ("[machine]\ngpus = '1xH100'\n", (), "prices.toml: machine is no list of tables"),
         ("machine = []\n", (), "prices.toml: machine is no list of tables"),
         ("", ("--longest",), "--cheapest is a question of its own; leave out --longest"),

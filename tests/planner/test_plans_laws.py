@@ -20,7 +20,7 @@ from dsft.models.size import empty_model, model_size
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job, candidate_names
 from dsft.planner.gpus import GPUS
-from dsft.planner.plans import ROOMY, WORTH_IT, all_plans, choose, reason, shortage
+from dsft.planner.plans import ROOMY, WORTH_IT, all_plans, choose, faster_with, reason, shortage
 from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, in_gib
@@ -121,7 +121,9 @@ def check_choice(job: Job, machine: Machine) -> None:
 def check_sentences(job: Job, machine: Machine) -> None:
     plans = plans_of(job, machine)
     chosen = choose(plans, machine)
-    text = reason(chosen, plans, machine)
+    beside_table = reason(chosen, plans, machine, beside_table=True)
+    assert len(beside_table.split()) <= 25 and "available" not in beside_table, beside_table
+    text = f"{reason(chosen, plans, machine)} {faster_with(chosen, plans, machine)}".rstrip()
     assert chosen.label in text and f"{in_gib(machine.device_bytes)} per GPU" in text
     assert text.startswith("nothing fits") == (not chosen.fits)
     if not chosen.fits:
