@@ -22,6 +22,7 @@ from dsft.planner.calibration import (
     to_carry,
 )
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
+from dsft.planner.plans import RESERVE_BYTES
 from dsft.planner.step_time import ASSUMED, Speeds, speeds_of
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, this_machine
@@ -158,25 +159,20 @@ def attention_flops(place: torch.device) -> float:
 
 def outside_memory(setting: Setting) -> Iterator[Row]:
     """Measure what a GPU holds beyond torch's allocator: the context, then each communicator. Later plans use it."""
-    others, context, *after = measure_outside(setting.ranks)
-    taken = [count - context for count in after]
+    others, *held = measure_outside(setting.ranks)  # of the context, then with one, two and three communicators
     claims = setting.has_gpu and not others
     if others:
         yield Row(claim="no other program holds GPU memory", measured=f"{in_gib(others)} are held", ok=False)
+    assumed = [ASSUMED.total_bytes(communicators) + RESERVE_BYTES for communicators in range(len(held))]
     yield Row(
-        claim="the context takes at most what is assumed",
-        predicted=in_gib(ASSUMED.context_bytes) if claims else "",
-        measured=in_gib(context),
-        ok=context <= ASSUMED.context_bytes if claims else None,
+        claim="the context, with 0 to 3 communicators, takes at most what is assumed and the reserve",
+        predicted=", ".join(map(in_gib, assumed)) if claims else "",
+        measured=", ".join(map(in_gib, held)),
+        ok=all(map(operator.le, held, assumed)) if claims else None,
     )
-    if taken:
-        yield Row(
-            claim="one, two and three communicators take at most what is assumed",
-            predicted=", ".join(map(in_gib, ASSUMED.communicators_bytes)) if claims else "",
-            measured=", ".join(map(in_gib, taken)),
-            ok=all(map(operator.le, taken, ASSUMED.communicators_bytes)) if claims else None,
-        )
     if claims:
+        context, *after = held
+        taken = [count - context for count in after]
         machine, dtype = this_machine(ranks_per_node=setting.ranks), resolve_dtype("auto")
         path = keep("outside", gpus_key(machine), {"context_bytes": context, "communicators_bytes": taken})
         planned = speeds_for(machine, dtype=dtype).outside

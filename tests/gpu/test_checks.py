@@ -40,7 +40,7 @@ def setting(tmp_path):
     return Setting(folder=str(tmp_path), ranks=2, has_gpu=False, tiny=True)
 
 
-def run_json(kind: str = "dense", **ratios: float) -> dict:
+def run_json(kind: str = "dense", host_seconds: float = 0.1, **ratios: float) -> dict:
     """A run.json whose figures were measured at these ratios of the plan."""
     figures = {
         "GPU memory allocated": 10 * GiB,
@@ -54,7 +54,8 @@ def run_json(kind: str = "dense", **ratios: float) -> dict:
     }
     log = [{"loss": 3.0, "mfu": 0.41}]
     results = {"plan_check": {"after 3 steps": {}, "over the full training": check}, "log": log}
-    return {"results": results, "plan": {"reason": "asked for", "time": {"kind": kind}}}
+    time = {"kind": kind, "compute_seconds": 1.0, "host_seconds": host_seconds}
+    return {"results": results, "plan": {"reason": "asked for", "time": time}}
 
 
 def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
@@ -66,6 +67,8 @@ def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
     assert {row.ok for row in compared(run_json(gpu=1.2, reserved=1, host=1.0, time=1.3), tiny=True)} == {None, True}
     *_, time = compared(run_json("offloaded", gpu=1, reserved=1, host=1.0, time=9.0), tiny=False)
     assert time.ok is None and "no claim" in time.claim, "steps of this kind have no range"
+    *_, time = compared(run_json(host_seconds=1.1, gpu=1, reserved=1, host=1.0, time=0.5), tiny=False)
+    assert time.ok is None and "no claim" in time.claim, "the host's processor may be faster than the plan's"
 
 
 def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():
