@@ -1,6 +1,6 @@
 """Rows of `perplexity_speed.py` beyond one pass over one model: KL to a reference, comparisons, and large corpora.
 
-    python benchmarks/perplexity_speed.py --rows kl comparison corpus --out scale.json
+    python benchmarks/perplexity_speed.py --rows kl comparison corpus files --out scale.json
 
 - KL: one launch of both models over the same tiles, beside what is usual: a pass that saves the reference's logits
   (float32, a file for each window), and a pass that reads them. CPU milliseconds per token, memory, and bytes on disk.
@@ -9,6 +9,9 @@
   text, four bytes a token, in documents of 500 tokens in the mean. Tokens are random, in a store as preparation writes
   it. Seconds until the first forward, and the peak of private memory (RssAnon, sampled) above that before the start,
   the same on every rank; pages of the mapped files are the system's cache.
+- Files: the same from a file of text that is not prepared: one row of 100 MiB, 300 MiB of rows and of plain text, and
+  protocol gptq over 15 and 30 MiB. Text is the lines of `--corpus_text` in a random order, again and again. Memory is
+  that of the process and of the workers that tokenise, together.
 
 Each measurement is a process of its own, forked.
 """
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
@@ -189,14 +193,14 @@ class Enough(Exception):
     """Ends an evaluation after its first batches."""
 
 
-def options_of(model: Path, tokenizer: str, file: Path, mode: str) -> EvalConfig:
-    options = {"model": [str(model)], "tokenizer": tokenizer, "data": [str(file)], "mode": mode, "seq_len": SEQ_LEN}
+def options_of(model: Path, tokenizer: str, file: Path, **how: str) -> EvalConfig:
+    options = {"model": [str(model)], "tokenizer": tokenizer, "data": [str(file)], "seq_len": SEQ_LEN} | how
     cache = str(file.parent / "cache")
     return EvalConfig(**options, batch_tokens=BATCH_TOKENS, data_cache=cache, dtype="float32")
 
 
 def to_the_first_batches(options: EvalConfig, memory: Callable[[str], int]) -> dict:
-    """Evaluate a corpus that is prepared until its first batches are scored, as `dsft eval` does.
+    """Evaluate a corpus until its first batches are scored, as `dsft eval` does.
 
     Returns: seconds until the first forward, and the most private memory until the last of the first batches.
 
@@ -213,8 +217,12 @@ def to_the_first_batches(options: EvalConfig, memory: Callable[[str], int]) -> d
         return score(*batch)
 
     def watch() -> None:
-        while not done.wait(0.005):
-            peak[0] = max(peak[0], memory("RssAnon"))
+        while not done.wait(0.02):
+            workers = 0
+            for child in psutil.Process().children():  # that tokenise
+                with contextlib.suppress(OSError, StopIteration):  # it has ended
+                    workers += memory("RssAnon", child.pid)
+            peak[0] = max(peak[0], memory("RssAnon") + workers)
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -263,6 +271,50 @@ def write_prepared(options: EvalConfig, mebibytes: int, largest_id: int) -> dict
     return {}
 
 
+def write_small_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write the config.json of a model that takes no time."""
+    sized = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=SEQ_LEN, **sized).save_pretrained(folder)
+    return folder / "config.json"
+
+
+FILES = (
+    ("one row of jsonl", 100, {"mode": "windows"}),
+    ("one row of jsonl", 100, {"mode": "rolling"}),
+    ("jsonl", 300, {"mode": "windows"}),
+    ("txt", 300, {"mode": "windows"}),
+    ("txt", 15, {"protocol": "gptq"}),
+    ("txt", 30, {"protocol": "gptq"}),
+)
+"""Kind of file, MiB of text, and how it is scored."""
+LINES_OF_ROW = 10
+
+
+def file_rows(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, text: str, apart: Callable, memory: Callable[[str], int]
+) -> list[dict]:
+    """Measure each of FILES. Args: `text`: whose lines the files are of."""
+    model, rows, lines = write_small_model(folder / "small", tokenizer), [], text.splitlines(keepends=True)
+    for kind, mebibytes, how in FILES:
+        here = folder / f"file-{len(rows)}"
+        here.mkdir()
+        path, rng, size = here / f"corpus.{kind.split()[-1]}", np.random.default_rng(0), 0
+        with path.open("w", encoding="utf-8") as file:
+            if kind == "one row of jsonl":
+                file.write('{"text": "')
+            while size < mebibytes * 2**20:
+                taken = "".join(lines[place] for place in rng.integers(0, len(lines), LINES_OF_ROW))
+                size += len(taken.encode())
+                row = {"jsonl": json.dumps({"text": taken}) + "\n", "txt": taken}
+                file.write(row.get(kind, json.dumps(taken)[1:-1]))
+            if kind == "one row of jsonl":
+                file.write('"}\n')
+        measured = apart(to_the_first_batches, options_of(model, tokenizer.name_or_path, path, **how), memory)
+        rows.append({"file": kind, "mebibytes": mebibytes} | how | measured)
+        shutil.rmtree(here)
+    return rows
+
+
 def corpus_rows(
     sizes: list[int], folder: Path, tokenizer: PreTrainedTokenizerBase, apart: Callable, memory: Callable[[str], int]
 ) -> list[dict]:
@@ -272,16 +324,13 @@ def corpus_rows(
         sizes: of the text, in MiB.
         apart: calls a function in a process of its own.
     """
-    model = folder / "small"
-    sized = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=SEQ_LEN, **sized).save_pretrained(model)
-    rows = []
+    model, rows = write_small_model(folder / "small", tokenizer), []
     for mebibytes in sizes:
         here = folder / f"corpus-{mebibytes}"
         here.mkdir()
         file = write_file(here / "corpus.jsonl", mebibytes)
         for mode in MODES:
-            options = options_of(model / "config.json", tokenizer.name_or_path, file, mode)
+            options = options_of(model, tokenizer.name_or_path, file, mode=mode)
             apart(write_prepared, options, mebibytes, len(tokenizer) - 1)
             rows.append({"mebibytes": mebibytes, "mode": mode} | apart(to_the_first_batches, options, memory))
         shutil.rmtree(here)

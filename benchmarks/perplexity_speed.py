@@ -71,6 +71,7 @@ from perplexity_scale import (
     another,
     comparison_seconds,
     corpus_rows,
+    file_rows,
     saved_logits_kl,
     shares_by_kind,
     slope,
@@ -94,7 +95,7 @@ from dsft.units import IGNORED
 
 WINDOW = 512
 MIB = 1024**2
-ROWS = ("speed", "zero", "profile", "kl", "comparison", "corpus")
+ROWS = ("speed", "zero", "profile", "kl", "comparison", "corpus", "files")
 KL_WAYS = ("tiles", "saved logits")
 TITLES = {
     "dsft": "dsft, batch_tokens {}",
@@ -150,6 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--corpus_mib", nargs="+", type=int, default=[10, 100, 500, 1024], help="sizes of text (default: %(default)s)"
     )
+    parser.add_argument("--corpus_text", type=Path, help="text of the rows `files`; by default the demo corpus")
     parser.add_argument(
         "--compared_documents", nargs="+", type=int, default=[100, 2000, 100_000], help="(default: %(default)s)"
     )
@@ -385,8 +387,9 @@ def resident_bytes_set_back() -> int:
     return status_bytes("VmRSS")
 
 
-def status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+def status_bytes(field: str, process: int | str = "self") -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
@@ -493,6 +496,10 @@ def scale_rows(
         rows["corpus"] = corpus_rows(args.corpus_mib, folder, tokenizer, apart, status_bytes)
         if len(args.corpus_mib) > 1:
             rows["corpus_slope"] = {mode: slope(rows["corpus"], mode) for mode in ("windows", "rolling")}
+    if "files" in args.rows:
+        apart = functools.partial(call_apart, verbose=args.verbose)
+        text = (args.corpus_text or folder / "demo/corpus/train.jsonl").read_text(encoding="utf-8")
+        rows["files"] = file_rows(folder, tokenizer, text, apart, status_bytes)
     return rows
 
 
@@ -719,6 +726,16 @@ def print_scale(scale: dict) -> None:
                 f"| {row['mebibytes']:,} | {row['mode']} | {row['seconds_to_first_batch']:.2f} |"
                 f" {row['cpu_seconds']:.2f} | {row['private_bytes'] / MIB:.0f} |"
             )
+    if "files" in scale:
+        print("\n**Files, until the first batches**\n")
+        print("| file | MiB of text | how | s to the first | CPU s | private MiB |")
+        print("|---|---|---|---|---|---|")
+        for row in scale["files"]:
+            print(
+                f"| {row['file']} | {row['mebibytes']} | {row.get('mode') or row['protocol']} |"
+                f" {row['seconds_to_first_batch']:.0f} | {row['cpu_seconds']:.0f} | {row['private_bytes'] / MIB:.0f} |"
+            )
+    if "corpus" in scale:
         for mode, value in scale.get("corpus_slope", {}).items():
             print(f"\nSlope ({mode}): {value:.4f} bytes of memory for each byte of text.")
 
@@ -792,7 +809,7 @@ def main() -> None:
     begun = time.time()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if not (args.tokenizer and args.text and args.documents):
+        if not (args.tokenizer and args.text and args.documents and args.corpus_text):
             write_demo_data(folder / "demo")
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder / "demo/model")
         model = args.model or write_default_model(folder / "model", args.vocab_size)
