@@ -289,7 +289,7 @@ def test_a_group_is_compared_as_its_documents_alone_would_be(tmp_path, capsys):
         expected = comparison_of(*alone)
         assert (each.better, each.worse, each.p_value) == (expected.better, expected.worse, expected.p_value)
         for name in ("nats_per_token", "bits_per_byte"):
-            ours, theirs = (vars(getattr(one, name)).values() for one in (each, expected))
+            ours, theirs = (vars(getattr(comparison, name)).values() for comparison in (each, expected))
             assert [*ours] == pytest.approx([*theirs], rel=1e-9), (each.group, name)
     smallest = min(comparisons, key=lambda each: each.p_value)
     assert smallest.p_adjusted == min(1, 4 * smallest.p_value), "of all four comparisons"

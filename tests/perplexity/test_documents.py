@@ -142,12 +142,12 @@ def test_a_long_document_comes_in_pieces_and_has_its_tokens(tiny, tokenizer, tmp
     monkeypatch.setattr(documents, "AROUND", 100)
     cache = str(tmp_path / "cache")
     cut = [windows_of(p, tokenizer, **how, data_cache=cache) for how in ways for p in (rows, tmp_path / "one.txt")]
-    for one, other in zip(whole, cut, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist() and one.hashes() == other.hashes()
-        assert one.document_ends.tolist() == other.document_ends.tolist()
-        assert np.array_equal(one.scorable, other.scorable) and one.spans.tolist() == other.spans.tolist()
-        assert one.document_bytes.tolist() == other.document_bytes.tolist()
-        assert one.document_words.tolist() == other.document_words.tolist()
+    for uncut, in_pieces in zip(whole, cut, strict=True):
+        assert uncut.tokens.tolist() == in_pieces.tokens.tolist() and uncut.hashes() == in_pieces.hashes()
+        assert uncut.document_ends.tolist() == in_pieces.document_ends.tolist()
+        assert np.array_equal(uncut.scorable, in_pieces.scorable) and uncut.spans.tolist() == in_pieces.spans.tolist()
+        assert uncut.document_bytes.tolist() == in_pieces.document_bytes.tolist()
+        assert uncut.document_words.tolist() == in_pieces.document_words.tolist()
     source = source_of(EvalConfig(model=["unused"], data=[str(rows)]), tokenizer)
     batches = list(Texts(bos="auto").batches(source.batches(), source.rules, tokenizer))
     sizes = [len(row.values["text"]) for batch in batches for row in batch.rows]
