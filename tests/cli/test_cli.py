@@ -1,5 +1,7 @@
+import errno
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +12,8 @@ from tiny import ARCHITECTURES
 
 from dsft import errors
 from dsft.cli.commands import COMMANDS, Command, PlanOptions
-from dsft.cli.main import main
+from dsft.cli.main import main, run_command
+from dsft.errors import UserError
 from dsft.quickstart.make_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
 from dsft.runtime import distributed
 
@@ -208,3 +211,21 @@ def test_another_system_than_linux_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan"])
     assert ended.value.code == 2 and "runs on Linux only, and this is darwin" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_named_with_its_option(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    card = tmp_path / "file" / "card.json"
+    monkeypatch.setattr("dsft.cli.report.read_evaluations", lambda _: [])
+    with pytest.raises(UserError, match=f"^--card {tmp_path}/file: File exists; name another file or folder$"):
+        run_command("compare", ["results", "--card", str(card)])
+    with pytest.raises(UserError, match=f"^{tmp_path}/file/demo/corpus: Not a directory; name another file or folder$"):
+        run_command("demo-data", [f"{tmp_path}/file/demo"])  # which no option names
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("dsft.runtime.disk.os.replace", full)
+    with pytest.raises(UserError, match=r"^--card .*/card.json: No space left on device; free some space, or name"):
+        run_command("compare", ["results", "--card", str(tmp_path / "card.json")])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing half written is left"
