@@ -6,6 +6,7 @@ and when it exits.
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -34,8 +35,18 @@ from dsft.runtime.locks import LOCK
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 """One object for each time that training logs."""
+SAMPLE = ("eval_prompt_{}", "eval_answer_{}")
+"""Names of the texts of a sample in the log of an evaluation, by its number from 1 (the option generate_samples)."""
 WEIGHTS_ONLY = "resume_weights_only"
 """The option, as the reason of what follows from it."""
+
+
+def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the samples in an entry of the log: (prompt, answer)."""
+    names = ([name.format(number) for name in SAMPLE] for number in itertools.count(1))
+    return [
+        (entry[prompt], entry[answer]) for prompt, answer in itertools.takewhile(lambda pair: pair[1] in entry, names)
+    ]
 
 
 def check_output_dir(config, problems: list[str]) -> None:

@@ -147,6 +147,31 @@ class ConvertOptions:
 
 
 @dataclass
+class ChatOptions:
+    """Chat: with which model, and how it answers."""
+
+    model: str
+    """A run's folder, a checkpoint, an adapter, an exported folder or a hub id."""
+    _: KW_ONLY
+    prompt: str | None = None
+    """One turn: the answer is printed, and nothing else."""
+    system: str | None = None
+    """What the model is told before the first turn, where its template has a place for it."""
+    max_new_tokens: int = 512
+    """Longest answer, in tokens."""
+    temperature: float = 0.0
+    """Of the distribution that tokens are drawn from; 0 always takes the likeliest."""
+    chat_template: str | None = None
+    """A Jinja file or a preset such as chatml in place of the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of computation; auto is bfloat16 on a GPU that has it, float32 elsewhere."""
+    trust_remote_code: bool = False
+    """Run code that a model repository brings along."""
+    trust_checkpoint: bool = False
+    """Read pickles that ask for other classes than checkpoints hold: they may run any code."""
+
+
+@dataclass
 class FolderOptions:
     """Folder: the one to look at, or to write."""
 
@@ -318,6 +343,7 @@ COMMANDS = {
         "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.checkpoints:run_export", ExportOptions
     ),
     "merge": Command("an adapter merged into its base model", "dsft.cli.checkpoints:run_merge", ExportOptions),
+    "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.chat:run", ChatOptions),
     "completion": Command(
         "the script with which bash, zsh or fish completes commands",
         "dsft.cli.help:print_completion",

@@ -40,6 +40,7 @@ PHASES = {
     "always": "always",
     "compute": "forward and backward",
     "step": "optimizer step",
+    "sample": "generating samples",
     "save": "saving",
     "load": "loading",
 }

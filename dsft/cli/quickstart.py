@@ -117,7 +117,7 @@ def write_answers(folder: Path) -> None:
     """Write what the models before and after LoRA answer to the same held-out questions, beside their perplexities."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dsft.models.tokenizer import generate
+    from dsft.models.tokenizer import generate, text_ids
     from dsft.report.runs import ANSWERS
     from dsft.runtime.console import set_up_screen
 
@@ -126,8 +126,10 @@ def write_answers(folder: Path) -> None:
     questions = sorted(rows, key=lambda row: len(row["prompt"]))[:NUM_QUESTIONS]
     answers = {}
     for when, model in {"before LoRA": "runs/full/final", "after LoRA": "merged"}.items():
-        loaded = AutoModelForCausalLM.from_pretrained(folder / model), AutoTokenizer.from_pretrained(folder / model)
-        answers[when] = [generate(*loaded, row["prompt"], max_new_tokens=30) for row in questions]
+        loaded, tokenizer = (auto.from_pretrained(folder / model) for auto in (AutoModelForCausalLM, AutoTokenizer))
+        answers[when] = [
+            generate(loaded, tokenizer, text_ids(tokenizer, row["prompt"]), max_new_tokens=30) for row in questions
+        ]
     with (folder / "perplexity" / ANSWERS).open("w", encoding="utf-8") as file:
         for number, row in enumerate(questions):
             given = {when: " ".join(texts[number].split()) for when, texts in answers.items()}

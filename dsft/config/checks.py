@@ -14,10 +14,11 @@ MOST = 10**9
 """Of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there."""
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     shuffle_buffer"""
-AT_LEAST_1 = "lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor"
+AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor
+    max_new_tokens"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
-    eval_delay verify steps_per_print"""
+    eval_delay verify steps_per_print generate_samples temperature"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     # Lengths and sequences of a step are kept in memory.
@@ -97,6 +98,8 @@ def _check_training(options: TrainConfig) -> list[str]:
             )
         if options.batch_tokens is not None:
             problems.append("streaming and batch_tokens cannot be combined; use packing")
+    if options.generate_samples and not options.has_held_out:
+        problems.append("generate_samples: samples are made at evaluations; give eval_data or eval_fraction")
     if options.global_batch_size and "gradient_accumulation_steps" in training:
         problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
     if options.batch_tokens is not None:

@@ -176,6 +176,9 @@ class TrainDataFields(DataFields):
     """Split of a hub data set given as eval_data."""
     eval_fraction: float = 0.0
     """Share of the rows of `data` held out (seeded) where eval_data is not given."""
+    generate_samples: int | list[str] = 0
+    """Prompts that are answered at each evaluation, in up to 64 tokens and always with the likeliest, or how many of
+    the held-out set: printed, logged and in the report. Under ZeRO-3 each rank then gathers all weights once."""
     data_weights: list[float] = field(default_factory=list)
     """One for each entry of `data`: its share of the sequences of an epoch, which has as many as all sources
     together."""

@@ -22,18 +22,19 @@ from dsft.data.batches import (
     padding_share,
     sequences_of,
 )
+from dsft.data.chats import TEMPLATE_ERRORS
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
 from dsft.data.sources import HeldOut, find_sources
 from dsft.data.store import FACTS, Store
 from dsft.data.tokenization import stop_tokens, tokenise
-from dsft.errors import UserError
-from dsft.models.tokenizer import split_tokens
+from dsft.errors import UserError, one_line
+from dsft.models.tokenizer import chat_ids, split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
-from dsft.units import Batch, plural
+from dsft.units import IGNORED, Batch, plural
 
 ROW_NOTES = {
     "dropped_bad": "left out as bad: {rows} of {source}; the first: {first}",
@@ -50,6 +51,8 @@ ROW_NOTES = {
 """Count of a store -> what became of rows that are not trained as they stand in the data."""
 WARNED_SHARE = 0.01
 """Of the rows: where more are too long and dropped, a note warns."""
+LONGEST_BEGINNING = 32
+"""Tokens of a held-out text that a sample continues."""
 CHECKED_ROWS = 50
 """Of each source, read and tokenised before anything else is done."""
 
@@ -95,6 +98,69 @@ def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase)
     return stop_tokens(tokenizer) if has_chats else []
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What the model answers at each evaluation, as text and as tokens."""
+
+    text: str
+    ids: list[int]
+
+
+def sample_prompts(
+    config: TrainConfig,
+    data: list[FormattedSource],
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequences | None = None,
+) -> list[Prompt]:
+    """Lists the prompts of `generate_samples`. A text is a user's turn where the data are chats.
+
+    Args:
+        held_out: of which, where the option is a number, so many are taken, evenly spread: what stands before the first
+            token that is trained, or the beginning of a text.
+
+    Raises:
+        TEMPLATE_ERRORS: the chat template cannot render a prompt.
+    """
+    if isinstance(config.generate_samples, list):
+        in_chats = tokenizer.chat_template and any(Chat in each.rules.forms for each in data)
+        return [
+            Prompt(
+                text,
+                chat_ids(tokenizer, [{"role": "user", "content": text}]) if in_chats else text_ids(tokenizer, text),
+            )
+            for text in config.generate_samples
+        ]
+    prompts, number = [], min(config.generate_samples, len(held_out or ()))
+    for index in np.linspace(0, len(held_out) - 1, number).astype(int) if number else ():
+        sequence = held_out[index]
+        first = int(np.argmax(sequence["labels"] != IGNORED))
+        if first <= 1:  # of a text all is trained
+            first = min(LONGEST_BEGINNING, len(sequence["labels"]) // 2)
+        ids = sequence["input_ids"][:first].tolist()
+        prompts.append(Prompt(tokenizer.decode(ids, skip_special_tokens=True).strip(), ids))
+    return prompts
+
+
+def check_prompts(
+    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> list[str]:
+    """Lists why the texts of `generate_samples` cannot be prompts of a model with so many positions."""
+    if not isinstance(config.generate_samples, list):
+        return []
+    try:
+        prompts = sample_prompts(config, data, tokenizer)
+    except TEMPLATE_ERRORS as error:
+        return [f"generate_samples: the chat template raised: {one_line(error)}"]
+    return [
+        f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens, and the model positions for {positions:,},"
+        " of which the answer needs some; shorten it"
+        if prompt.ids
+        else f"generate_samples: prompt {number} is empty"
+        for number, prompt in enumerate(prompts, start=1)
+        if not prompt.ids or (positions and len(prompt.ids) >= positions)
+    ]
+
+
 @dataclass(kw_only=True)
 class TrainingData:
     """What one training reads."""
@@ -104,6 +170,8 @@ class TrainingData:
     held_out: Sequences | None
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
+    prompts: list[Prompt] = field(default_factory=list)
+    """Answered at each evaluation."""
     strategy: str = "random"
     """train_sampling_strategy of items that are single sequences."""
     rules: RowRules = NO_RULES
@@ -233,6 +301,7 @@ def load_training_data(
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,
+        prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
         strategy=strategy,
         rules=rules,
         notes=[*_notes(config, data, tokenizer, stores), *notes_on_columns([*data, *held_out])],

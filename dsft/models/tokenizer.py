@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import one_line, raise_if_any
 from dsft.models.build import described_in
 from dsft.models.chat_template import load_template
 from dsft.models.model_folder import adapter_base, located, missing, model_inside
-from dsft.models.size import CONFIG_ERRORS
+from dsft.models.size import CONFIG_ERRORS, max_positions
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 
@@ -84,24 +85,47 @@ def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
     return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 
-@torch.no_grad()
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Returns the tokens of a text that is to be continued: a tokenizer that closes each text does not close it."""
+    ids = tokenizer(text)["input_ids"]
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Returns the tokens of a chat in the tokenizer's template, up to where the model answers."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
 def generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int = 40
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    streamer: BaseStreamer | None = None,
 ) -> str:
-    """Continue `prompt`, always with the likeliest token."""
-    ids = tokenizer(prompt)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]  # a tokenizer that closes each text must not close the prompt
+    """Continues a prompt, as long as the model has positions for it.
+
+    Args:
+        ids: of the prompt; the model must have positions for one token more.
+        temperature: of the distribution that tokens are drawn from; 0 always takes the likeliest.
+        streamer: gets the tokens as they come.
+    """
+    positions = max_positions(model.config.get_text_config())
     prompt_BT = torch.tensor([ids], device=model.device)
+    sampling = {"do_sample": True, "temperature": temperature}
+    if not temperature:  # those of the model's generation_config would warn
+        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     output_BT = model.generate(
         input_ids=prompt_BT,
         attention_mask=torch.ones_like(prompt_BT),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
+        max_new_tokens=min(max_new_tokens, positions - len(ids)) if positions else max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,  # a training turns it off in the config
+        synced_gpus=False,  # by default ranks under ZeRO-3 ask each other after each token whether all are done
+        streamer=streamer,
+        **sampling,
     )
     return tokenizer.decode(output_BT[0, len(ids) :], skip_special_tokens=True)
 

@@ -112,6 +112,9 @@ class Job:
     compiled: bool = False
     """Whether torch.compile is asked for."""
 
+    samples: bool = False
+    """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
+
     @cached_property
     def activations(self) -> TrainingActivations:
         liger = self.liger and self.size.model_type in LIGER_MODELS

@@ -34,7 +34,7 @@ from dsft.planner.candidates import (
     wants_fp32_sums,
 )
 from dsft.planner.gpus import GPUS
-from dsft.planner.states import load_terms, quantised_room, state_terms
+from dsft.planner.states import load_terms, quantised_room, sample_terms, state_terms
 from dsft.planner.step_time import TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
@@ -276,6 +276,7 @@ def _fitted(
         states = state_terms(layout)
         terms = states + load_terms(layout, device_bytes=machine.device_bytes) + activations
         terms += quantised_room(layout, states, activations)
+        terms += sample_terms(layout) if job.samples else []
         plan = Plan(
             zero=name,
             activation_checkpointing=checkpointing,

@@ -297,6 +297,20 @@ def gathered(layout: ZeroLayout) -> list[Term]:
     ]
 
 
+def sample_terms(layout: ZeroLayout) -> list[Term]:
+    """List what generating samples gathers: all weights on every rank (deepspeed.zero.GatheredParameters, which holds
+    no flat copies beside them, but what is offloaded is moved to the device first). What generation itself holds is
+    less than a micro batch of training does.
+    """
+    if layout.stage < 3 or (layout.world_size == 1 and layout.param_device == "none"):
+        return []
+    persistent, _, most = _gathered_params(layout)
+    offloads = layout.param_device != "none" and layout.has_gpu
+    moved = -(-layout.size.num_params // layout.world_size) if offloads else 0
+    how = f"{layout.weight_bytes} x ({most:,} beside {persistent:,} persistent{f' + shard {moved:,}' if moved else ''})"
+    return [Term("weights gathered for samples", layout.weight_bytes * (most + moved), how, "sample")]
+
+
 def _on_node(layout: ZeroLayout, name: str, num_bytes: float, formula: str, phase: Phase = "always") -> Term:
     """Host memory that each rank of a node takes, all together."""
     ranks = layout.ranks_per_node

@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # they import transformers, which the report would wait for
     from dsft.models.quantization import Quantization
     from dsft.models.size import ModelSize
 
-Phase = Literal["always", "compute", "step", "save", "load"]
-"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's. save:
-while a checkpoint is written. load: before training.
+Phase = Literal["always", "compute", "step", "sample", "save", "load"]
+"""always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's.
+sample: while samples are generated. save: while a checkpoint is written. load: before training.
 """
 OVERHEAD = "context, NCCL and fragmentation"
 """Name of the term that a GPU holds beyond what torch allocates."""
@@ -53,7 +53,7 @@ def peak_bytes(terms: Iterable[Term], place: str) -> int:
     """The largest sum of what is alive together: the terms of "always" and those of one other phase."""
     sums = bytes_by_phase(terms, place)
     # Loading comes before optimizer states and buffers exist, so it stands alone.
-    return max(sums["always"] + max(sums["compute"], sums["step"], sums["save"]), sums["load"])
+    return max(sums["always"] + max(sums["compute"], sums["step"], sums["sample"], sums["save"]), sums["load"])
 
 
 FP32 = ("fp32", "float32")

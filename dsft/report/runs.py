@@ -147,7 +147,11 @@ def read_report(folders: list[str]) -> Report:
             entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
             log = [
                 # Values that are NaN or infinite are left out, such as the gradient norm of a skipped step.
-                {key: value for key, value in entry.items() if value is not None and math.isfinite(value)}
+                {
+                    key: value
+                    for key, value in entry.items()
+                    if isinstance(value, str) or (value is not None and math.isfinite(value))
+                }
                 for entry in entries
             ]
             evaluated = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from dsft.checkpoints.run_folder import samples_in
 from dsft.config.options import TrainConfig
 from dsft.perplexity.intervals import in_words
 from dsft.perplexity.sums import exp
@@ -13,6 +14,8 @@ from dsft.report.runs import Report, Run
 from dsft.units import GiB, describe_value, in_digits
 
 SHOWN_DOCUMENTS = 5
+SHOWN_SAMPLES = 6
+"""Answers to a prompt, evenly spread over a run's evaluations."""
 STATUS = {
     "done": "done",
     "stopped": "stopped by an error",
@@ -139,6 +142,17 @@ def tables(report: Report) -> list[Table]:
         names = list(dict.fromkeys(name for row in report.answers for name in row))
         cells = [[row.get(name, "") for name in names] for row in report.answers]
         made.append(Table(title="Sample answers", header=["", *names[1:]], rows=cells, is_by_run=True))
+
+    cells = []
+    for run in runs:
+        sampled = [(entry["step"], samples) for entry in run.log if (samples := samples_in(entry))]
+        last, parts = len(sampled) - 1, SHOWN_SAMPLES - 1
+        shown = [sampled[index] for index in sorted({last * part // parts for part in range(parts + 1)}) if sampled]
+        for number in range(max((len(samples) for _, samples in shown), default=0)):
+            for step, samples in shown:
+                for prompt, answer in samples[number : number + 1]:  # a resume may have fewer
+                    cells.append([f"{run.name}: {prompt}" if len(runs) > 1 else prompt, _count(step), answer])
+    made.append(Table(title="Samples while training", header=["", "step", "answer"], rows=cells))
 
     # The documents with the most and the fewest nats per token, of each evaluation.
     for item in report.evaluations:

@@ -37,7 +37,7 @@ from dsft.checkpoints.run_folder import (
 from dsft.config.deepspeed import adopt, get_value, nvme_path, offloads, read_sound_file, stage
 from dsft.config.options import Decision, TrainConfig, common_options, shuffle_seed
 from dsft.data.formats import FormattedSource
-from dsft.data.training_data import check_sources
+from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, is_bare_config, resolve_dtype
 from dsft.models.lora import saved_lora_config
@@ -420,6 +420,8 @@ def check_run(
     )
     if starts:
         draft.problems += unreadable
+        if model and tokenizer:
+            draft.problems += check_prompts(options, data, tokenizer, model.size.max_positions)
     elif unreadable:  # of a plan, data is to come
         data, tokenizer = [], None
         notes.append(f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}")
@@ -535,6 +537,7 @@ def job_over_data(
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
         fp32_reduction=options.fp32_reduction,
         compiled=bool(training.get("torch_compile")),
+        samples=bool(options.generate_samples),
     )
 
 

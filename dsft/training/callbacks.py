@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
+from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped
 from dsft.runtime.console import say
 from dsft.training.metrics import METRICS
@@ -22,6 +23,9 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
 BAR_COLUMNS = 40
 """Of the progress line, for what stands before the metrics."""
+
+SHOWN_PROMPT = 60
+"""Characters of a sample's prompt on the screen, its last ones."""
 
 CLOSE_TO_UNIFORM = 0.01
 """A loss within this share of ln(vocabulary) is no better than uniform."""
@@ -115,7 +119,9 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressLog(TrainerCallback):
-    """Shows one short line per log, on rank 0 only: above a progress line on a terminal, else with the time left."""
+    """Shows one short line per log, on rank 0 only: above a progress line on a terminal, else with the time left; and
+    one for each sample.
+    """
 
     def __init__(self):
         self.bar: tqdm | None = None
@@ -138,8 +144,10 @@ class ProgressLog(TrainerCallback):
             if metric.on_screen and (value := logs.get(metric.name)) is not None:
                 parts.append(f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}")
                 in_bar += parts[-1:] if metric.in_bar else []
+        samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
+        samples = [f"  ...{prompt[-SHOWN_PROMPT:]} => {answer}" for prompt, answer in samples]
         if self.bar is not None:
-            self.bar.write(_fitting(parts, self.bar.ncols))
+            self.bar.write("\n".join([_fitting(parts, self.bar.ncols), *samples]))
             if "loss" in logs:
                 self.bar.set_postfix_str(_fitting(in_bar, self.bar.ncols - BAR_COLUMNS))
             return
@@ -147,7 +155,7 @@ class ProgressLog(TrainerCallback):
         done, left = state.global_step - first, state.max_steps - state.global_step
         if done > 0 and left > 0:
             parts.append(f"left {timedelta(seconds=round((time.monotonic() - start) / done * left))}")
-        print("  ".join(parts), flush=True)
+        print("\n".join(["  ".join(parts), *samples]), flush=True)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:

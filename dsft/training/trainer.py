@@ -29,7 +29,7 @@ from dsft.checkpoints.export import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
 from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
 from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
-from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.run_folder import FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config.deepspeed import offloads, stage
 from dsft.config.options import shuffle_seed
@@ -47,6 +47,7 @@ from dsft.runtime import distributed, patches, preemption
 from dsft.runtime.console import say
 from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog, SkippedSteps
 from dsft.training.engine_patches import import_muon, patch_engine
+from dsft.training.generation import answers_to
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, Line, SlowRanks, Work, complete, gather, mark
 from dsft.training.plan_check import PlanCheck
@@ -111,7 +112,7 @@ class PerplexityTrainer(Trainer):
         )
         # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.strategy = data.strategy
+        self.strategy, self.prompts = data.strategy, data.prompts
         self.compute = compute
         self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
         for printer in (PrinterCallback, ProgressCallback):
@@ -432,6 +433,7 @@ class PerplexityTrainer(Trainer):
                 batch_tokens=self.args.per_device_eval_batch_size * padded_width(windows.lengths.max()),
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
+            answers = answers_to(self.prompts, self.model, self.processing_class) if self.prompts else []
         low, high = result_intervals(result).perplexity
         metrics = {
             "loss": result.loss,
@@ -443,8 +445,13 @@ class PerplexityTrainer(Trainer):
             "runtime": time.perf_counter() - start,
         }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        samples = {
+            name.format(number): text
+            for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True), start=1)
+            for name, text in zip(SAMPLE, (prompt.text, answer), strict=True)
+        }
         self.line = gather()
-        self.log(metrics)
+        self.log(metrics | samples)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 

@@ -65,7 +65,8 @@ def test_the_default_and_the_choices_that_help_shows_are_values_that_the_option_
     }
     for field in (each for group in command_groups(command) for each in group.fields if each.name in types):
         if field.default:
-            shown = field.default.split() if takes_list(types[field.name]) else field.default
+            words = field.default.split() if takes_list(types[field.name]) else [field.default]
+            shown = words if len(words) > 1 else words[0]  # as a flag is read
             assert convert(shown, types[field.name]) == defaults[field.name], field
         if re.fullmatch(r"[\w.-]+(\|[\w.-]+)+", field.placeholder):
             for choice in field.placeholder.split("|"):

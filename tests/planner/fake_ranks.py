@@ -87,7 +87,7 @@ def _owner(frame) -> str:
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
-    and step.
+    and step, and of what is gathered for samples after them.
 
     `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, ranks, micro_batches (per step).
     """
@@ -120,6 +120,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
                 engine.step()
                 step |= ledger.peaks()
         report |= {"always": ledger.now(), "compute": compute, "step": step, "skipped_steps": engine.skipped_steps}
+        ledger.restart_peak()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            report["sample"] = ledger.peaks()
     return report
 
 

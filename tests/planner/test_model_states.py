@@ -14,7 +14,7 @@ from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner.optimizers import OPTIMIZERS, OptimizerMemory
-from dsft.planner.states import load_terms, state_terms
+from dsft.planner.states import load_terms, sample_terms, state_terms
 from dsft.planner.zero_layout import describe_layout, peak_bytes, resolve_auto
 from dsft.units import GiB
 
@@ -347,6 +347,15 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpu_nodes_only(sizes):
     for plain in (host(True, False), host(False, True)):
         assert plain["fp32 gradients"] == pytest.approx(4 * share, abs=8)
     assert host(True, True)["fp32 master weights and Adam moments"] == pytest.approx(12 * share, abs=24)  # pageable
+
+
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid([name for name in CASES if name[0] == "3"], QUICK[2:]))
+def test_what_is_gathered_for_samples(name, measured, sizes):
+    predicted = sum(num_bytes for _, num_bytes in predict(name, sizes, sample_terms))
+    assert predicted and not predict("0", sizes, sample_terms)
+    total = {phase: measured[name][phase]["total"] for phase in ("always", "sample")}
+    assert_close(total["sample"] - total["always"], predicted, "gathered")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

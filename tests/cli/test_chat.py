@@ -1,0 +1,86 @@
+"""`dsft chat` answers as plain transformers does, in the model's own chat template."""
+
+import io
+import sys
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsft.cli.main import main
+from dsft.errors import EXIT_USER_ERROR
+
+
+def expected(folder, messages: list[dict], tokenizer=None) -> str:
+    """What transformers answers with the likeliest tokens."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(tokenizer or folder)
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**asked, max_new_tokens=8, do_sample=False)
+    return tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def chat(capsys, *words: object) -> str:
+    capsys.readouterr()
+    main(["chat", *map(str, words), "--max_new_tokens", "8"])
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny, tmp_path_factory):
+    """An adapter that changes the answers of tiny/chat."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "chat")
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear"))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_one_turn_prints_what_transformers_answers_and_nothing_else(tiny, adapter, capsys, kind):
+    folder = tiny / "chat" if kind == "full" else adapter
+    system = {"role": "system", "content": "a big model"}
+    for words, messages in {(): [user("the loss")], ("--system", "a big model"): [system, user("the loss")]}.items():
+        answer = expected(folder, messages, tiny / "chat")
+        assert answer and chat(capsys, folder, "--prompt", "the loss", *words) == answer + "\n"
+
+
+def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
+    folder = tiny / "chat"
+    lines = ["the loss", "a rank", "/what", "/system a big model", "the loss", "/reset", "a rank", "/quit", "never"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    first = expected(folder, [user("the loss")])
+    second = expected(folder, [user("the loss"), {"role": "assistant", "content": first}, user("a rank")])
+    system = {"role": "system", "content": "a big model"}
+    printed = chat(capsys, folder)
+    after = [expected(folder, [system, user(text)]) for text in ("the loss", "a rank")]
+    rest = printed
+    for answer in (first, second, "dsft: /system TEXT", *after):
+        assert answer in rest
+        rest = rest.partition(answer)[2]
+    assert rest == "\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "text"),
+    [
+        ("{tiny}/model", [], "its tokenizer has no chat template"),
+        ("{tmp}", [], "{tmp}: holds neither safetensors nor a DeepSpeed global_step folder"),
+        ("{tmp}/away", [], "model={tmp}/away: there is no such folder or file"),
+        ("{tiny}/chat", ["--prompt", "the " * 300], "and the model 256 positions"),
+        ("{tiny}/chat", ["--chat_template", "chatmll"], "chat_template: chatmll is neither a file"),
+        ("{tiny}/chat", ["--temperature", "-1"], "temperature=-1.0: must not be negative"),
+    ],
+)
+def test_what_cannot_answer_is_named_in_one_line(tiny, tmp_path, capsys, source, words, text):
+    names = {"tiny": tiny, "tmp": tmp_path}
+    with pytest.raises(SystemExit) as end:
+        main(["chat", source.format(**names), *(words if "--prompt" in words else [*words, "--prompt", "a"])])
+    lines = capsys.readouterr().err.splitlines()
+    assert end.value.code == EXIT_USER_ERROR
+    assert [line for line in lines if line.startswith("dsft: error")] == lines[-1:] and text.format(**names) in lines[
+        -1
+    ]

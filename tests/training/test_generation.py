@@ -1,0 +1,136 @@
+"""Samples of a training are what its model answers, on any ranks and stage, and change nothing of the training."""
+
+import json
+
+import pytest
+import torch
+from deepspeed.runtime.zero import partition_parameters
+from ranks import on_ranks, trained
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import sentences, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsft.checkpoints.run_folder import samples_in
+from dsft.errors import UserError
+from dsft.report.runs import read_report
+from dsft.report.tables import tables
+from dsft.training import generation
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
+PROMPTS = ["the model reads", "a", "the big rank and the small step of the model"]
+
+
+def train_and_count(cases: list[dict]) -> list[int]:
+    """Train each; returns how many collectives this rank made while it generated each one's samples."""
+    plain_generate, counts, number = generation.generate, [], 0
+    places = [(partition_parameters.Init, "_all_gather"), *((torch.distributed, name) for name in COLLECTIVES)]
+
+    def counted(plain):
+        def call(*args, **kwargs):
+            nonlocal number
+            number += 1
+            return plain(*args, **kwargs)
+
+        return call
+
+    def generate(*args, **kwargs):
+        before = number
+        answer = plain_generate(*args, **kwargs)
+        counts[-1] += number - before
+        return answer
+
+    for owner, name in places:
+        setattr(owner, name, counted(getattr(owner, name)))
+    generation.generate = generate
+    for case in cases:
+        counts.append(0)
+        trained(case)
+    assert number
+    return counts
+
+
+def entries(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, options, tmp_path_factory):
+    """The folder of four trainings on 2 ranks, and the collectives of each rank while it generated."""
+    folder = tmp_path_factory.mktemp("samples")
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]}
+        for text in sentences(24, longest=8)
+    ]
+    chats = str(write_jsonl(folder / "chats.jsonl", rows))
+    common = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "logging_steps": 1}
+    of_texts = common | {"eval_data": str(tiny / "held_out.jsonl")}
+    of_chats = common | {"model": str(tiny / "chat"), "data": chats, "eval_data": chats, "method": "lora"}
+    cases = {
+        "texts": of_texts | {"zero": "3", "generate_samples": PROMPTS},
+        "no samples": of_texts | {"zero": "3"},
+        "chats": of_chats | {"zero": "3", "generate_samples": 5},
+        "given": of_chats | {"zero": "2", "generate_samples": PROMPTS, "report_to": "tensorboard"},
+    }
+    cases = [options(folder / name, **case) for name, case in cases.items()]
+    return folder, on_ranks(2, train_and_count, cases)
+
+
+def test_a_rank_waits_for_no_other_while_it_generates(runs):
+    assert runs[1] == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("name", ["texts", "chats", "given"])
+def test_the_last_samples_are_what_the_final_model_answers_in_plain_transformers(runs, name):
+    folder, lines = runs[0] / name / "final", entries(runs[0] / name)
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [len(samples_in(line)) for line in evaluated] == [5 if name == "chats" else 3] * 3
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for prompt, answer in samples_in(evaluated[-1]):
+        if name == "texts":
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": prompt.removeprefix("<|user|>")}]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        made = model.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False)
+        assert answer == tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+
+
+def test_samples_change_nothing_of_the_training(runs):
+    with_samples, without = (
+        [(line["loss"], line["grad_norm"]) for line in entries(runs[0] / name) if "grad_norm" in line]
+        for name in ("texts", "no samples")
+    )
+    assert with_samples == without and len(without) == 3
+
+
+def test_tensorboard_has_them_as_texts_by_the_names_of_the_file(runs):
+    (folder,) = {path.parent for path in (runs[0] / "given").rglob("events.*")}
+    read = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    for number, line in enumerate(line for line in entries(runs[0] / "given") if "eval_loss" in line):
+        for name, text in line.items():
+            if isinstance(text, str):
+                event = read.Tensors(f"{name.replace('_', '/', 1)}/text_summary")[number]
+                assert event.step == line["step"] and event.tensor_proto.string_val[0].decode() == text
+
+
+def test_the_report_shows_them(runs):
+    made = tables(read_report([str(runs[0] / "texts"), str(runs[0] / "no samples")]))
+    (table,) = (table for table in made if table.title == "Samples while training")
+    last = samples_in([line for line in entries(runs[0] / "texts") if "eval_loss" in line][-1])
+    assert [row[0] for row in table.rows] == [f"texts: {prompt}" for prompt in PROMPTS for _ in range(3)]
+    assert [[f"texts: {prompt}", "3", answer] for prompt, answer in last] == table.rows[2::3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"generate_samples": 2}, "generate_samples: samples are made at evaluations"),
+        ({"generate_samples": -1, "eval_fraction": 0.2}, "generate_samples=-1: must not be negative"),
+        ({"generate_samples": ["the " * 300], "eval_fraction": 0.2}, "generate_samples: prompt 1 has"),
+        ({"generate_samples": ["a", ""], "eval_fraction": 0.2}, "generate_samples: prompt 2 is empty"),
+    ],
+)
+def test_what_cannot_be_sampled_is_said_before_the_model_loads(options, tmp_path, changes, text):
+    with pytest.raises(UserError) as error:
+        trained(options(tmp_path / "run", **changes))
+    assert any(problem.startswith(text) for problem in error.value.problems), error.value.problems
