@@ -145,7 +145,7 @@ class ProgressLog(TrainerCallback):
                 parts.append(f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}")
                 in_bar += parts[-1:] if metric.in_bar else []
         samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
-        samples = [f"  ...{prompt[-SHOWN_PROMPT:]} => {answer}" for prompt, answer in samples]
+        samples = [f"  {prompt[-SHOWN_PROMPT:]} => {answer}" for prompt, answer in samples]
         if self.bar is not None:
             self.bar.write("\n".join([_fitting(parts, self.bar.ncols), *samples]))
             if "loss" in logs:
