@@ -268,6 +268,11 @@ Loss = Literal["hf", "tiled", "fused"]
 """
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
+SCANNED, SCANNED_LENGTH = ("jamba", "mamba", "falcon_mamba"), 16
+"""Architectures whose code computes one position after the other where their kernels are missing, and the length of
+sequences that is traced of them: bytes per token do not grow with it, the time of a trace does, to minutes. Their
+kernels would keep less than the code that is traced.
+"""
 UNTRACEABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model's own code raises where it does not run over fake tensors."""
 
@@ -388,6 +393,8 @@ def training_activations(
         seq_len: the length that sequences are padded to.
         liger: with Liger's norms and feed-forwards; its own loss is "fused".
     """
+    if size.model_type in SCANNED and attention != "eager":  # which makes a matrix
+        seq_len = min(seq_len, SCANNED_LENGTH)
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
     options |= {"tiled": True} if loss == "tiled" else {}
     traces, source = _traced(trace_training, size, model_config, attention=attention, **options)
@@ -421,6 +428,8 @@ def evaluation_activations(
     adapters: LoraConfig | None = None,
 ) -> EvaluationActivations:
     """Trace a model's forward; arguments and fallback as for `training_activations`."""
+    if size.model_type in SCANNED and attention != "eager":
+        seq_len = min(seq_len, SCANNED_LENGTH)
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters}
     traces, _ = _traced(trace_evaluation, size, model_config, attention=attention, **options)
     itemsize = DTYPE_BYTES[dtype]

@@ -438,3 +438,17 @@ def test_a_list_of_layers_numbers_says_nothing_of_each():
     assert config.moe_layers == list(range(48))
     kinds = layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash"))
     assert sorted(map(len, kinds)) == [12, 36]  # every fourth has full attention without positions
+
+
+def test_a_short_sequence_tells_of_a_long_one_where_positions_are_computed_one_after_the_other(monkeypatch):
+    """Jamba's code takes minutes for 1,024 tokens."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+    jamba = transformers.JambaConfig(
+        **sizes, num_attention_heads=4, attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False
+    )
+    short = predict(jamba, seq_len=4096)
+    monkeypatch.setattr(activations, "SCANNED_LENGTH", 48)
+    long = predict(jamba, seq_len=4096)
+    assert short.source == long.source == "fake-tensor trace"
+    for checkpointing in (False, True):
+        assert peak(short, 4096, checkpointing) == pytest.approx(peak(long, 4096, checkpointing), rel=0.02)
