@@ -43,10 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     preemption.listen()
+    longest = max(1800, options.load_timeout, options.save_timeout)
+    if options.training.get("torch_compile"):  # ranks wait in a collective for one that compiles
+        longest = max(longest, options.compile_timeout + options.step_timeout)
     with quick_imports():
         distributed.start_ranks(
             timeouts=options,
-            timeout_seconds=options.training.get("ddp_timeout", max(1800, options.load_timeout, options.save_timeout)),
+            timeout_seconds=options.training.get("ddp_timeout", longest),
             output_dir=options.training.get("output_dir"),
         )
         from dsft.training.run import finetune  # loads torch, transformers and DeepSpeed

@@ -153,7 +153,7 @@ def _load(config: TrainConfig) -> tuple[dict[str, list[FormattedSource]], PreTra
     sources = {
         "data": check_sources(config.data, config, tokenizer, key="data", split=config.data_split, problems=problems),
         "eval_data": check_sources(
-            config.eval_data, config, tokenizer, key="eval_data", split=config.eval_split, problems=problems
+            config.held_out_entries, config, tokenizer, key="eval_data", split=config.eval_split, problems=problems
         ),
     }
     raise_if_any(problems)

@@ -4,21 +4,24 @@ What needs the model, the data, the machine or the DeepSpeed JSON is checked in 
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from dsft.config.options import HALF_PRECISION, REFUSED_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
+from dsft.errors import nearest
 
 MOST = 10**9
 """Of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there."""
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     shuffle_buffer"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor
-    max_new_tokens"""
+    early_stopping_patience max_skipped_steps max_new_tokens"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
-    eval_delay verify steps_per_print generate_samples temperature"""
+    eval_delay verify steps_per_print generate_samples temperature early_stopping_threshold
+    router_aux_loss"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     # Lengths and sequences of a step are kept in memory.
@@ -96,6 +99,11 @@ def _check_training(options: TrainConfig) -> list[str]:
             problems.append(
                 "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
             )
+        if options.source_column:
+            problems.append(
+                "streaming and source_column cannot be combined: how many sources there are is not known; give each"
+                " an entry of data"
+            )
         if options.batch_tokens is not None:
             problems.append("streaming and batch_tokens cannot be combined; use packing")
     if options.generate_samples and not options.has_held_out:
@@ -121,9 +129,21 @@ def _check_training(options: TrainConfig) -> list[str]:
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
-    metric = training.get("metric_for_best_model")
-    if metric and metric.removeprefix("eval_") not in ("loss", "perplexity"):
-        problems.append(f"metric_for_best_model={metric}: evaluation gives loss and perplexity")
+    for name in options.held_out_names:
+        if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            problems.append(
+                f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and another word than macro,"
+                " which is the mean of all sets"
+            )
+    metric, sets = training.get("metric_for_best_model"), [*options.held_out_names]
+    sets += ["macro"] if sets else []
+    known = ["loss", "perplexity", *(f"{name}_{measure}" for name in sets for measure in ("loss", "perplexity"))]
+    if metric and metric.removeprefix("eval_") not in known:
+        problems.append(f"metric_for_best_model={metric}: evaluation gives {', '.join(known)}{nearest(metric, known)}")
+    if options.early_stopping_patience is not None and not options.has_held_out:
+        problems.append("early_stopping_patience needs held-out data; give eval_data or eval_fraction")
+    if options.early_stopping_patience is not None and training.get("eval_strategy") == "no":
+        problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
     if training.get("load_best_model_at_end") and training.get("save_only_model"):
         problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
     if options.method == "full" and options.adapter:

@@ -593,6 +593,7 @@ ELSEWHERE = (
         how="a kernel of theirs; dsft computes as transformers does, or with use_liger_kernel",
     ),
     Elsewhere("compile", "torch_compile"),
+    Elsewhere("moe_aux_loss_coef router_aux_loss_coef", "router_aux_loss"),
     Elsewhere("zero_stage", "zero", "auto lets the planner choose", lambda value, *_: {"zero": str(value)}),
     Elsewhere(
         "accelerate_config config_file",
@@ -641,10 +642,7 @@ ELSEWHERE = (
     ),
     Elsewhere("loss_type", how=NEXT_TOKEN, becomes={"nll": {}, "chunked_nll": {}}, is_refused=True),
     Elsewhere("fp8 pure_bf16", how="dsft computes in dtype, with float32 copies of what is trained"),
-    Elsewhere(
-        "early_stopping_patience early_stopping_steps",
-        how="a run does not stop early; load_best_model_at_end keeps the best checkpoint",
-    ),
+    Elsewhere("early_stopping_steps", "early_stopping_patience", "a number of evaluations"),
     Elsewhere("loss_watchdog_threshold loss_watchdog_patience", how="a run ends at a loss that is NaN or infinite"),
     # Saving, evaluating, logging
     Elsewhere("save_dir output_path", "output_dir"),

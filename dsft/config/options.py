@@ -69,6 +69,7 @@ TRAINING_DEFAULTS = {
     "report_to": "none",
     "save_total_limit": 2,
     "ddp_timeout": 1800,
+    "greater_is_better": False,  # transformers' would be True for perplexity: it goes by the name's end, "loss"
 }
 """Defaults that take the place of TrainingArguments'."""
 
@@ -141,6 +142,9 @@ class DataFields:
     chat_template: str | None = None
     """A Jinja file or a preset such as chatml (dsft/models/templates) in place of the tokenizer's own; the final model
     keeps it."""
+    source_column: str | None = None
+    """Column that says which source a row is of, such as domain; by default each entry of data is one. A training
+    reports the loss of each; in an evaluation --group_by source splits results by it."""
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
     data_split: str = "train"
@@ -170,8 +174,9 @@ class DataFields:
 class TrainDataFields(DataFields):
     """Training data: what is held out, and how sequences form batches."""
 
-    eval_data: list[str] = field(default_factory=list)
-    """Held-out data, in the same form."""
+    eval_data: dict[str, str] | list[str] = field(default_factory=list)
+    """Held-out data, in the same form. A mapping names each entry, as {chat: a.jsonl, code: b.jsonl}: then each is
+    measured by itself too (eval_chat_loss, eval_code_perplexity), and their mean (eval_macro_loss)."""
     eval_split: str = "validation"
     """Split of a hub data set given as eval_data."""
     eval_fraction: float = 0.0
@@ -217,6 +222,9 @@ class StepFields:
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose
     per_device_train_batch_size where that is not given."""
+    router_aux_loss: float | None = None
+    """Of a mixture of experts: coefficient of the router's auxiliary loss, which spreads tokens over experts; 0 adds
+    none. By default as the model's config has it."""
     tiled_loss: bool | Literal["auto"] = "auto"
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
     vocabulary of 32,000 where a trial finds the same loss and gradients."""
@@ -230,6 +238,14 @@ class StepFields:
     next older one where something has changed. A checkpoint as model or adapter is compared, too."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
+    max_skipped_steps: int | None = None
+    """End the training after so many optimizer steps in a row that DeepSpeed skips, since a gradient is infinite or
+    NaN; by default 10, in fp16, which searches the loss's scale so, 30."""
+    early_stopping_patience: int | None = None
+    """End the training after so many evaluations in a row without a better metric_for_best_model (by default the
+    held-out loss); load_best_model_at_end takes the best weights."""
+    early_stopping_threshold: float = 0.0
+    """How much better counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +257,9 @@ class TimeoutFields:
     """For the rendezvous of all ranks."""
     load_timeout: float = 1800.0
     """Reading and tokenising data, loading weights, the first step. A file that is read or written is progress."""
+    compile_timeout: float = 3600.0
+    """With torch_compile: all that a rank compiles; beyond it the training goes on without. A step may take so much
+    longer than step_timeout."""
     step_timeout: float = 300.0
     """One forward and backward of training, an optimizer step, or a batch of an evaluation. With offload to NVMe at
     least ten planned steps."""
@@ -261,6 +280,16 @@ class TrainConfig(ModelFields, LoraFields, TrainDataFields, ZeroFields, StepFiel
     def has_held_out(self) -> bool:
         """Whether some data is held out for evaluation on the way."""
         return bool(self.eval_data or self.eval_fraction)
+
+    @property
+    def held_out_entries(self) -> list[str]:
+        """The entries of eval_data, named or not."""
+        return [*self.eval_data.values()] if isinstance(self.eval_data, dict) else self.eval_data
+
+    @property
+    def held_out_names(self) -> list[str]:
+        """Their names, in the same order; empty where they have none."""
+        return [*self.eval_data] if isinstance(self.eval_data, dict) else []
 
     def value(self, name: str) -> Any:
         """The option called `name`, dsft's own or of TrainingArguments; None where it is not set."""

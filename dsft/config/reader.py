@@ -353,7 +353,8 @@ def convert(value: Any, hint: Any) -> Any:
                 raise ValueError(f"not valid JSON ({error})") from None
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping, got {value!r}")
-        return value
+        key_type, value_type = arguments or (Any, Any)
+        return {convert(key, key_type): convert(item, value_type) for key, item in value.items()}
     if hint not in SCALARS:
         raise ValueError(f"cannot be set from a file or a flag ({hint})")
     try:

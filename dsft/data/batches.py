@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from os.path import getsize
 from typing import Any
@@ -28,7 +28,9 @@ from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, describe_value, padded_width
 
 Sequence = dict[str, np.ndarray]
-"""input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1."""
+"""input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1; and
+sources, [T] int64, which source each label is of, where there are several.
+"""
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 
 
@@ -85,6 +87,10 @@ class Sequences(Items):
     """[N], which of `stores` each is in; from `starts` [N] to `ends` [N] there."""
     starts: np.ndarray
     ends: np.ndarray
+    sources: tuple[str, ...] = ()
+    """Names of the sources whose losses are told apart."""
+    numbers: tuple[np.ndarray, ...] = ()
+    """Of each store: numbers of `sources` by those that the store has; of all of it where it has none."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -101,8 +107,18 @@ class Sequences(Items):
         return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
 
     def __getitem__(self, index: int) -> Sequence:
-        store, span = self.stores[self.places[index]], slice(self.starts[index], self.ends[index])
-        return sequence(store.tokens[span], store.trained[span], None if store.weights is None else store.weights[span])
+        place, start, end = self.places[index], self.starts[index], self.ends[index]
+        store, span = self.stores[place], slice(start, end)
+        weights = None if store.weights is None else store.weights[span]
+        made = sequence(store.tokens[span], store.trained[span], weights)
+        if len(self.sources) > 1:
+            of_store, numbers = 0, self.numbers[place]
+            if len(store.sources):  # a window of text may hold several documents
+                first, last = np.searchsorted(store.ends, [start, end - 1], side="right")
+                ends = np.minimum(store.ends[first : last + 1], end)
+                of_store = np.repeat(store.sources[first : last + 1], np.diff(ends, prepend=start))
+            made["sources"] = np.broadcast_to(numbers[of_store], end - start)
+        return made
 
 
 class PackedRows(Items):
@@ -166,8 +182,8 @@ def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Seque
         drawn.append(np.sort(np.concatenate([indices[:0], *rounds])[:wanted], kind="stable"))
         epochs.append(wanted / len(indices))
     chosen = np.concatenate(drawn)
-    columns = (column[chosen] for column in (sequences.places, sequences.starts, sequences.ends))
-    return Sequences(sequences.stores, *columns), epochs
+    columns = {name: getattr(sequences, name)[chosen] for name in ("places", "starts", "ends")}
+    return replace(sequences, **columns), epochs
 
 
 def describe_counts(counts: dict[str, Any]) -> str:
@@ -325,6 +341,8 @@ class Stream(torch.utils.data.IterableDataset):
     weights: list[float]
     seed: int
     shuffle_buffer: int
+    names: tuple[str, ...] = ()
+    """Of the sources."""
     counts: Counter = field(default_factory=Counter)
     """As of prepared data, of what this process has read so far."""
 
@@ -355,7 +373,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _shuffled(self) -> Iterator[Sequence]:
         """Draws each time one of the next `shuffle_buffer` sequences, each of a source drawn by weight."""
-        parts = [self._sequences(each) for each in self.sources]
+        parts = [self._sequences(each, number) for number, each in enumerate(self.sources)]
         share = np.array(self.weights or [1.0] * len(parts))
         of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
 
@@ -368,7 +386,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield buffer[index]
             buffer[index] = draw()
 
-    def _sequences(self, formatted: FormattedSource) -> Iterator[Sequence]:
+    def _sequences(self, formatted: FormattedSource, number: int) -> Iterator[Sequence]:
         """Yields the sequences of a source, again from its beginning at its end."""
         source, rest = formatted.source, np.zeros(0, np.int32)
         while True:
@@ -387,10 +405,9 @@ class Stream(torch.utils.data.IterableDataset):
                     spans += [(start, start + self.seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
                 weights = tokens.weights
-                yield from (
-                    sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])
-                    for start, end in spans
-                )
+                for start, end in spans:
+                    made = sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])
+                    yield made | ({"sources": np.full(end - start, number)} if len(self.sources) > 1 else {})
             if self.counts["tokens"] == before:
                 counts = describe_counts(self.counts)
                 raise UserError(f"{source.key}: {source.name} gives no token to train on ({counts})")
@@ -399,16 +416,18 @@ class Stream(torch.utils.data.IterableDataset):
 # Tensors
 
 
-def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int) -> dict[str, torch.Tensor]:
+def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int, num_sources: int) -> dict[str, torch.Tensor]:
     """Lays each group of sequences end to end in a row of `width` tokens.
 
-    Returns input_ids and labels, [B, T]; weights, [B, T], where any sequence has them; num_tokens, [3]: without padding
-    and blank sequences, those trained, computed positions.
+    Returns input_ids and labels, [B, T]; weights, [B, T], where any sequence has them; sources, [B, T], where there are
+    several; num_tokens, [3]: without padding and blank sequences, those trained, computed positions; and after them,
+    where there are several sources, the trained ones of each.
     """
     shape = (len(groups), width)
     ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
     labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
-    weights_BT, num_tokens, num_trained = torch.ones(shape), 0, 0
+    weights_BT, sources_BT = torch.ones(shape), torch.zeros(shape, dtype=torch.long)
+    num_tokens = num_trained = 0
     for row, group in enumerate(groups):
         end = 0
         for each in group:
@@ -417,14 +436,21 @@ def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int) -> dict[s
             labels_BT[row, start:end] = torch.as_tensor(each["labels"])
             if "weights" in each:
                 weights_BT[row, start:end] = torch.as_tensor(each["weights"])
+            if "sources" in each:
+                sources_BT[row, start:end] = torch.tensor(each["sources"])
             num_tokens += 0 if each is BLANK else end - start
             num_trained += np.count_nonzero(each["labels"] != IGNORED)
     has_weights = any("weights" in each for group in groups for each in group)
+    num_tokens = torch.tensor([num_tokens, num_trained, ids_BT.numel()])
+    if num_sources > 1:
+        of_sources = sources_BT[labels_BT != IGNORED].bincount(minlength=num_sources)
+        num_tokens = torch.cat([num_tokens, of_sources])
     return {
         "input_ids": ids_BT,
         "labels": labels_BT,
         **({"weights": weights_BT} if has_weights else {}),
-        "num_tokens": torch.tensor([num_tokens, num_trained, ids_BT.numel()]),
+        **({"sources": sources_BT} if num_sources > 1 else {}),
+        "num_tokens": num_tokens,
     }
 
 
@@ -435,8 +461,8 @@ class Collator:
     Items that are lists of sequences are taken apart.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
-    choice of the pad token changes no loss. num_tokens [3] is for the Trainer, not for the model; so are weights
-    [batch, time], which are there where any sequence has them.
+    choice of the pad token changes no loss. num_tokens, weights and sources are for the Trainer, not for the model
+    (`_rows`).
     """
 
     pad_token_id: int
@@ -446,12 +472,13 @@ class Collator:
     """False leaves attention_mask out, for models in which no token sees the padding after it. A batch without padding
     has none either: transformers would read it back from the GPU to see that it is of ones.
     """
+    num_sources: int = 1
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
         lengths = [len(each["input_ids"]) for each in sequences]
         width = self.rules.width(max(lengths))
-        rows = _rows([[each] for each in sequences], width, self.pad_token_id)
+        rows = _rows([[each] for each in sequences], width, self.pad_token_id, self.num_sources)
         is_masked = self.masked and min(lengths) < width
         mask = {"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()} if is_masked else {}
         return {"input_ids": rows["input_ids"], **mask, **rows}
@@ -464,17 +491,18 @@ class PackedCollator:
     Returns input_ids, labels and position_ids (restarting with each sequence), of shape [batch, time], and no
     attention_mask: transformers makes its block mask from the positions only where none is given. Where each row is one
     sequence there are no position_ids either: a causal model needs no mask then. With flash attention
-    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens and
-    weights are as of `Collator`.
+    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens,
+    weights and sources are as of `Collator`.
     """
 
     pad_token_id: int
     flash: bool
+    num_sources: int = 1
 
     def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
         width = padded_width(max(map(sum, lengths)))
-        batch = _rows(groups, width, self.pad_token_id)
+        batch = _rows(groups, width, self.pad_token_id, self.num_sources)
         lengths = [[*row, width - sum(row)] if sum(row) < width else row for row in lengths]
         if self.flash:
             num_tokens, bounds = batch.pop("num_tokens"), positions([*chain(*lengths)], flash=True)

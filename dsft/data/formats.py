@@ -107,6 +107,8 @@ class FormatRules:
     bad_rows: str
     train_thinking: str = "auto"
     drop_unrendered: bool = False
+    source_column: str | None = None
+    """Of a training."""
     has_chat_pairs: bool = False
     """Whether prompts and completions are lists of messages."""
     grouped_by: tuple[str, ...] = ()
@@ -204,6 +206,7 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
         needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
         raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
     shared = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
+    shared -= {"source_column"} if keep_all else set()  # an evaluation reads it by itself
     return FormatRules(
         format=name,
         has_chat_pairs=isinstance(rows[0].values.get("completion"), list),

@@ -34,7 +34,7 @@ from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count, free_host_bytes
 from dsft.watchdog import client as watchdog
 
-VERSION = 5
+VERSION = 6
 """Of the folders; a change of code that changes tokens raises it."""
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once

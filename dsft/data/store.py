@@ -4,6 +4,7 @@ tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is t
 trained.bin   [F] bool
 weights.bin   [F] float32, by which the loss of each token is multiplied; only where it is neither 0 nor 1 for any
 ends.bin      [S] int64
+sources.bin   [S] uint16, numbers of facts["sources"]; only where source_column names what they are of
 hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
 document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
 facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained and ends together
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dsft.data.tokenization import Tokens
+from dsft.errors import UserError
 
 FACTS = "facts.json"
 COUNTS = (
@@ -32,6 +34,9 @@ COUNTS = (
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking;
 weighted_tokens are trained ones of a weight other than 1.
 """
+
+MOST_SOURCES = 100
+"""Each has a loss of its own in every line of the log."""
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
@@ -55,13 +60,14 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """format, is_text, source, seconds, dtype, counts, first, tokens_hash."""
+        """format, is_text, source, seconds, dtype, counts, first, tokens_hash, sources."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
     tokens = _column("tokens")
     trained = _column("trained", "bool")
     ends = _column("ends", "int64")
     hashes = _column("hashes", "uint64")
+    sources = _column("sources", "uint16")
     document_bytes = _column("document_bytes", "int64")
     document_words = _column("document_words", "int64")
 
@@ -93,11 +99,12 @@ class StoreWriter:
         self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
         self.files = {
             name: open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
-            for name in ("tokens", "trained", "ends", "hashes", "document_bytes", "document_words")
+            for name in ("tokens", "trained", "ends", "hashes", "sources", "document_bytes", "document_words")
         }
         self.counts: Counter = Counter()
         self.size = 0
         self.first: dict[str, str] = {}
+        self.sources: dict[str, int] = {}
 
     def append(self, tokens: Tokens) -> None:
         tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
@@ -115,6 +122,10 @@ class StoreWriter:
         (tokens.ends + self.size).tofile(self.files["ends"])
         for name in ("hashes", "document_bytes", "document_words"):
             getattr(tokens, name).tofile(self.files[name])
+        numbers = [self.sources.setdefault(name, len(self.sources)) for name in tokens.sources]
+        if len(self.sources) > MOST_SOURCES:
+            raise UserError(f"source_column: it has more than {MOST_SOURCES:,} values; name another column")
+        np.array(numbers, np.uint16).tofile(self.files["sources"])
         self.size += len(tokens.ids)
         self.counts += tokens.counts
         self.counts["trained_tokens"] += int(tokens.trained.sum())
@@ -137,6 +148,7 @@ class StoreWriter:
                     content.update(piece)
         with open(self.partial / FACTS, "w", encoding="utf-8") as file:
             facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
+            facts["sources"] = [*self.sources]
             json.dump(facts, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

@@ -63,6 +63,8 @@ class Tokens:
     """[S] words, likewise."""
     weights: np.ndarray | None = None
     """[F] float32: what the token's loss is multiplied by, 0 where it is not trained; None where it is 1 in all."""
+    sources: list[str] = field(default_factory=list)
+    """[S], what source_column says of each; empty where no column is named."""
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -90,7 +92,8 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         first = encode(tokenizer, [text.text for text in texts if text.starts_document])
         later = encode_continued(tokenizer, [text.text for text in texts if not text.starts_document])
         closes = closes_texts(tokenizer)
-        for text in texts:
+        for row, text in samples:
+            builder.begin(row)
             ids = next(first if text.starts_document else later)
             if closes and text.starts_document:
                 ids = ids[:-1]  # the end is added where the document ends
@@ -105,6 +108,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         completions = encode_continued(tokenizer, [pair.completion for _, pair in samples if pair])
         closes = closes_texts(tokenizer)
         for row, pair in samples:
+            builder.begin(row)
             if pair is None:
                 builder.put_blank()
                 continue
@@ -115,6 +119,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
             builder.add(ids, [(trained_from, len(ids))], [1], partial(batch.where, row))
     else:  # chats in the tokenizer's template
         for row, chat in samples:
+            builder.begin(row)
             if chat is None:
                 builder.put_blank()
                 continue
@@ -179,7 +184,12 @@ class _TokensBuilder:
         """Of each sequence bool, or float32 weights where one is neither 0 nor 1."""
         self.ends: list[int] = []
         self.hashes: list[int] = []
+        self.sources: list[str] = []
         self.size = 0
+
+    def begin(self, row: Row) -> None:
+        """Adds from now on what becomes of `row`."""
+        self.source = str(row.values.get(self.rules.source_column, "(none)"))
 
     def note(self, name: str, why: str, number: int = 1) -> None:
         """Counts a row, and keeps the first reason."""
@@ -240,6 +250,8 @@ class _TokensBuilder:
         if ends:
             self.ends.append(self.size)
             self.hashes.append(int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest()))
+            if self.rules.source_column:
+                self.sources.append(self.source)
 
     def tokens(self) -> Tokens:
         weights = np.concatenate([np.zeros(0, bool), *self.trained])
@@ -253,6 +265,7 @@ class _TokensBuilder:
             hashes=np.array(self.hashes, np.uint64),
             counts=self.counts,
             first=self.first,
+            sources=self.sources,
         )
 
 

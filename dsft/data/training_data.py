@@ -1,5 +1,6 @@
 """Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,10 +27,10 @@ from dsft.data.chats import TEMPLATE_ERRORS
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.data.prepare import cache_folder, fingerprint, prepare
-from dsft.data.sources import HeldOut, find_sources
-from dsft.data.store import FACTS, Store
+from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
+from dsft.data.store import FACTS, MOST_SOURCES, Store
 from dsft.data.tokenization import stop_tokens, tokenise
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, nearest, one_line
 from dsft.models.tokenizer import chat_ids, split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
@@ -75,6 +76,12 @@ def check_sources(
             rules = format_rules(batch.rows[:CHECKED_ROWS], config, keep_all=keep_all)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
             batch = replace(batch, rows=batch.rows[:CHECKED_ROWS])
+            columns, column = dict.fromkeys(name for row in batch.rows for name in row.values), config.source_column
+            if column and column not in columns and key == "data" and not keep_all:
+                raise ValueError(
+                    f"source_column={column}: there is no such column; there are {', '.join(columns)}"
+                    f"{nearest(column, columns)}"
+                )
             if tokenizer is not None:
                 if rules.forms == {Chat} and not tokenizer.chat_template:
                     raise ValueError(
@@ -82,7 +89,7 @@ def check_sources(
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
                 tokenise(batch, rules, tokenizer)
-            grouped_by = getattr(config, "group_by", ())  # of an evaluation
+            grouped_by = (*getattr(config, "group_by", ()), config.source_column)  # group_by: of an evaluation
             unused = tuple(name for name in unused if name not in grouped_by)
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
@@ -172,6 +179,10 @@ class TrainingData:
     held_out_counts: dict[str, Any] | None
     prompts: list[Prompt] = field(default_factory=list)
     """Answered at each evaluation."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources whose losses are told apart; empty for one alone."""
+    held_out_sets: tuple[str, ...] = ()
+    """Names of the stores of `held_out`; empty where they have none."""
     strategy: str = "random"
     """train_sampling_strategy of items that are single sequences."""
     rules: RowRules = NO_RULES
@@ -242,7 +253,7 @@ def load_training_data(
         held_out_counts = count(held_out_sequences, held_out_stores)
 
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
-    strategy, stores = "random", []
+    strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
     if config.streaming:
         distributed.wait_long("prepared")
         items = Stream(
@@ -253,6 +264,7 @@ def load_training_data(
             weights=config.data_weights,
             seed=_seed(config),
             shuffle_buffer=config.shuffle_buffer,
+            names=names,
         )
         counts = items.counts
     else:
@@ -263,6 +275,14 @@ def load_training_data(
                 " give eval_data"
             )
         sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=pack), None
+        numbers = tuple(np.array([place]) for place in range(len(stores)))
+        if config.source_column:
+            values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
+            if len(values) > MOST_SOURCES:
+                raise UserError(f"source_column: it has more than {MOST_SOURCES:,} values; name another column")
+            names = _names_of(values)
+            numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
+        sequences = replace(sequences, sources=names, numbers=numbers)
         if config.data_weights:
             sequences, epochs = mix(sequences, config.data_weights, seed=_seed(config))
         # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
@@ -292,9 +312,9 @@ def load_training_data(
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     if pack:
-        collator = PackedCollator(tokenizer.pad_token_id, flash=flash)
+        collator = PackedCollator(tokenizer.pad_token_id, flash=flash, num_sources=len(names))
     else:
-        collator = Collator(tokenizer.pad_token_id, rules, masked=masked)
+        collator = Collator(tokenizer.pad_token_id, rules, masked=masked, num_sources=len(names))
     return TrainingData(
         items=items,
         collator=collator,
@@ -302,6 +322,8 @@ def load_training_data(
         counts=counts,
         held_out_counts=held_out_counts,
         prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
+        sources=names if len(names) > 1 else (),
+        held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
         rules=rules,
         notes=[*_notes(config, data, tokenizer, stores), *notes_on_columns([*data, *held_out])],
@@ -327,6 +349,17 @@ def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer:
         for each in data
         for share in _shares(config)
     )
+
+
+def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
+    """Names entries of `data`, or values of source_column, as metrics: short ones that differ."""
+    endings = re.compile(rf"({'|'.join(map(re.escape, (*ENDINGS, *COMPRESSED)))})+$")
+    short = [endings.sub("", source.rstrip("/").rpartition("/")[2]) for source in sources]
+    names: list[str] = []
+    for source, name in zip(sources, short, strict=True):
+        name = re.sub(r"[^\w./-]+", "_", name if short.count(name) == 1 else source)
+        names.append(f"{name}_{len(names) + 1}" if name in names else name)
+    return tuple(names)
 
 
 def _seed(config: TrainConfig) -> int:

@@ -387,6 +387,8 @@ def read_run_files(argv: list[str]) -> RunFiles:
 
 
 def _listed(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        value = [*value.values()]
     return list(map(str, value)) if isinstance(value, list) else [] if value in (None, True) else [str(value)]
 
 

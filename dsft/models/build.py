@@ -8,14 +8,16 @@ import contextlib
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.lora import add_lora, saved_lora_config
+from dsft.models.lora import add_lora, saved_lora_config, unwrapped
 from dsft.models.model_folder import (
     MODEL_FILES,
     OPTIMIZER_FILES,
@@ -28,7 +30,7 @@ from dsft.models.model_folder import (
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
-from dsft.models.size import load_model_config
+from dsft.models.size import load_model_config, set_router_loss
 from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
@@ -110,7 +112,34 @@ def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantizatio
             if config.adapter:
                 check_weight_files(Path(config.adapter))
             model = add_lora(model, config, adapter=config.adapter)
+    if (coefficient := getattr(config, "router_aux_loss", None)) is not None:
+        inner = unwrapped(model)
+        set_router_loss(inner.config, coefficient)
+        inner.router_aux_loss_coef = coefficient  # its constructor has taken it from the config as it was
+    for name, module in model.named_modules():
+        if name.endswith("experts") and isinstance(module, nn.ModuleList):
+            _reach_all_experts(model.get_submodule(name.rpartition(".")[0]), module)
     return model
+
+
+def _reach_all_experts(block: nn.Module, experts: nn.ModuleList) -> None:
+    """Lets every rank take part in what ranks do with each expert, whichever its tokens reach. Experts in fused
+    parameters are all reached anyhow.
+    """
+    if is_deepspeed_zero3_enabled():
+        from deepspeed.utils import set_z3_leaf_module
+
+        set_z3_leaf_module(block, True)  # they are gathered together, else others would wait for this rank for ever
+    elif distributed.world_size() > 1:
+        # ZeRO 1 and 2 add up gradients in the order in which they come: those of an expert that only some ranks reach
+        # would be added to another's. A zero of each expert, made before the block, is the last that is differentiated.
+        def with_zeros(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not args or not torch.is_grad_enabled():
+                return None
+            firsts = [weight.flatten()[0] for weight in experts.parameters() if weight.requires_grad]
+            return (args[0] + 0 * torch.stack(firsts).sum().to(args[0].dtype), *args[1:]) if firsts else None
+
+        block.register_forward_pre_hook(with_zeros)
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
@@ -138,9 +167,12 @@ def load_weights(name: str, **options) -> PreTrainedModel:
                 place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
             )
     except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):
+        if "automatic conversion of the weights" in str(error):  # which names none of them
+            problems = [f"model={name}: experts are missing, or of other shapes than the rest; get its files again"]
+        elif "Error(s) in loading state_dict" in str(error):
+            problems = [f"model={name}: {one_line(error)}"]  # under ZeRO-3 rank 0 alone sees shapes
+        else:
             raise
-        problems = [f"model={name}: {one_line(error)}"]  # under ZeRO-3 rank 0 alone sees shapes
     else:
         if getattr(model.config, "quantization_config", None) or type(model.config) is not type(config):
             # Scales and the like, which belong to the quantised weights; towers, which weight_problems() knows.

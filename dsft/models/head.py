@@ -24,7 +24,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -250,51 +249,61 @@ def tile_rows(vocab_size: int, positions: int) -> int:
 
 
 def nats_of(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None, *, label_smoothing: float = 0.0
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    weights_N: torch.Tensor | None,
+    sources_N: torch.Tensor | None = None,
+    *,
+    num_sources: int = 0,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Sums the negative log-likelihood of all labels, [2]: times their weights, and without; both are the same where
-    there are no weights.
+    """Sums the negative log-likelihood of all labels, [2 + num_sources]: times their weights, without, and of the
+    labels of each source. The first two are the same where there are no weights.
     """
     how = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
-    if weights_N is None:
+    if weights_N is None and sources_N is None:
         return functional.cross_entropy(logits_NV, labels_N, reduction="sum", **how).expand(2)
     nats_N = functional.cross_entropy(logits_NV, labels_N, reduction="none", **how)
-    return torch.stack([(nats_N * weights_N).sum(), nats_N.detach().sum()])
+    weighted_N, nats_N = nats_N if weights_N is None else nats_N * weights_N, nats_N.detach()
+    sums = torch.stack([weighted_N.sum(), nats_N.sum()])
+    if sources_N is None:
+        return sums
+    return torch.cat([sums, nats_N.new_zeros(num_sources).index_add(0, sources_N, nats_N)])
 
 
-def next_weights(weights_BT: torch.Tensor | None) -> torch.Tensor | None:
-    """Moves weights of tokens to the positions that predict these."""
-    return None if weights_BT is None else functional.pad(weights_BT, (0, 1))[:, 1:]
+def of_next(values_BT: torch.Tensor | None) -> torch.Tensor | None:
+    """Moves weights or sources of tokens to the positions that predict these, and lays them end to end."""
+    return None if values_BT is None else functional.pad(values_BT, (0, 1))[:, 1:].reshape(-1)
 
 
 class _Nats(torch.autograd.Function):
-    """Sums the negative log-likelihood of all labels, [2]: times the weights, of which alone there are gradients, and
-    without. Holds gradients, no logits, until the backward.
+    """Sums the negative log-likelihood of all labels as `nats_of`, with gradients of the first sum alone. Holds
+    gradients, no logits, until the backward.
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, logits_of, rows):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, sources_N, num_sources, logits_of, rows):
         grads = [
             torch.zeros_like(tensor) if needed else None
             for tensor, needed in zip((hidden_NH, weight_VH, bias_V), ctx.needs_input_grad, strict=False)
         ]
         grad_hidden_NH, grad_weight_VH, grad_bias_V = grads
-        sums = hidden_NH.new_zeros(2, dtype=torch.float32)
-        for hidden_RH, labels_R, weights_R, grad_RH in zip(
-            hidden_NH.split(rows),
-            labels_N.split(rows),
-            itertools.repeat(None) if weights_N is None else weights_N.split(rows),
-            (hidden_NH if grad_hidden_NH is None else grad_hidden_NH).split(rows),
-            strict=weights_N is not None,
-        ):
+        sums = hidden_NH.new_zeros(2 + num_sources, dtype=torch.float32)
+        for start in range(0, len(labels_N), rows):
+            tile = slice(start, start + rows)
+            hidden_RH = hidden_NH[tile]
+            labels_R, weights_R, sources_R = (
+                None if each is None else each[tile] for each in (labels_N, weights_N, sources_N)
+            )
             product_RV = functional.linear(hidden_RH, weight_VH, bias_V).requires_grad_()
             with torch.enable_grad():
-                tile_sums = nats_of(logits_of(product_RV).float(), labels_R, weights_R)
+                logits_RV = logits_of(product_RV).float()
+                tile_sums = nats_of(logits_RV, labels_R, weights_R, sources_R, num_sources=num_sources)
                 sums += tile_sums.detach()
                 (grad_RV,) = torch.autograd.grad(tile_sums[0], product_RV)
-            del product_RV, tile_sums
+            del product_RV, logits_RV, tile_sums
             if grad_hidden_NH is not None:
-                torch.mm(grad_RV, weight_VH, out=grad_RH)
+                torch.mm(grad_RV, weight_VH, out=grad_hidden_NH[tile])
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(grad_RV.T, hidden_RH)
             if grad_bias_V is not None:
@@ -308,13 +317,15 @@ class _Nats(torch.autograd.Function):
     def backward(ctx, grad):
         # in place: a second copy of the head's gradient would be the largest tensor here
         grads = (tensor if tensor is None else tensor.mul_(grad[0]) for tensor in ctx.saved_tensors)
-        return *grads, None, None, None, None
+        return *grads, *(None,) * 6
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
-    """Lets `model(..., labels=..., num_items_in_batch=..., label_weights=...)` return the loss of tiles, and no logits.
+    """Lets `model(..., labels=..., num_items_in_batch=..., label_weights=..., label_sources=..., num_sources=...)`
+    return the loss of tiles, and no logits.
 
-    Without labels it computes as before. `nats` of the outputs are without the weights, and not divided.
+    Without labels it computes as before. `nats` of the outputs are without the weights, then those of each source, and
+    not divided.
     Returns False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
     `rows`: of one tile; by default as many as `tile_rows` returns.
     """
@@ -334,19 +345,18 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
 
     @functools.wraps(plain_head)
     def head_forward(
-        hidden_BTH: torch.Tensor, labels_BT: torch.Tensor | None = None, weights_BT: torch.Tensor | None = None
+        hidden_BTH: torch.Tensor, labels_BT: torch.Tensor | None = None, *of_labels: torch.Tensor | int | None
     ) -> torch.Tensor:
         if labels_BT is None:
             return plain_head(hidden_BTH)
-        return tiles(hidden_BTH, labels_BT, weights_BT)
+        return tiles(hidden_BTH, labels_BT, *of_labels)
 
     @torch.compiler.disable  # torch.compile cannot trace a gradient inside of a forward, and would break at each tile
-    def tiles(hidden_BTH: torch.Tensor, labels_BT: torch.Tensor, weights_BT: torch.Tensor | None) -> torch.Tensor:
+    def tiles(hidden_BTH: torch.Tensor, labels_BT: torch.Tensor, *of_labels: torch.Tensor | int | None) -> torch.Tensor:
         vocab_size, hidden_size = head.weight.shape
         hidden_NH, labels_N = hidden_BTH.reshape(-1, hidden_size), labels_BT.reshape(-1)
         tile = rows or tile_rows(vocab_size, len(labels_N))
-        weights_N = None if weights_BT is None else weights_BT.reshape(-1)
-        return _Nats.apply(hidden_NH, head.weight, head.bias, labels_N, weights_N, logits_of, tile)
+        return _Nats.apply(hidden_NH, head.weight, head.bias, labels_N, *of_labels, logits_of, tile)
 
     @functools.wraps(plain_forward)
     def forward(
@@ -354,6 +364,8 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         labels: torch.Tensor | None = None,
         num_items_in_batch: Any = None,
         label_weights: torch.Tensor | None = None,
+        label_sources: torch.Tensor | None = None,
+        num_sources: int = 0,
         **inputs: Any,
     ):
         if labels is None:
@@ -362,9 +374,9 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         next_BT = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # position t predicts token t + 1
         if num_items_in_batch is None:
             num_items_in_batch = (next_BT != IGNORED).sum()
-        sums = head(hidden_BTH, next_BT, next_weights(label_weights))
+        sums = head(hidden_BTH, next_BT, of_next(label_weights), of_next(label_sources), num_sources)
         outputs = CausalLMOutput(loss=sums[0] / num_items_in_batch)
-        outputs["nats"] = sums[1].detach()
+        outputs["nats"] = sums[1:].detach()
         return outputs
 
     inner.forward, head.forward, inner.accepts_loss_kwargs = forward, head_forward, True  # the Trainer asks

@@ -186,6 +186,7 @@ def measure_model(
         known = {"trust_remote_code": options.trust_remote_code}
         check_files_here(options.model)
         config = config or load_model_config(options.model, revision=options.revision, **known)
+        set_router_loss(config, getattr(options, "router_aux_loss", None))
         model = empty_model(config, attn_implementation=options.attn_implementation, **known)
     except UserError as error:
         raise UserError([f"model={options.model}: {problem}" for problem in error.problems]) from error
@@ -230,6 +231,25 @@ def measure_model(
     )
 
 
+def num_experts_of(text: PreTrainedConfig) -> int | None:
+    """Routed experts of a layer; None where there are none."""
+    return _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+
+
+def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
+    """Lets a model add so much of its router's auxiliary loss, or none with 0; None leaves it as it is.
+
+    Raises:
+        UserError: where its architecture has none.
+    """
+    text = config.get_text_config()
+    if coefficient is None:
+        return
+    if not hasattr(text, "router_aux_loss_coef") or not hasattr(text, "output_router_logits"):
+        raise UserError(f"router_aux_loss: {text.model_type} has no auxiliary loss of a router; leave it out")
+    text.router_aux_loss_coef, text.output_router_logits = coefficient, coefficient > 0
+
+
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     """Neither a quantised model nor one that changes its weights inside a forward can be sharded."""
     if stage < 3:
@@ -272,7 +292,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     tied = head is not None and head.weight is embedding
     # In three-dimensional parameters of one module called `experts`, or in one module each of a list with that name.
     expert_params = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.requires_grad)
-    num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = num_experts_of(text)
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
     active_experts = int(expert_params * active_share)

@@ -95,19 +95,24 @@ def grouping(
     *,
     max_documents: int | None,
     cache: Path,
+    source_column: str | None = None,
 ) -> Grouping:
     """Make the grouping that an entry of `group_by` names.
+
+    Args:
+        source_column: what `source` means; without, the file.
 
     Raises:
         UserError: where the data has no such column or no turns, or a column has too many values.
     """
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
-    if name in columns or name == "source":
+    column = name if name in columns else source_column if name == "source" else None
+    if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
         for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules, tokenizer):
             for row in batch.rows:
-                label = str(row.values.get(name, "(none)")) if name in columns else batch.place
+                label = str(row.values.get(column, "(none)")) if column else batch.place
                 of_document.append(numbers.setdefault(label, len(numbers)))
                 if len(numbers) > MOST_GROUPS:
                     raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")

@@ -207,6 +207,8 @@ def _jobs(
         }
         hashes, data = windows.hashes(), data_sets[source]
         how = {"max_documents": config.max_documents, "cache": cache_folder(config.data_cache)}
+        if config.source_column and "source" in config.group_by:
+            options["source_column"] = how["source_column"] = config.source_column
         groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
         jobs.append(
             _Job(

@@ -20,7 +20,7 @@ from dsft.perplexity.modes import mode_problems
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
     *("data_format", "text_column", "prompt_template", "completion_template", "chat_template"),
-    *("train_on", "train_thinking", "drop_unrendered", "too_long"),
+    *("train_on", "train_thinking", "drop_unrendered", "too_long", "source_column"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
 SUITES = {
@@ -114,7 +114,8 @@ def _of_training(
         return values
     held_out, fraction = options.get("eval_data"), options.get("eval_fraction")
     if held_out:
-        values |= {"data": held_out, "data_split": options.get("eval_split") or TrainConfig.eval_split}
+        entries = [*held_out.values()] if isinstance(held_out, dict) else held_out  # each is a data set of its own
+        values |= {"data": entries, "data_split": options.get("eval_split") or TrainConfig.eval_split}
     elif fraction:
         values |= {"data": options.get("data"), "data_split": options.get("data_split") or TrainConfig.data_split}
         values |= {

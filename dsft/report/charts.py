@@ -76,6 +76,20 @@ def charts(report: Report, palette: Palette) -> list[Chart]:
         _over_tokens(report, palette, "loss", "Loss", losses, y="loss, nats per token", caption=caption),
         _perplexity(report, palette),
     ]
+    for kind, title, lines in (
+        ("source", "Loss by source", "of what is trained"),
+        ("eval", "Held-out loss by set", "of what is held out; macro is the mean of the sets"),
+    ):
+        points = [
+            point | {"run": f"{point['run']}: {part}" if len(runs) > 1 else part}
+            for part, metric in report.parts(kind).items()
+            for point in _points(runs, metric)
+        ]
+        is_noisy = kind == "source"
+        layers = [_layer(points, LINE, "loss", is_noisy=is_noisy), *([] if is_noisy else [_layer(points, POINTS)])]
+        names = list(dict.fromkeys(point["run"] for point in points))
+        options = {"y": "loss, nats per token", "caption": f"Lines: {lines}.", "names": names}
+        made.append(_over_tokens(report, palette, f"loss_by_{kind}", title, layers, **options))
     for name, shown in report.metrics.items():
         if shown["chart"] and not any(run.values(shown["unless"]) for run in runs):
             layers = [_layer(_points(runs, name), LINE, shown["axis"], is_noisy=shown.get("is_noisy", False))]
@@ -153,14 +167,18 @@ def _over_tokens(
     caption: str = "",
     number: str = "~g",
     scale: Spec | None = None,
+    names: list[str] | None = None,
 ) -> Chart | None:
     """Put the layers that have points over the tokens seen, with a colour for each run and a legend where there are
     several; None where no layer has a point.
+
+    Args:
+        names: what has a colour, in place of the runs.
     """
     layers = [layer for layer in layers if layer["data"]["values"]]
     if not layers:
         return None
-    names = [run.name for run in report.runs]
+    names = names or [run.name for run in report.runs]
     series = [palette[f"series-{index % 6 + 1}"] for index in range(len(names))]
     legend = BELOW | {"columns": 3} if len(names) > 1 else None
     encoding = {

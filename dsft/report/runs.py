@@ -5,10 +5,11 @@ A run that is still running, stopped early or was killed has less of it; nothing
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_state
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_options_of_run, read_run
@@ -112,6 +113,11 @@ class Report:
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Name -> how to show it beside loss and perplexity, as run.json has it (InReport in training/metrics.py)."""
         return {name: shown for run in self.runs for name, shown in run.facts.get("metrics", {}).items()}
+
+    def parts(self, kind: Literal["source", "eval"]) -> dict[str, str]:
+        """Sources of what was trained, or sets of what was held out -> the metric that has their loss."""
+        logged = dict.fromkeys(name for run in self.runs for entry in run.log for name in entry)
+        return {match[1]: name for name in logged if (match := re.fullmatch(f"{kind}_(.+)_loss", name))}
 
 
 def read_report(folders: list[str]) -> Report:

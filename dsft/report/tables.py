@@ -116,6 +116,28 @@ def tables(report: Report) -> list[Table]:
     changed = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
     made.append(_table("What differs between the runs", runs, changed))
 
+    # Each source of what was trained: its loss in the first and the last line, and its trained tokens.
+    rows = {}
+    for part, metric in report.parts("source").items():
+        losses = [run.values(metric) for run in runs]
+        trained = [run.values(metric.removesuffix("loss") + "tokens") for run in runs]
+        rows[part] = [
+            f"loss {in_digits(of_run[0])} → {in_digits(of_run[-1])}, {int(sum(tokens)):,} tokens" if of_run else ""
+            for of_run, tokens in zip(losses, trained, strict=True)
+        ]
+    made.append(_table("Sources of the training", runs, rows))
+
+    # Each held-out set.
+    rows = {}
+    for part, metric in report.parts("eval").items():
+        name = metric.removesuffix("loss") + "perplexity"
+        evaluated = [[entry for entry in run.log if name in entry] for run in runs]
+        rows[part] = [
+            f"{in_digits(entries[0][name])} → {_with_interval(entries[-1], name)}" if entries else ""
+            for entries in evaluated
+        ]
+    made.append(_table("Held-out perplexity by set", runs, rows, note="macro: exp of the mean of the sets' losses."))
+
     cells = []
     for run in runs:
         for saved in run.checkpoints:
@@ -235,9 +257,9 @@ def _table(title: str, runs: list[Run], rows: dict[str, list[str]], note: str = 
     return Table(title=title, header=header, rows=kept, note=note, is_by_run=True)
 
 
-def _with_interval(entry: dict[str, float]) -> str:
-    bounds = [entry.get(f"eval_perplexity_{end}") for end in ("low", "high")]
-    return in_digits(entry["eval_perplexity"]) + (f", {in_words(bounds)}" if None not in bounds else "")
+def _with_interval(entry: dict[str, float], name: str = "eval_perplexity") -> str:
+    bounds = [entry.get(f"{name}_{end}") for end in ("low", "high")]
+    return in_digits(entry[name]) + (f", {in_words(bounds)}" if None not in bounds else "")
 
 
 def _count(value: int | None) -> str:
@@ -250,6 +272,8 @@ def _yaml(values: dict[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     value = _whole(value)
+    if isinstance(value, dict):
+        value = [f"{name}: {each}" for name, each in value.items()]
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)

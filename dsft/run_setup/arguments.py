@@ -53,6 +53,8 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
     """Lays the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
     eval_strategy = "epoch" if options.has_held_out else "no"
     values = TRAINING_DEFAULTS | {"eval_strategy": eval_strategy} | dict(options.training)
+    if options.early_stopping_patience:
+        values.setdefault("metric_for_best_model", "loss")
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
     values.pop("gradient_checkpointing", None)  # the plan decides
@@ -288,6 +290,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
             "train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go"
             " together"
         )
+    if options.early_stopping_threshold and not options.early_stopping_patience:
+        notes.append("early_stopping_threshold: ignored, because early_stopping_patience is not given")
     if options.eval_data and options.eval_fraction:
         notes.append("eval_fraction: ignored, because eval_data is given")
     notes += [f"{name}: ignored, {why}" for name, why in IGNORED_ARGUMENTS.items() if name in training]

@@ -173,7 +173,10 @@ def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
     """Decides how long the watchdog waits for a step: at least ten planned ones where a plan uses NVMe, whose rate is a
     guess.
     """
-    seconds = options.step_timeout
+    seconds, reason = options.step_timeout, f"{STEPS_WAITED} planned steps, with offload to NVMe"
     if any(term.place == "nvme" for term in plan.terms):
         seconds = max(seconds, float(math.ceil(STEPS_WAITED * plan.time.step_seconds)))
-    return Decision("step_timeout", seconds, f"{STEPS_WAITED} planned steps, with offload to NVMe")
+    if options.training.get("torch_compile"):
+        # A rank that compiles for the shapes of its batch alone leaves the others waiting.
+        seconds, reason = seconds + options.compile_timeout, "a step that is compiled anew takes compile_timeout longer"
+    return Decision("step_timeout", seconds, reason)

@@ -38,7 +38,7 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
     entries = {"data": options.data}
     if isinstance(options, TrainConfig):
         named.append(("adapter", options.adapter))
-        entries["eval_data"] = options.eval_data
+        entries["eval_data"] = options.held_out_entries
         if options.zero != "auto":
             read_zero_file(options.zero, problems)
     else:

@@ -415,7 +415,7 @@ def check_run(
         check_sources(sources, options, tokenizer, key=key, split=split, problems=unreadable)
         for key, sources, split in (
             ("data", options.data, options.data_split),
-            ("eval_data", options.eval_data if starts else [], options.eval_split),
+            ("eval_data", options.held_out_entries if starts else [], options.eval_split),
         )
     )
     if starts:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import glob
+import importlib.util
 import os
 import re
 import resource
@@ -128,6 +129,20 @@ def host_memory_bytes() -> int:
 def free_host_bytes() -> int:
     """Memory of this host that a run may still take, caches of files included."""
     return min(psutil.virtual_memory().available, host_memory_bytes())
+
+
+def gpu_utilization() -> float | None:
+    """Share of the last moments in which this rank's GPU was at work, as NVML has it; None without a GPU or the package
+    nvidia-ml-py.
+    """
+    if not has_gpu() or importlib.util.find_spec("pynvml") is None:
+        return None
+    import torch
+
+    try:
+        return torch.cuda.utilization() / 100
+    except Exception:  # of NVML's own classes: a part of a GPU (MIG) has none, nor has every container
+        return None
 
 
 def has_gpu() -> bool:

@@ -10,14 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped
 from dsft.runtime.console import say
-from dsft.training.metrics import METRICS
-from dsft.units import in_digits
+from dsft.training.metrics import on_screen
+from dsft.units import in_digits, plural
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
@@ -68,11 +68,13 @@ class SkippedSteps:
 
     Args:
         in_fp16: now and then that is no fault, but the search for the loss's scale.
+        most: that may be skipped in a row.
     """
 
-    def __init__(self, *, in_fp16: bool = False):
+    def __init__(self, *, in_fp16: bool = False, most: int | None = None):
         self.number = self.in_a_row = 0
         self.in_fp16 = in_fp16
+        self.most = most or (MOST_SKIPPED_IN_FP16 if in_fp16 else MOST_SKIPPED)
 
     def note(self, step: int, *, is_skipped: bool, at_least_scale: bool = False) -> None:
         """Note step number `step`; the same on all ranks.
@@ -87,13 +89,35 @@ class SkippedSteps:
         self.number += is_skipped
         if is_skipped and self.in_a_row == 1 and not self.in_fp16:
             say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed skips this optimizer step")
-        if at_least_scale or self.in_a_row == (MOST_SKIPPED_IN_FP16 if self.in_fp16 else MOST_SKIPPED):
+        if at_least_scale or self.in_a_row == self.most:
             raise TrainingStopped(
                 f"a gradient was infinite or NaN in {self.in_a_row} steps in a row, up to step {step}: nothing is"
                 " learnt any more. Usual causes: a learning rate too high, or broken weights in the model that training"
                 f" started from{', or numbers beyond what float16 holds' if self.in_fp16 else ''}; checkpoints are"
                 " untouched"
             )
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers', which reports that it ends the training; checkpoints keep its count."""
+
+    stopped = ""
+    """Why it did."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Goes on counting where a checkpoint has stopped; transformers' own begins anew."""
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        vars(self).update(saved)
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        super().on_evaluate(args, state, control, metrics, **kwargs)
+        count, metric = self.early_stopping_patience_counter, args.metric_for_best_model
+        if count >= self.early_stopping_patience and not self.stopped and state.global_step < state.max_steps:
+            self.stopped = (
+                f"{metric} was not better in the last {plural(count, 'evaluation')}, up to step {state.global_step},"
+                f" than {in_digits(state.best_metric)}"
+            )
+            say(f"note: training ends early: {self.stopped}")
 
 
 class MetricsFile(TrainerCallback):
@@ -139,16 +163,14 @@ class ProgressLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
             return
-        parts, in_bar = [f"step {state.global_step:>6}"], []
-        for metric in METRICS:
-            if metric.on_screen and (value := logs.get(metric.name)) is not None:
-                parts.append(f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}")
-                in_bar += parts[-1:] if metric.in_bar else []
+        shown = [*on_screen(logs)]
+        parts = [f"step {state.global_step:>6}", *(text for text, _ in shown)]
         samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
         samples = [f"  {prompt[-SHOWN_PROMPT:]} => {answer}" for prompt, answer in samples]
         if self.bar is not None:
             self.bar.write("\n".join([_fitting(parts, self.bar.ncols), *samples]))
             if "loss" in logs:
+                in_bar = [text for text, is_in_bar in shown if is_in_bar]
                 self.bar.set_postfix_str(_fitting(in_bar, self.bar.ncols - BAR_COLUMNS))
             return
         start, first = self.begin

@@ -15,6 +15,7 @@ load balance, which multiplies two means, still depend on how a step is cut into
 Shape suffixes: B batch, T time, V vocab.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.head import nats_of, next_weights
+from dsft.models.head import nats_of, of_next
 from dsft.models.lora import unwrapped
 from dsft.runtime.console import say
 from dsft.units import IGNORED
@@ -37,16 +38,17 @@ class TokenLoss:
 
     Args:
         label_smoothing: the share of the target that is spread evenly over the vocabulary.
+        num_sources: whose nats are added up apart; 0 where there is one.
     """
 
-    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0):
+    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0, num_sources: int = 0):
         inner = unwrapped(model)
-        self.name, self.label_smoothing = type(inner).__name__, label_smoothing
+        self.name, self.label_smoothing, self.num_sources = type(inner).__name__, label_smoothing, num_sources
         # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`. Liger takes no weights.
         self.is_tiled = "accepts_loss_kwargs" in vars(inner)
         self.is_liger = inner.forward.__module__.startswith("liger_kernel")
         self.gives_labels, self.told_of_logits = True, False
-        self._labels_BT = self._weights_BT = self._divisor = self._nats = None
+        self._labels_BT = self._weights_BT = self._sources_BT = self._divisor = self._nats = None
         inner.loss_function = self._loss_function
 
     def __call__(
@@ -56,32 +58,38 @@ class TokenLoss:
 
         Args:
             inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1;
-                and perhaps `weights` of the labels.
+                and perhaps `weights` and `sources` of the labels.
             counts: the micro batch's tokens without padding, and its trained tokens.
             step_counts: the same of the optimizer step, over all micro batches and ranks.
 
         Returns:
             The loss, of which the sum over all micro batches and ranks is the step's: weighted nats per trained token,
-            and what the model adds. And the micro batch's nats alone, [2], detached: with and without the weights.
+            and what the model adds. And the micro batch's nats alone, detached: with and without the weights, and of
+            each source, NaN where they are not known.
 
         Raises:
             UserError: where the model has neither a loss that is replaced nor logits for each token.
         """
         inputs = dict(inputs)
-        labels_BT, weights_BT = inputs.pop("labels"), inputs.pop("weights", None)
+        labels_BT, weights_BT, sources_BT = (inputs.pop(name, None) for name in ("labels", "weights", "sources"))
         share = counts[0] / step_counts[0]
         # A blank micro batch has a share of 0 and no nats.
         divisor = (step_counts[1] * share).clamp(min=1e-9)
         if not self.label_smoothing and (self.is_tiled or (self.is_liger and weights_BT is None)):
-            weights = {} if weights_BT is None else {"label_weights": weights_BT}
-            outputs = model(**inputs, labels=labels_BT, num_items_in_batch=divisor, **weights)
+            of_labels = {} if weights_BT is None else {"label_weights": weights_BT}
+            if self.is_tiled and self.num_sources:
+                of_labels |= {"label_sources": sources_BT, "num_sources": self.num_sources}
+            outputs = model(**inputs, labels=labels_BT, num_items_in_batch=divisor, **of_labels)
             nats = outputs["loss"].detach() * divisor
-            both = nats.expand(2) if weights_BT is None else torch.stack([nats, outputs["nats"]])
-            return outputs["loss"] * share, both
+            if of_labels:
+                return outputs["loss"] * share, torch.cat([nats.view(1), outputs["nats"]])
+            unknown = nats.new_full((self.num_sources,), math.nan)  # Liger gives one sum for all labels
+            return outputs["loss"] * share, torch.cat([nats.expand(2), unknown])
         if self.is_liger and weights_BT is not None and not self.told_of_logits:
             self.told_of_logits = True
             say("note: Liger's loss takes no weights of tokens; batches with weights take all logits")
-        self._labels_BT, self._weights_BT, self._divisor, self._nats = labels_BT, weights_BT, divisor, None
+        self._labels_BT, self._weights_BT, self._sources_BT = labels_BT, weights_BT, sources_BT
+        self._divisor, self._nats = divisor, None
         given = {"labels": labels_BT} if self.gives_labels else {}
         # With logits Liger's forward calls `loss_function` (liger_kernel 0.8.5, all causal models).
         outputs = model(**inputs, **given, **({"skip_logits": False} if self.is_liger else {}))
@@ -109,7 +117,8 @@ class TokenLoss:
                         f" (here {mean:.4g}); what its own adds to these, such as a router's auxiliary loss, is left"
                         " out"
                     )
-        nats, self._labels_BT, self._weights_BT, self._divisor, self._nats = self._nats, None, None, None, None
+        nats = self._nats
+        self._labels_BT = self._weights_BT = self._sources_BT = self._divisor = self._nats = None
         return loss * share, nats
 
     def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, vocab_size: int, **options: Any):
@@ -127,11 +136,11 @@ class TokenLoss:
 
     def _mean(self, logits_BTV: torch.Tensor) -> torch.Tensor:
         next_BT = functional.pad(self._labels_BT, (0, 1), value=IGNORED)[:, 1:]
-        weights_BT = next_weights(self._weights_BT)
+        of_labels = (next_BT.flatten(), of_next(self._weights_BT), of_next(self._sources_BT))
         sums = nats_of(
             logits_BTV.float().flatten(0, 1),
-            next_BT.flatten().to(logits_BTV.device),
-            None if weights_BT is None else weights_BT.flatten().to(logits_BTV.device),
+            *(None if each is None else each.to(logits_BTV.device) for each in of_labels),
+            num_sources=self.num_sources,
             label_smoothing=self.label_smoothing,
         )
         self._nats = sums.detach()

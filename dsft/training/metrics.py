@@ -6,24 +6,30 @@ A new metric is one value of METRICS: how it is computed, how the screen shows i
 
 import contextlib
 import dataclasses
+import functools
+import math
 import operator
+import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from dsft.perplexity.intervals import in_words
-from dsft.perplexity.sums import exp
+from dsft.models.lora import unwrapped
+from dsft.perplexity.intervals import Units, in_words, ratio_interval
+from dsft.perplexity.sums import Perplexity, exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
 from dsft.run_setup.resolve import ResolvedRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, device, from_all
-from dsft.runtime.hardware import has_gpu, peak_memory_bytes
+from dsft.runtime.hardware import gpu_utilization, has_gpu, peak_memory_bytes
 from dsft.units import GiB, in_digits
 
 ROUNDING = 1e-5
@@ -32,6 +38,11 @@ SLOW, SLOW_SHARE = 3.0, 0.2
 """A rank is slow whose own work takes this many times as long as the fastest rank's, and, where it is work of the
 training, this share of the interval longer.
 """
+
+MOST_DATA_WAIT, MOST_NETWORK = 0.2, 0.5
+"""Shares of the time from which a training is bound by it."""
+LEAST_INTERVAL = 0.2
+"""Seconds: shares of a shorter one are chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +95,37 @@ class Work:
     done since the last line of the log.
     """
 
-    def __init__(self, device: torch.device):
-        num_sums = len(dataclasses.fields(Sums))
-        self._counted = torch.zeros(num_sums, dtype=torch.float64, device=device)  # counts too are exact
+    def __init__(self, device: torch.device, num_sources: int = 0, num_experts: tuple[int, int] = (0, 0)):
+        """
+        Args:
+            num_sources: whose nats are counted apart; 0 where there is one.
+            num_experts: routers, and experts of each.
+        """
+        routers, experts = num_experts
+        self._loads_shape = routers, experts + 1
+        self._sizes = len(dataclasses.fields(Sums)), 2 * num_sources, math.prod(self._loads_shape)
+        self._counted = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)  # counts too are exact
+        self._sums, self._sources, loads = self._counted.split(self._sizes)
+        self.loads = loads.view(self._loads_shape)
+        """[R, E + 1] tokens that each router has sent to each of its experts, padding included, and to what is none, as
+        the identity."""
         self._passes: list[tuple[Any, Any]] = []
+        self.collectives: list[tuple[Any, Any]] = []
+        """Marks around what this rank has spent in them."""
         self.unread: deque[tuple[int, torch.Tensor, Any, list[tuple[Any, Any]]]] = deque()
         """Step, its sums on the host, when they are there, and the marks around this rank's forward passes."""
         self.begin_interval()
 
     def begin_interval(self) -> None:
         """Start from 0 after a line of the log."""
-        self.sums = Sums()
+        self.sums, self.by_source = Sums(), np.zeros((2, self._sizes[1] // 2))
+        self.by_expert = np.zeros(self._loads_shape)
         self.data_seconds = 0.0
         """This rank waited for batches."""
         self.forward_seconds = 0.0
         """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
+        self.network_seconds = 0.0
+        """This rank was in collectives; on a GPU also while it computed beside them."""
         self.begun = time.perf_counter()
         """When it began, put off by what is none of its steps' time."""
 
@@ -108,6 +135,11 @@ class Work:
         start = time.perf_counter()
         yield
         self.begun += time.perf_counter() - start
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave what a forward pass took to be compiled out of the interval's time, and of this rank's own."""
+        self.begun += seconds
+        self.forward_seconds -= seconds
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and count the seconds until each is there."""
@@ -125,17 +157,24 @@ class Work:
         """Count a micro batch.
 
         Args:
-            nats: [2], with and without weights.
-            num_tokens: [3], without padding, trained tokens, and positions.
+            nats: with and without weights, then of each source.
+            num_tokens: without padding, trained tokens, and positions; then trained tokens of each source.
             started, done: marks around its forward pass.
         """
-        self._counted[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
+        self._sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens[:3], nats[:2], objective.view(1)])
+        self._sources += torch.cat([num_tokens[3:], nats[2:]])
         self._passes.append((started, done))
+
+    def add_over_ranks(self, values: torch.Tensor) -> None:
+        """The same of `runtime/distributed.py`, timed. Collective."""
+        started = mark()
+        add_over_ranks(values)
+        self.collectives.append((started, mark()))
 
     def send(self, step: int, *, asked: bool, due: bool) -> None:
         """Add up over all ranks what was counted since the last step. Collective."""
-        self._counted[7], self._counted[8] = asked, due
-        add_over_ranks(self._counted)
+        self._sums[7], self._sums[8] = asked, due
+        self.add_over_ranks(self._counted)
         on_host = self._counted.to("cpu", non_blocking=True, copy=True)  # pinned memory, where it comes from a GPU
         copied = torch.cuda.Event() if self._counted.is_cuda else None
         if copied:
@@ -144,17 +183,81 @@ class Work:
         self._passes = []
         self._counted.zero_()
 
-    def read(self) -> tuple[int, Sums]:
-        """(the oldest step that was sent, its sums), which are added to the interval's; waits until its work is done,
-        and so that of its marks.
+    def read(self) -> tuple[int, Sums, np.ndarray]:
+        """(the oldest step that was sent, its sums, [2, number of sources] their trained tokens and nats), which are
+        added to the interval's; waits until its work is done, and so that of its marks.
         """
         step, on_host, copied, passes = self.unread.popleft()
         if copied:
             copied.synchronize()
-        sums = Sums(*on_host.tolist())
+        sums, by_source, loads = on_host.split(self._sizes)
+        sums, by_source = Sums(*sums.tolist()), by_source.numpy().reshape(2, -1)
+        self.by_source = self.by_source + by_source
+        self.by_expert = self.by_expert + loads.numpy().reshape(self._loads_shape)
         self.sums = Sums(*map(operator.add, dataclasses.astuple(self.sums), dataclasses.astuple(sums)))
         self.forward_seconds += sum(seconds_between(start, end) for start, end in passes)
-        return step, sums
+        # On a GPU those of other streams may not be done; they are read with a later step.
+        pending = []
+        for start, end in self.collectives:
+            if isinstance(end, float) or end.query():
+                self.network_seconds += seconds_between(start, end)
+            else:
+                pending.append((start, end))
+        self.collectives = pending
+        return step, sums, by_source
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Lists the modules that send tokens to experts, where transformers names their class."""
+    recorder = getattr(type(unwrapped(model)), "_can_record_outputs", None) or {}
+    recorder = recorder.get("router_logits")
+    kind = getattr(recorder, "target_class", recorder)
+    return [module for module in model.modules() if kind is not None and isinstance(module, kind)]
+
+
+def count_experts(routers: list[nn.Module], work: Work) -> None:
+    """Add the tokens of each expert to `work.loads` while the model trains."""
+
+    def count(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
+        chosen = [each for each in output if not each.is_floating_point()] if isinstance(output, tuple) else []
+        if router.training and chosen:
+            experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
+            loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))
+
+    for router, loads_E in zip(routers, work.loads, strict=True):
+        router.register_forward_hook(functools.partial(count, loads_E))
+
+
+class TimedCollectives:
+    """DeepSpeed's backend of collectives, with marks around what a rank spends in each of them."""
+
+    COMPUTING = re.compile("all_|reduce|broadcast|barrier|scatter|gather|send|recv")
+
+    def __init__(self, backend: Any, work: Work):
+        self._backend, self._work = backend, work
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._backend, name)
+        return functools.partial(self._timed, function) if self.COMPUTING.match(name) else function
+
+    def _timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        started = mark()
+        handle = function(*args, **kwargs)
+        self._work.collectives.append((started, mark()))
+        return handle if isinstance(handle, torch.Tensor | bool | None) else _Handle(handle, self)
+
+
+class _Handle:
+    """What an asynchronous collective returns."""
+
+    def __init__(self, handle: Any, timed: TimedCollectives):
+        self._handle, self._timed = handle, timed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed._timed(self._handle.wait, *args, **kwargs)
 
 
 def mark() -> Any:
@@ -180,6 +283,11 @@ class RankTimes:
     """It waited for batches."""
     forward: float
     """Its forward passes took; in ZeRO-3 a rank waits for the others in them."""
+    network: float = 0.0
+    """It was in collectives: the slowest rank the least, since the others wait for it there. On a GPU this counts also
+    where computation goes on beside them."""
+    gpu: float | None = None
+    """Share of the last moments in which its GPU was at work (NVML), where nvidia-ml-py is installed."""
     product: float
     """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
 
@@ -220,6 +328,37 @@ class SlowRanks:
                 return
 
 
+class BoundBy:
+    """Reports once what binds a training: where in two lines of the log in a row most of the time goes to it."""
+
+    def __init__(self):
+        self.before: str | None = None
+        self.reported: set[str] = set()
+
+    def note(self, logs: dict[str, float], ranks: Sequence[RankTimes]) -> None:
+        """Note the shares of a line of the log."""
+        before, self.before = self.before, None
+        for name, share, most, way_out in (
+            (
+                *("waiting for data", "data_wait_share", MOST_DATA_WAIT),
+                "raise dataloader_num_workers, or prepare the data on a faster disk (data_cache)",
+            ),
+            (
+                *("the network", "network_share", MOST_NETWORK),
+                "more accumulation, a lower ZeRO stage or hpZ send less; dsft doctor measures the links",
+            ),
+        ):
+            if logs.get(share, 0) <= most:
+                continue
+            self.before = name
+            if before == name and name not in self.reported:
+                self.reported.add(name)
+                slowest = max(ranks, key=lambda rank: rank.data) if share == "data_wait_share" else None
+                where = f" (longest on {slowest.host})" if slowest else ""
+                say(f"note: {name}: {logs[share]:.0%} of the time{where}; {way_out}")
+            return
+
+
 @dataclass(kw_only=True)
 class Line:
     """What the metrics of one line of the log are computed from."""
@@ -231,6 +370,12 @@ class Line:
     seconds: float = 0.0
     """That the steps of `sums` took, without evaluations and saves."""
     ranks: tuple[RankTimes, ...] = ()
+    by_source: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0)))
+    """[2, number of sources], trained tokens and nats since the last line."""
+    by_expert: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
+    """[R, E] tokens of each expert of each router since the last line."""
+    skipped_steps: int = 0
+    """Over the full training."""
     trained_tokens: int | None = None
     """Over the full training, where the line is of steps."""
     save_seconds: float | None = None
@@ -256,7 +401,12 @@ def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Lin
                 end.synchronize()
             products.append(seconds_between(start, end))
         mine = RankTimes(
-            host=socket.gethostname(), data=work.data_seconds, forward=work.forward_seconds, product=min(products)
+            host=socket.gethostname(),
+            data=work.data_seconds,
+            forward=work.forward_seconds,
+            network=work.network_seconds,
+            gpu=gpu_utilization(),
+            product=min(products),
         )
     peaks, ranks = zip(*from_all([(peak_memory_bytes(), mine)]), strict=True)
     peak_gib = {name: round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
@@ -265,7 +415,8 @@ def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Lin
     seconds = time.perf_counter() - work.begun
     if len(ranks) > 1:
         slow_ranks.note(list(ranks), interval=seconds)
-    return Line(peak_gib=peak_gib, sums=work.sums, seconds=seconds, ranks=ranks)
+    of_work = {"sums": work.sums, "by_source": work.by_source, "by_expert": work.by_expert[:, :-1]}
+    return Line(peak_gib=peak_gib, seconds=seconds, ranks=ranks, **of_work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,6 +493,12 @@ METRICS = (
         ),
     ),
     Metric(
+        "expert_load",
+        lambda line: float((line.by_expert.max(1) / line.by_expert.mean(1)).mean()) if line.by_expert.any() else None,
+        in_report=InReport(chart="Load of the experts", axis="busiest expert's tokens, over the mean", is_noisy=True),
+    ),
+    Metric("unused_experts", lambda line: int((line.by_expert == 0).sum()) if line.by_expert.any() else None),
+    Metric(
         "learning_rate", on_screen="lr", in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e")
     ),
     Metric(
@@ -389,6 +546,7 @@ METRICS = (
         for where in ("GPU", "host")
     ),
     Metric("num_input_tokens_seen", on_screen="tokens"),
+    Metric("skipped_steps", lambda line: line.skipped_steps or None, on_screen="skipped_steps"),
     Metric("eval_tokens", on_screen="eval_tokens"),
     Metric("num_trained_tokens", lambda line: line.trained_tokens),
     Metric("padding_share", lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
@@ -400,11 +558,31 @@ METRICS = (
         ),
     ),
     Metric(
+        "data_wait_share",
+        lambda line: max(rank.data for rank in line.ranks) / line.seconds if line.ranks else None,
+    ),
+    Metric(
+        "network_share",
+        lambda line: min(1.0, min(rank.network for rank in line.ranks) / line.seconds) if len(line.ranks) > 1 else None,
+        in_report=InReport(
+            chart="Stalls: the network", axis="share of the time since the last line", from_zero=True, is_noisy=True
+        ),
+    ),
+    Metric(
+        "gpu_utilization", lambda line: min((rank.gpu for rank in line.ranks if rank.gpu is not None), default=None)
+    ),
+    Metric(
         "rank_skew",
         lambda line: (
             max(seconds := [rank.data + rank.forward for rank in line.ranks]) / min(seconds)
             if len(line.ranks) > 1
             else None
+        ),
+    ),
+    Metric(
+        "slowest_rank",
+        lambda line: (
+            (waits := [rank.network for rank in line.ranks]).index(min(waits)) if len(line.ranks) > 1 else None
         ),
     ),
     Metric("save_seconds", lambda line: line.save_seconds),
@@ -414,10 +592,57 @@ those that it is made of. The report draws loss and perplexity by itself, with w
 """
 
 
-def complete(line: Line) -> dict[str, float]:
-    """Compute every metric of a line, beside what the Trainer logs."""
+PART = re.compile(r"(source|eval)_(.+)_(loss|perplexity|tokens)")
+"""Metrics of one source of what is trained, or of one set of what is held out; `eval_macro_*` are means over sets."""
+
+
+def complete(line: Line, sources: Sequence[str] = ()) -> dict[str, float]:
+    """Compute every metric of a line, beside what the Trainer logs.
+
+    Args:
+        sources: names of those in `line.by_source`.
+    """
     logs = line.logs
     for metric in METRICS:
         if metric.of and (value := metric.of(line)) is not None:
             logs[metric.name] = value
+    for source, tokens, nats in zip(sources, *line.by_source.tolist(), strict=False):
+        logs[f"source_{source}_tokens"] = int(tokens)
+        if tokens and not math.isnan(nats):
+            logs[f"source_{source}_loss"] = nats / tokens
     return logs
+
+
+def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, bool]]:
+    """Yield what a line of the log shows, part by part, and whether the moving line shows it too."""
+    for metric in METRICS:
+        if metric.on_screen and (value := logs.get(metric.name)) is not None:
+            yield f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}", metric.in_bar
+    for name, value in logs.items():
+        if (part := PART.fullmatch(name)) and part[3] != "tokens":
+            yield f"{part[2]} {part[3]} {in_digits(value)}", False
+
+
+def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:
+    """Compute loss, perplexity and tokens of each held-out set, and the means over sets: of their losses, and exp of
+    that, which is the geometric mean of their perplexities.
+
+    Args:
+        set_D: which of `names` each document of the result is of.
+    """
+    metrics, losses = {}, []
+    for number, name in enumerate(names):
+        is_scored_D = (set_D == number) & (result.document_tokens > 0)
+        sums_KU = np.stack([result.document_nats, result.document_tokens])[:, is_scored_D]
+        nats, tokens = map(math.fsum, sums_KU)
+        if not tokens:
+            continue
+        losses.append(nats / tokens)
+        metrics |= {f"{name}_loss": losses[-1], f"{name}_perplexity": exp(losses[-1]), f"{name}_tokens": int(tokens)}
+        low, high = ratio_interval(Units(sums_KU=sums_KU, kind="documents"), 1)
+        if not math.isnan(low):  # a single document has no interval
+            metrics |= {f"{name}_perplexity_low": exp(low), f"{name}_perplexity_high": exp(high)}
+    if losses:
+        mean = math.fsum(losses) / len(losses)
+        metrics |= {"macro_loss": mean, "macro_perplexity": exp(mean)}
+    return metrics

@@ -17,7 +17,7 @@ from typing import Any
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.export import find_left_out
-from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.manifest import checkpoints, read_manifest
 from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.readback import Verification, verify_weights
 from dsft.checkpoints.resume import changed_options, check_identity, topology_change
@@ -47,7 +47,7 @@ from dsft.models.weights import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import ResolvedRun, resolve_run, smaller_plan
-from dsft.runtime import distributed, preemption
+from dsft.runtime import distributed, patches, preemption
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
@@ -61,7 +61,9 @@ from dsft.runtime.hardware import (
 )
 from dsft.runtime.patches import active_patches
 from dsft.runtime.versions import git_commit, versions
-from dsft.training.metrics import METRICS, Compute
+from dsft.training.callbacks import EarlyStopping
+from dsft.training.compiling import compiling_limited
+from dsft.training.metrics import METRICS, Compute, TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import GiB, plural
 from dsft.watchdog import client as watchdog
@@ -213,6 +215,10 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         save_minutes=options.save_minutes,
         left_out=left_out,
         frozen_weights=distributed.on_rank_0(frozen_weights),
+        most_skipped=options.max_skipped_steps,
+        early_stopping=EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
+        if options.early_stopping_patience
+        else None,
     )
 
 
@@ -354,11 +360,30 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
+        before = (read_manifest(Path(run.checkpoint)) or {}).get("world_size")
+        if before not in (None, distributed.world_size()):
+            say(
+                f"note: {plural(distributed.world_size(), 'rank')} now, {before} before; a step has"
+                f" {plural(trainer.run_identity['sequences per step'], 'sequence')} as before, so the learning rate"
+                " stays right"
+            )
         if changed := changed_options(run.checkpoint, trainer.taken_options):
             say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting from scratch")
-    with preemption.signals_save():
+    if run.weights_of:
+        then = (read_manifest(Path(run.weights_of)) or {}).get("run_identity", {}).get("sequences per step")
+        now = trainer.run_identity["sequences per step"]
+        if then not in (None, now):
+            # Malladi et al. 2022, arXiv 2205.10287: Adam's rate goes with the square root of the batch.
+            say(
+                f"note: a step has {plural(now, 'sequence')}, {then} in the run of {run.weights_of}; the learning rate"
+                f" is {trainer.args.learning_rate:.3g}. What was right there is, for Adam, right here"
+                f" {(now / then) ** 0.5:.3g} times as large"
+            )
+    timed = patches.replaced("timed_collectives", lambda backend: backend and TimedCollectives(backend, trainer.work))
+    compiling = compiling_limited(run.options.compile_timeout, trainer.args.torch_compile, note=trainer.work.leave_out)
+    with preemption.signals_save(), timed, compiling:
         trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
         return

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -36,7 +37,7 @@ from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
-from dsft.models.size import COUNT_FROM_PADDING
+from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
 from dsft.models.zero_shards import mapped_resume
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
@@ -45,11 +46,24 @@ from dsft.planner.plans import Plan
 from dsft.run_setup.checkpoint_size import CheckpointSize
 from dsft.runtime import distributed, patches, preemption
 from dsft.runtime.console import say
-from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog, SkippedSteps
+from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, ProgressLog, SkippedSteps
 from dsft.training.engine_patches import import_muon, patch_engine
 from dsft.training.generation import answers_to
 from dsft.training.loss import TokenLoss
-from dsft.training.metrics import Compute, Line, SlowRanks, Work, complete, gather, mark
+from dsft.training.metrics import (
+    LEAST_INTERVAL,
+    BoundBy,
+    Compute,
+    Line,
+    SlowRanks,
+    Work,
+    complete,
+    count_experts,
+    gather,
+    mark,
+    of_sets,
+    routers_of,
+)
 from dsft.training.plan_check import PlanCheck
 from dsft.units import Batch, padded_width
 from dsft.watchdog import client as watchdog
@@ -91,12 +105,15 @@ class PerplexityTrainer(Trainer):
         save_minutes: float | None = None,
         left_out: LeftOut | None = None,
         frozen_weights: str | None = None,
+        early_stopping: EarlyStopping | None = None,
+        most_skipped: int | None = None,
     ):
         """
         Args:
             disk: what the run writes.
             left_out: parts of the model's package that were not loaded, for `final/`.
             frozen_weights: a digest of the files that hold them, for the run's identity.
+            most_skipped: optimizer steps in a row that may be skipped.
         """
         per_step = Batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size).sequences
         text_config = model.config.get_text_config()
@@ -114,17 +131,24 @@ class PerplexityTrainer(Trainer):
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
         self.strategy, self.prompts = data.strategy, data.prompts
         self.compute = compute
-        self.token_loss = TokenLoss(model, label_smoothing=args.label_smoothing_factor)
+        self.sources, self.held_out_sets = data.sources, data.held_out_sets
+        smoothing = args.label_smoothing_factor
+        self.token_loss = TokenLoss(model, label_smoothing=smoothing, num_sources=len(data.sources))
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.learning, self.plan_check = LearningCheck(text_config.vocab_size), PlanCheck(plan)
-        for callback in (ProgressLog, MetricsFile, self.learning, self.plan_check):
-            self.add_callback(callback)
+        self.early_stopping = early_stopping
+        for callback in (ProgressLog, MetricsFile, self.learning, self.plan_check, early_stopping):
+            if callback is not None:
+                self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
-        self.skipped_steps = SkippedSteps(in_fp16=args.fp16)
+        self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=most_skipped)
         self.is_stopping = False
-        self.work, self.line = Work(args.device), Line(peak_gib={})
-        self.slow_ranks = SlowRanks(waits_in_forward=is_deepspeed_zero3_enabled())
+        routers = routers_of(model)
+        num_experts = (len(routers), num_experts_of(text_config)) if routers else (0, 0)
+        self.work, self.line = Work(args.device, len(data.sources), num_experts), Line(peak_gib={})
+        count_experts(routers, self.work)
+        self.slow_ranks, self.bound_by = SlowRanks(waits_in_forward=is_deepspeed_zero3_enabled()), BoundBy()
 
         deepspeed_config = args.hf_deepspeed_config.config
         self.topology = {
@@ -239,6 +263,7 @@ class PerplexityTrainer(Trainer):
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
         swap_in(engine, "train")  # a checkpoint holds the average
+        self.skipped_steps.number = engine.skipped_steps
         self.work.begin_interval()
         return prepared
 
@@ -262,7 +287,7 @@ class PerplexityTrainer(Trainer):
         """Counts the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
         counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)
         if batch_samples:
-            distributed.add_over_ranks(counts)
+            self.work.add_over_ranks(counts)
         return counts
 
     def compute_loss(
@@ -338,7 +363,7 @@ class PerplexityTrainer(Trainer):
             or control.should_save
             or control.should_training_stop
         ):
-            step, sums = self.work.read()
+            step, sums, by_source = self.work.read()
             if sums.bad:
                 saved = checkpoints(self.args.output_dir)
                 kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
@@ -351,12 +376,20 @@ class PerplexityTrainer(Trainer):
                 self.state.num_input_tokens_seen += int(sums.tokens)
             self.totals["trained_tokens"] += int(sums.trained)
             self.totals["nats"] += sums.nats
+            of_sources = self.totals.setdefault("sources", {}) if self.sources else {}
+            for source, tokens, nats in zip(self.sources, *by_source.tolist(), strict=True):
+                before = of_sources.get(source, {"trained_tokens": 0, "nats": 0.0})
+                of_sources[source] = {
+                    "trained_tokens": before["trained_tokens"] + int(tokens),
+                    "nats": before["nats"] + nats,
+                }
             if sums.due:
                 control.should_save = True
             if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
                 self.is_stopping = control.should_save = control.should_training_stop = True
         if control.should_log:
             self.line = gather(self.work, self.slow_ranks)
+            self.line.skipped_steps = self.skipped_steps.number
             self.line.trained_tokens = self.totals["trained_tokens"]
             self.work.begin_interval()
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -373,7 +406,10 @@ class PerplexityTrainer(Trainer):
             logs |= speed_metrics("train", start_time, num_tokens=tokens)
         save_seconds = self.saves.seconds if self.saves.number else None
         line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
-        super().log(complete(line))
+        logs = complete(line, self.sources)
+        if line.seconds > LEAST_INTERVAL:
+            self.bound_by.note(logs, line.ranks)
+        super().log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """The Trainer's, which logs the figures of the full training. Collective."""
@@ -401,6 +437,8 @@ class PerplexityTrainer(Trainer):
             **peaks,
             **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
             "best_checkpoint": self.state.best_model_checkpoint,
+            **({"stopped_early": self.early_stopping.stopped} if self.early_stopping else {}),
+            **({"sources": self.totals.get("sources", {})} if self.sources else {}),
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
@@ -434,6 +472,7 @@ class PerplexityTrainer(Trainer):
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
             answers = answers_to(self.prompts, self.model, self.processing_class) if self.prompts else []
+        set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
         metrics = {
             "loss": result.loss,
@@ -442,6 +481,7 @@ class PerplexityTrainer(Trainer):
                 {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}
             ),  # one window has no interval
             "tokens": result.tokens,
+            **of_sets(result, self.held_out_sets, set_D),
             "runtime": time.perf_counter() - start,
         }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

@@ -44,6 +44,7 @@ VERDICT_SECONDS = 20.0  # a rank with an error waits so long to be ended, so tha
 PHASE_LIMITS = {
     "starting": "start_timeout",
     "loading": "load_timeout",
+    "compiling": "compile_timeout",
     "training": "step_timeout",
     "evaluating": "step_timeout",
     "saving": "save_timeout",

@@ -133,6 +133,17 @@ def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path
         assert problems_in(write_model(tmp_path / architecture, architecture)) == []
 
 
+@pytest.mark.parametrize("part", ["w1", "w2"])
+def test_an_expert_that_is_missing_on_disk_is_named(tmp_path, part):
+    """transformers fuses the experts while they load, and would make up those of a layer that lacks one."""
+    folder, lost = write_model(tmp_path / "model", "mixtral"), f"experts.2.{part}.weight"
+    change_tensors(folder, lambda tensors: tensors.pop(next(name for name in tensors if name.endswith(lost))))
+    problems = problems_in(folder)
+    assert len(problems) == 1 and "missing" in problems[0], problems
+    with pytest.raises(UserError, match=r"experts"):
+        build_model(TrainConfig(model=str(folder)), dtype="float32")
+
+
 def test_a_digest_of_weights_is_that_of_a_copy_however_split_and_of_no_other_model(tiny, tmp_path):
     def copy(name: str) -> Path:
         return Path(shutil.copytree(tiny / "model", tmp_path / name))

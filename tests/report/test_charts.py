@@ -40,6 +40,16 @@ def test_a_long_line_is_thinned_evenly_and_keeps_its_ends(tmp_path, steps):
     assert steps > MOST_POINTS or len(points) == steps
 
 
+def test_each_source_and_each_set_has_a_line_of_its_own(tmp_path):
+    log = [{"step": step, "source_a_loss": 1.0, "source_b_loss": 2.0, "eval_c_loss": 3.0} for step in (1, 2)]
+    run, other = write_run(tmp_path / "run", log=log), write_run(tmp_path / "other", log=log)
+    for folders, names in (([run], ["a", "b"]), ([run, other], ["run: a", "other: a", "run: b", "other: b"])):
+        spec = drawn(*folders)["loss_by_source"]
+        assert spec["encoding"]["color"]["scale"]["domain"] == names
+        assert len(spec["layer"][0]["data"]["values"]) == 2 * len(names)
+    assert "loss_by_eval" in drawn(run)
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_planned_bar_is_as_long_as_the_peak_of_the_plan(tmp_path, seed, has_gpu):

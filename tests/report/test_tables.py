@@ -47,6 +47,18 @@ def test_perplexity_goes_from_the_first_measurement_to_the_last_with_its_interva
     assert column(write_run(tmp_path / "bare", log=of_one_document))["held-out perplexity"] == "9.5"
 
 
+def test_sources_and_held_out_sets_have_a_row_each(tmp_path):
+    log = [
+        {"step": step, "source_a.b_loss": 8.0 / step, "source_a.b_tokens": 300 * step} | held_out
+        for step, held_out in ((1, {"eval_code_loss": 2.0, "eval_code_perplexity": 7.4}), (2, {}))
+    ]
+    with_parts, without = write_run(tmp_path / "run", log=log), write_run(tmp_path / "other", log=logged(2))
+    report = read_report([str(with_parts), str(without)])
+    assert table(report, "Sources").rows == [["a.b", "loss 8 → 4, 900 tokens", ""]]
+    assert table(report, "Held-out perplexity by set").rows == [["code", "7.4 → 7.4", ""]]
+    assert not [each for each in tables(read_report([str(without)])) if each.title.startswith("Sources")]
+
+
 def test_checkpoints_are_named_with_their_run_where_there_are_several(tmp_path):
     folders = [write_run(tmp_path / name, log=logged(4)) for name in ("a", "b")]
     for folder in folders:

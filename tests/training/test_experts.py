@@ -1,0 +1,117 @@
+"""Mixtures of experts train to the same losses on any ranks and stage, also where ranks reach other experts."""
+
+import json
+
+import pytest
+import torch
+from conftest import read_json
+from ranks import on_ranks, train, train_all
+from tiny import write_jsonl, write_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
+from dsft.errors import UserError
+from dsft.models.size import measure_model
+
+pytestmark = pytest.mark.launch
+LISTED = """
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+class Experts(nn.Module):
+    def __init__(self, mlps, width):
+        super().__init__()
+        self.gate = nn.Linear(width, len(mlps), bias=False)
+        self.experts = nn.ModuleList(mlps)
+
+    def forward(self, hidden):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        shares, chosen = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            places = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, places, self.experts[number](flat[places]) * shares[places, None])
+        return out.reshape(hidden.shape)
+
+class Listed(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Experts([type(layer.mlp)(config) for _ in range(8)], config.hidden_size)
+        self.post_init()
+"""
+
+
+def write_listed(folder):
+    """A model whose experts are modules of a list, as remote code has them; of 8, a token takes one."""
+    write_model(folder)
+    (folder / "modeling_listed.py").write_text(LISTED)
+    config = read_json(folder / "config.json")
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_listed.Listed"}, "architectures": ["Listed"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").unlink()
+    how = {"trust_remote_code": True}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **how), **how)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def losses(options, tmp_path_factory):
+    """(experts, ranks, stage) -> losses; each rank has one short row of few tokens in a micro batch."""
+    folder = tmp_path_factory.mktemp("experts")
+    rows = [{"prompt": word * 2, "completion": f" {word}"} for word in ("a", "of", "the", "big", "node", "fast")]
+    data = str(write_jsonl(folder / "rows.jsonl", rows))
+    models = {
+        "listed": str(write_listed(folder / "listed")),
+        "fused": str(write_model(folder / "fused", "mixtral", num_local_experts=8, num_experts_per_tok=1)),
+    }
+    losses_of = {}
+    for world, zeros in ((1, ["2"]), (2, ["2", "3"])):
+        for name, model in models.items():
+            for zero in zeros:
+                case = options(
+                    folder / f"{name}-{world}-{zero}",
+                    model=model,
+                    trust_remote_code=True,
+                    data=data,
+                    zero=zero,
+                    max_steps=4,
+                    logging_steps=1,
+                    per_device_train_batch_size=1,
+                    gradient_accumulation_steps=2 // world,
+                    dtype="float32",
+                )
+                on_ranks(world, train, case, log=folder / f"log-{name}-{world}-{zero}")
+                log = read_json(folder / f"{name}-{world}-{zero}" / "run.json")["results"]["log"]
+                losses_of[name, world, zero] = [entry["loss"] for entry in log if "loss" in entry]
+    return losses_of
+
+
+@pytest.mark.parametrize("zero", ["2", "3"])
+@pytest.mark.parametrize("experts", ["listed", "fused"])
+def test_ranks_that_reach_other_experts_train_to_the_losses_of_one_rank(losses, experts, zero):
+    assert losses[experts, 2, zero] == pytest.approx(losses[experts, 1, "2"], rel=1e-4)
+
+
+def test_the_load_of_the_experts_and_the_loss_of_their_router_are_logged(options, tiny, tmp_path):
+    """A token of this model goes to 2 of 4 experts of each of 2 layers; the busiest has at most twice the mean."""
+    model = str(write_model(tmp_path / "model", "mixtral"))
+    cases = {name: {"router_aux_loss": value} for name, value in {"none": None, "off": 0.0, "on": 0.1}.items()}
+    runs = [options(tmp_path / name, model=model, logging_steps=1, **changes) for name, changes in cases.items()]
+    output = train_all(1, runs, tmp_path / "log")
+    lines = {name: read_json(tmp_path / name / "run.json")["results"]["log"][0] for name in cases}
+    assert all(1 <= line["expert_load"] <= 2 and line["unused_experts"] < 8 for line in lines.values()), output
+    assert "aux_loss" not in lines["none"] and "aux_loss" not in lines["off"]
+    assert 0.1 < lines["on"]["aux_loss"] < 0.4, "at an even load the loss is the number of experts that a token takes"
+    assert lines["on"]["loss"] == pytest.approx(lines["off"]["loss"], rel=1e-5)
+
+
+def test_a_model_without_a_router_has_no_auxiliary_loss(options, tmp_path):
+    problems: list[str] = []
+    config = make_config(TrainConfig, options(tmp_path / "run", router_aux_loss=0.1), problems)
+    with pytest.raises(UserError, match="router_aux_loss: llama has no auxiliary loss of a router"):
+        measure_model(config)
