@@ -667,9 +667,12 @@ def plan_run(
     problems = check_zero_file(config, decided, machine)
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
-        other = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan
+        other, without = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan, ""
+        if job.samples and not other.fits:
+            other = choose_plan(dataclasses.replace(job, checkpointing=None, samples=False), machine).plan
+            without = " without generate_samples"
         way_out = (
-            f"{other.label} would fit"
+            f"{other.label}{without} would fit"
             if other.fits
             else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
         )

@@ -558,6 +558,11 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
     assert not planned(dataclasses.replace(config, memory_check=False), gpus(1, 80)).fits
     with pytest.raises(UserError, match="nothing fits.*more GPUs"):
         planned(dataclasses.replace(config, zero="auto"), gpus(1, 16, host=64))
+    # Two GPUs hold an adapter's base in halves, and neither all of it at once.
+    halves = dataclasses.replace(config, zero="auto", method="lora", eval_fraction=0.1)
+    assert planned(halves, gpus(2, 16)).fits
+    with pytest.raises(UserError, match=r"nothing fits.* ZeRO 3.* without generate_samples would fit"):
+        planned(dataclasses.replace(halves, generate_samples=2), gpus(2, 16))
 
 
 def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs, tmp_path):
