@@ -71,6 +71,9 @@ class PlanOptions(QuestionFields, HardwareFields):
     """Every candidate, not only the chosen one."""
     explain: bool = False
     """Every term of the chosen plan with its formula."""
+    record: bool = False
+    """One row of a table instead: job, plan, memory and time with their ranges, versions, date, and a hash over these,
+    as docs/predictions.md has them."""
     write: str | None = None
     """Folder to write the chosen plan to: deepspeed.json and accelerate.yaml."""
 

@@ -43,6 +43,14 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
     raise_if_any([f"--{name} {value}: must be above 0" for name, value in given.items() if not value > 0])
     problems: list[str] = []
+    if options.record:
+        others = ("json", "all", "explain", "write", "perplexity", "longest", "largest", "cheapest", "prices")
+        asked = [f"--{name}" for name in others if getattr(options, name)]
+        asked += ["several --nodes"] * ("," in (options.nodes or ""))
+        if asked:
+            problems.append(f"--record: is one row of one plan; leave out {' and '.join(asked)}")
+        if "--config" in [word.partition("=")[0] for word in argv] or not (options.gpus or options.gpu_type):
+            problems.append("--record: others must be able to ask the same; write the job's options and --gpus")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
     not_needed = NOT_NEEDED + options.largest * ("model: missing",) + options.perplexity * ("batch_tokens and",)
     problems = [problem for problem in problems if not problem.startswith(not_needed)]

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
 from dsft.planner.gpus import GPUS, named_gpus
 from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import MEMORY_ERROR, WORTH_IT, Plan, RunCost, as_dict, run_cost, shortlist, speed_of, write_plan
+from dsft.planner.record import predicted
 from dsft.planner.step_time import TIME_RANGES
 from dsft.planner.zero_layout import bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
@@ -166,15 +167,20 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         for field in dataclasses.fields(options)
         if getattr(options, field.name) != field.default
     }
-    commands = []  # these with each change
-    for way in ways:
-        _, command = split_flags(words, dict.fromkeys(way.change, str))
-        for name, value in (given | way.change).items():
-            command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        commands.append(shown_command(["dsft", "plan", *command]))
+
+    def command(change: Mapping[str, Any]) -> str:
+        """These words with a change."""
+        _, changed = split_flags(words, dict.fromkeys(change, str))
+        for name, value in (given | change).items():
+            changed += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return shown_command(["dsft", "plan", *changed])
+
+    commands = [command(way.change) for way in ways]
     cost = _cost(options, offline, choice, machine)
     written = write_plan(Path(options.write), plan, job.size, machine, dtype=job.dtype) if options.write else []
-    if options.json:
+    if options.record:
+        print(predicted(command({}), plan, ranks=machine.world_size))
+    elif options.json:
         print_json(
             {
                 "chosen": as_dict(plan) | {"reason": choice.reason},

@@ -9,7 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dsft.config.options import HALF_PRECISION, REFUSED_ARGUMENTS, EvalConfig, TimeoutFields, TrainConfig
+from dsft.config.options import (
+    HALF_PRECISION,
+    REFUSED_ARGUMENTS,
+    REFUSED_OPTIMIZERS,
+    EvalConfig,
+    TimeoutFields,
+    TrainConfig,
+)
 from dsft.errors import nearest
 
 MOST = 10**9
@@ -127,6 +134,8 @@ def _check_training(options: TrainConfig) -> list[str]:
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
+    if (optimizer := training.get("optim")) in REFUSED_OPTIMIZERS:
+        problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
     for name in options.held_out_names:

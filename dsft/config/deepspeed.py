@@ -58,9 +58,17 @@ NO_DEFAULT = ("zero_optimization.stage", "zero_optimization.zero_hpz_partition_s
 """Where "auto" would mean one thing to accelerate or to dsft, and another to DeepSpeed."""
 ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""
-MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
-"""All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups); it drops others."""
+MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps", "per_head_muon")
+"""All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups; __init__.py,
+set_optimizer_flags); it drops others."""
 NS_METHODS = ("gram", "standard")
+NOT_FOR_SHARDS = {
+    "lamb": "it scales steps by the norms of whole weights, and ZeRO's shards are flat pieces of them; use stage 0, or"
+    " AdamW",
+    "lbfgs": "it computes the loss several times in a step, which no Trainer does; use AdamW",
+    "sparseadam": "it takes sparse gradients, and those of these models are dense; use AdamW",
+}
+"""Types of optimizers, in small letters, that mean nothing here -> why. Lamb does under stage 0."""
 REFUSED = {
     "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model",
     "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP does not start with transformers 5.23, and saves the experts"
@@ -236,6 +244,8 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         # stage3.py: "Muon and reduce scatter cannot be used together", once the model is loaded
         if zero_stage == 3 and at("zero_optimization.reduce_scatter") is not False:
             problems.append("optimizer.type Muon: stage 3 needs zero_optimization.reduce_scatter=false; add it")
+    if optimizer in NOT_FOR_SHARDS and (zero_stage or optimizer != "lamb"):
+        problems.append(f"optimizer.type {at('optimizer.type')}: {NOT_FOR_SHARDS[optimizer]}")
     offloads = at("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     for half in ("bf16", "fp16"):  # base_optimizer.py, _configure_master_weights, asserts both once the model is loaded
         if not at(f"{half}.{half}_master_weights_and_grads"):

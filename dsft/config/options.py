@@ -25,6 +25,20 @@ HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 UNQUANTISED = "none"
 """Of the option `quantization` of an evaluation: the model as it lies on disk."""
 
+_WHOLE_MATRICES = (
+    "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim adamw_8bit takes a"
+    " quarter of AdamW's memory, method lora less"
+)
+_GALORE = ["galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw"]
+REFUSED_OPTIMIZERS = {
+    **dict.fromkeys([name + layerwise for name in _GALORE for layerwise in ("", "_layerwise")], _WHOLE_MATRICES),
+    **dict.fromkeys(
+        ("lomo", "adalomo"),
+        "it updates weights within the backward pass, before ZeRO has added up the gradients of all ranks; use"
+        " adamw_8bit or lion_8bit",
+    ),
+}
+"""Values of `optim` that mean nothing over ZeRO's shards -> why."""
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"),
@@ -35,8 +49,7 @@ REFUSED_ARGUMENTS = {
         "evaluations compute in dtype, on the way as at the end; dsft eval --dtype evaluates in another",
     ),
     "do_predict": "dsft makes no predictions; dsft eval measures perplexity",
-    "optim_target_modules": "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim"
-    " adamw_8bit takes a quarter of AdamW's memory, method lora less",
+    "optim_target_modules": _WHOLE_MATRICES,
     "auto_find_batch_size": "a rank that tried again with a smaller batch would leave the others waiting, and"
     " steps would hold other samples than planned; leave per_device_train_batch_size to the plan",
     "save_on_each_node": "a checkpoint lies in one output_dir that all nodes share, where it is verified and resumed"

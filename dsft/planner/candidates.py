@@ -18,7 +18,7 @@ from dsft.planner.activations import (
 )
 from dsft.planner.fake_model import LIGER_MODELS, Attention
 from dsft.planner.gpus import GPUS, gpu_name
-from dsft.planner.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, PLANNED_AS, optimizer_memory
+from dsft.planner.optimizers import DEEPSPEED_OPTIMIZERS, DEFAULT_OPTIMIZER, OPTIMIZERS, PLANNED_AS, optimizer_memory
 from dsft.planner.step_time import parse_interconnect
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.runtime.hardware import Machine
@@ -72,6 +72,7 @@ UNMODELLED = {
     "bf16.bf16_master_weights_and_grads": "bfloat16 master weights",
     "compression_training": "compression",
     "compile.deepcompile": "DeepCompile",
+    "zero_optimization.offload_optimizer.super_offload": "SuperOffload, as offload of the optimizer without it",
 }
 """Settings of a DeepSpeed JSON that change memory or time and are not counted."""
 
@@ -144,8 +145,13 @@ class Job:
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     """What a job and its configuration ask for and the plan does not count, a sentence each."""
     notes = []
-    if job.optimizer not in OPTIMIZERS:
+    kind = get_value(deepspeed_config, "optimizer.type")
+    if kind and str(kind).lower() not in DEEPSPEED_OPTIMIZERS:
+        notes.append(f"optimizer.type {kind} is not modelled: planned with the states of {PLANNED_AS}.")
+    elif not kind and job.optimizer not in OPTIMIZERS:
         notes.append(f"optim {job.optimizer} is not modelled: planned with the states of {PLANNED_AS}.")
+    if optimizer_memory(deepspeed_config, job.optimizer).needs_orthogonalization:
+        notes.append("Muon's products of matrices are not modelled: a step takes longer than planned.")
     if job.liger and job.size.model_type not in LIGER_MODELS:
         notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {job.size.model_type}.")
     if job.compiled:

@@ -6,9 +6,12 @@ train under. tests/planner/test_optimizers.py measures the entries that run on a
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsft.config.deepspeed import get_value
+
+if TYPE_CHECKING:
+    from dsft.models.size import ModelSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,8 @@ class OptimizerMemory:
     """The fp32 copy of the weight that is updated."""
     step_bytes: int
     """Copies that it makes for a moment while it updates."""
-    deepspeed_types: tuple[str, ...] = ()
-    """Names in a DeepSpeed JSON (`optimizer.type`) that select it; the key of OPTIMIZERS is transformers' (`optim`)."""
+    needs_orthogonalization: bool = False
+    """Whether matrices have one moment in place of Adam's two, and their updates are made orthogonal (Muon)."""
     counts_steps: bool = False
     """Whether it averages weights over the steps that it has counted for a group of parameters (schedule-free). A step
     that DeepSpeed makes to set states up, or one for each piece of a group, would then count too.
@@ -49,7 +52,7 @@ update in place; paged states are planned as if they stayed.
 """
 OPTIMIZERS = {
     # m 4 + v 4 in fp32 (ZeRO paper, table 1)
-    "adamw_torch_fused": OptimizerMemory(state_bytes=8, step_bytes=0, deepspeed_types=("Adam", "AdamW")),
+    "adamw_torch_fused": OptimizerMemory(state_bytes=8, step_bytes=0),
     # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
     "adamw_torch": OptimizerMemory(state_bytes=8, step_bytes=8),
     **dict.fromkeys(
@@ -72,22 +75,50 @@ OPTIMIZERS = {
     "schedule_free_sgd": OptimizerMemory(state_bytes=4, step_bytes=0, counts_steps=True),
 }
 """By transformers' name (the option `optim`)."""
+DEEPSPEED_OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw"), OPTIMIZERS["adamw_torch_fused"]),  # FusedAdam, and CPUAdam with offload
+    "lion": OPTIMIZERS["lion_32bit"],
+    "muon": OptimizerMemory(state_bytes=4, step_bytes=0, needs_orthogonalization=True),
+    # torch.optim's, by the class's name
+    **{name: OPTIMIZERS[name] for name in ("sgd", "adagrad", "rmsprop")},
+    "adadelta": OptimizerMemory(state_bytes=8, step_bytes=8),
+    **dict.fromkeys(("adamax", "nadam", "radam"), OptimizerMemory(state_bytes=8, step_bytes=4)),
+    **dict.fromkeys(("asgd", "adafactor"), OptimizerMemory(state_bytes=4, step_bytes=4)),
+}
+"""By the type that a DeepSpeed JSON names (`optimizer.type`), in small letters."""
+ONE_MORE_MOMENT = {
+    "sgd": ("momentum",),
+    "rmsprop": ("momentum", "centered"),
+    "adam": ("amsgrad",),
+    "adamw": ("amsgrad",),
+}
+"""Type -> its parameters (`optimizer.params`) each of which, where it is set, takes 4 bytes more."""
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 """Where the user names none: transformers' own."""
 PLANNED_AS = "adamw_torch"
 """As which an optimizer is planned that is not in OPTIMIZERS; the plan notes it (`candidates.unmodelled`)."""
 
 
-def optimizer_memory(deepspeed_config: dict[str, Any], name: str | None) -> OptimizerMemory:
-    """Return what DeepSpeed's own optimizer takes where the configuration names one (FusedAdam, CPUAdam), else that of
-    `name`; with bf16_optimizer_states the moments and what is updated are bf16.
+def optimizer_memory(
+    deepspeed_config: dict[str, Any], name: str | None, *, size: "ModelSize | None" = None
+) -> OptimizerMemory:
+    """Return what the optimizer takes that the configuration names, where it does (FusedAdam, CPUAdam ...), else that
+    of `name`; with bf16_optimizer_states the moments and what is updated are bf16.
+
+    Args:
+        size: of the model, where Muon is to be told from the Adam that trains the embedding and an untied head.
     """
-    name = name or DEFAULT_OPTIMIZER
-    if kind := get_value(deepspeed_config, "optimizer.type"):
-        by_type = {known: key for key, memory in OPTIMIZERS.items() for known in memory.deepspeed_types}
-        torch_adam = get_value(deepspeed_config, "optimizer.params.torch_adam")
-        name = "adamw_torch" if torch_adam else by_type.get(kind, DEFAULT_OPTIMIZER)
-    memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
+    memory = OPTIMIZERS.get(name or DEFAULT_OPTIMIZER, OPTIMIZERS[PLANNED_AS])
+    if kind := str(get_value(deepspeed_config, "optimizer.type") or "").lower():
+        given = get_value(deepspeed_config, "optimizer.params") or {}
+        memory = DEEPSPEED_OPTIMIZERS.get(kind, OPTIMIZERS[PLANNED_AS])
+        if kind in ("adam", "adamw") and given.get("torch_adam"):
+            memory = OPTIMIZERS["adamw_torch"]
+        more = 4 * sum(bool(given.get(key)) for key in ONE_MORE_MOMENT.get(kind, ()))
+        if memory.needs_orthogonalization and size and not size.lora_r and size.num_trainable:
+            # deepspeed/__init__.py, set_optimizer_flags: Adam for what is called embed or lm_head, and for vectors
+            more = memory.state_bytes * (size.embedding_params + size.head_params) / size.num_trainable
+        memory = dataclasses.replace(memory, state_bytes=memory.state_bytes + more)
     if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
         halved = {"state_bytes": memory.state_bytes / 2, "step_bytes": memory.step_bytes // 2}
         return dataclasses.replace(memory, **halved, master_bytes=2)

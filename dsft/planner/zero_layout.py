@@ -180,7 +180,7 @@ def describe_layout(
     # Stages 2 and 3 can add gradients up in fp32 whatever the model's dtype.
     sum_bytes = 4 if sums_in_fp32(deepspeed_config) and zero["stage"] >= 2 else weight_bytes
     sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else weight_bytes
-    memory = optimizer_memory(deepspeed_config, optimizer)
+    memory = optimizer_memory(deepspeed_config, optimizer, size=size)
     flat_bytes = sum_bytes if memory.master_bytes != sum_bytes else 0
     is_packed = size.quantization and ("cuda" if has_gpu else "cpu") not in size.quantization.unpacked_on
     share, full = math.ceil(size.num_trainable / world_size), zero["sub_group_size"]

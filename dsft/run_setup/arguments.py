@@ -140,6 +140,12 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             problems.append(
                 f"optim={options.training['optim']} cannot be combined with zero={zero}: {reason}; use zero 1 or 2"
             )
+    if get_value(zero_file, "compile.deepcompile") and not options.training.get("torch_compile"):
+        # accelerate's prepare calls engine.compile, which DeepCompile is a part of, with torch_compile alone.
+        problems.append(
+            f"zero={zero}: compile.deepcompile has no effect without torch_compile; set torch_compile: true, or leave"
+            " compile out"
+        )
     clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
     super_offload = get_value(zero_file, "zero_optimization.offload_optimizer.super_offload")
     if super_offload and machine.measured and not has_gpu():  # it asserts CUDA, once the model is loaded

@@ -60,7 +60,7 @@ def checkpoint_size(
         deepspeed_config: of the plan, or of an explicit `zero`; where there is none yet, the stage that writes least.
     """
     num_bytes = DTYPE_BYTES[options.dtype]
-    optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"))
+    optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"), size=size)
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
     # Stages 0 to 2 write the module again, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves,
     # without a master.

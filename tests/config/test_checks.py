@@ -134,6 +134,8 @@ CONTRADICTIONS = [
     {"early_stopping_patience": 2},
     {"early_stopping_patience": 2, "eval_data": ["a"], "eval_strategy": "no"},
     {"streaming": True, "max_steps": 9, "source_column": "domain"},
+    {"optim": "galore_adamw_layerwise"},
+    {"optim": "adalomo"},
     {"load_best_model_at_end": True, "save_only_model": True},
     {"adapter": "a"},
     {"bf16": True, "fp16": True},

@@ -135,6 +135,8 @@ def test_all_faults_of_all_sections_come_at_once():
                 "params": {"lr": 1e-3, "muon_lr": 0.02, "adam_lr": 1e-4, "ns_method": "standard", "momentum": 0.9},
             }
         },
+        {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "per_head_muon": True}}},
+        {"zero_optimization": {"stage": 0}, "optimizer": {"type": "Lamb", "params": {}}},
         {"gradient_allreduce_op": "mean"},
         {"expert_parallel": {"enabled": False}},
         {"managed_gradient_accumulation": True},
@@ -178,6 +180,9 @@ def test_what_is_right_beside_its_stage_is_taken(content):
         (2, {"optimizer": {"type": "Muon", "params": {"ns_steps": 5}}}, ["optimizer.params.ns_steps: unknown key"]),
         (2, {"optimizer": {"type": "Muon", "params": {"ns_method": "fast"}}}, ["ns_method", "gram, standard"]),
         (3, {"optimizer": {"type": "Muon", "params": {}}}, ["Muon", "reduce_scatter=false"]),
+        (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type Lamb: ", "norms of whole weights"]),
+        (0, {"optimizer": {"type": "LBFGS", "params": {}}}, ["optimizer.type LBFGS: ", "several times in a step"]),
+        (2, {"optimizer": {"type": "SparseAdam", "params": {}}}, ["optimizer.type SparseAdam: ", "dense"]),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )

@@ -13,7 +13,7 @@ from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
 from gpu.check import Setting
 from gpu.checks import CHECKS, FILES
 from gpu.examine import run_checks
-from gpu.table import Results, has_failures, line, table, without_names, write_results
+from gpu.table import Results, has_failures, line, measured_rows, table, without_names, write_results
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -48,6 +48,8 @@ def main(words: Sequence[str] | None = None) -> None:
             write_results(results, setting, out)  # what is known stays, whatever ends this process
             if name == FILES.name and has_failures(results):
                 break  # the others have nothing to work on
+    if rows := measured_rows(results):
+        print(f'\nMeasured rows, for the issue form "A result on a GPU":\n\n{rows}')
     print(f"\n{out}/gpu-check.md and gpu-check.json are written", file=sys.stderr)
     if has_failures(results):
         sys.exit(1)

@@ -7,7 +7,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from dsft.planner.record import record
 from dsft.runtime.versions import OPTIONAL_PACKAGES, git_commit, versions
+from dsft.units import GiB
 from gpu.check import Row, Setting
 
 Results = dict[str, list[Row]]
@@ -25,6 +27,24 @@ def table(results: Results) -> str:
     """Compose the table."""
     rows = [line(check, row) for check, rows in results.items() for row in rows]
     return "\n".join(["| check | claim | predicted | measured | ok |", "|---|---|---|---|---|", *rows]) + "\n"
+
+
+def measured_rows(results: Results) -> str:
+    """The trainings among the results as rows of docs/predictions.md: planned and measured, for the issue form."""
+    lines = []
+    for check, rows in results.items():
+        details = next((row.details for row in rows if "plan_check" in row.details), None)
+        if not details:
+            continue
+        figures, step = details["plan_check"], details["plan_check"]["time of a step"]
+        memory = next(figures[name] for name in ("GPU memory allocated", "host memory of a node") if name in figures)
+        texts = (
+            f"{memory['predicted'] / GiB:.2f} planned, {memory['measured'] / GiB:.2f} measured",
+            f"{step['predicted']:.3g} planned, {step['measured']:.3g} measured",
+        )
+        job = f"`scripts/test --gpu --only {check}` on {details['machine']}"
+        lines.append(record(job, details["plan"].partition(";")[0], *texts, ""))
+    return "\n".join(lines)
 
 
 def content(results: Results, setting: Setting) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import speeds_for
+from dsft.planner.record import hash_of
 from dsft.planner.step_time import speeds_of
 from dsft.run_setup.resolve import job_over_data, plan_run
 from dsft.runtime.hardware import Machine
@@ -27,7 +28,7 @@ from gpu.checks import CHECKS, FILES
 from gpu.perplexities import same_bits
 from gpu.ranks import OwnMemory
 from gpu.speeds import masks, planned_rates, rate
-from gpu.table import has_failures, table, without_names, write_results
+from gpu.table import has_failures, measured_rows, table, without_names, write_results
 from gpu.trainings import compared
 
 H100 = Machine(
@@ -69,6 +70,15 @@ def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
     assert time.ok is None and "no claim" in time.claim, "steps of this kind have no range"
     *_, time = compared(run_json(host_seconds=1.1, gpu=1, reserved=1, host=1.0, time=0.5), tiny=False)
     assert time.ok is None and "no claim" in time.claim, "the host's processor may be faster than the plan's"
+
+
+def test_the_measured_rows_are_those_of_trainings_with_their_hash():
+    training = list(compared(run_json(gpu=1.05, reserved=2.0, host=9.0, time=0.9), tiny=False))
+    text = measured_rows({"full-1": training, "links": [Row(claim="a rate", measured="1", ok=True)]})
+    assert text.count("\n") == 0 and "--only full-1" in text
+    *cells, digest = [cell.strip() for cell in text.strip("| ").split("|")]
+    assert "10.00 planned, 10.50 measured" in cells and "2 planned, 1.8 measured" in cells
+    assert digest == hash_of(cells)
 
 
 def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():

@@ -7,6 +7,7 @@ from typing import Any
 
 from dsft.planner.plans import MEMORY_ERROR
 from dsft.planner.step_time import TIME_RANGES
+from dsft.runtime.hardware import this_machine
 from dsft.units import in_gib
 from gpu.check import Failed, Row, Setting, command, launch
 from gpu.ranks import OwnMemory
@@ -65,6 +66,8 @@ def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
     """Compare the plan's figures in a run.json with the measured ones; of a tiny model's, nothing is claimed."""
     *_, figures = run["results"]["plan_check"].values()
     mfu = [entry["mfu"] for entry in run["results"]["log"] if "mfu" in entry]
+    here = this_machine()
+    machine = f"{here.ranks_per_node} x {here.gpu_type or 'CPU rank'}"
     for name, figure in figures.items():
         if name not in COMPARED or (name == "host memory of a node" and "GPU memory allocated" in figures):
             continue
@@ -81,7 +84,7 @@ def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
             predicted=texts[0],
             measured=texts[1] + (f", MFU {mfu[-1]:.0%}" if is_time and mfu else ""),
             ok=None if tiny or not is_claim else low <= ratio <= high,
-            details={"plan_check": figures, "plan": run["plan"]["reason"]},
+            details={"plan_check": figures, "plan": run["plan"]["reason"], "machine": machine},
         )
     if tiny:
         yield Row(claim="it trains", measured=f"loss {losses(run)[-1]:.3f}", ok=True)

@@ -1,17 +1,34 @@
 """What the planner says that an optimizer keeps is what a small real one keeps."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
+from conftest import ROOT
+from ranks import train_all
 from transformers import Trainer, TrainingArguments
 
+from dsft.config.options import TrainConfig
+from dsft.models.size import measure_model
 from dsft.planner.activations import StorageLog
-from dsft.planner.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_memory
+from dsft.planner.candidates import unmodelled
+from dsft.planner.optimizers import (
+    DEEPSPEED_OPTIMIZERS,
+    DEFAULT_OPTIMIZER,
+    OPTIMIZERS,
+    OptimizerMemory,
+    optimizer_memory,
+)
+from dsft.planner.step_time import speeds_of
+from dsft.runtime.hardware import Machine
 
 NUMEL = 100_000
 STEPS_BEFORE = 6
 """RAdam divides by its second moment from the sixth step on."""
 ALL_AT_ONCE = ("adamw_torch", "sgd", "adagrad", "rmsprop")
 """They take all parameters at once on a GPU without being asked."""
+SIZE = SimpleNamespace(model_type="llama", unadapted_expert_params=0, lora_r=0)
 ON_A_CPU = [name for name in OPTIMIZERS if "bit" not in name]
 
 
@@ -45,6 +62,89 @@ def test_a_real_optimizer_keeps_and_copies_what_its_entry_says(name, monkeypatch
         assert copied <= OPTIMIZERS[name].step_bytes
     else:
         assert copied == pytest.approx(OPTIMIZERS[name].step_bytes, abs=1e-3)
+
+
+IN_A_JSON = {  # type -> parameters
+    "SGD": ({}, {"momentum": 0.9}),
+    "Adagrad": ({},),
+    "RMSprop": ({}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True}),
+    "Adadelta": ({},),
+    "Adamax": ({},),
+    "NAdam": ({},),
+    "RAdam": ({},),
+    "ASGD": ({},),
+    "Adafactor": ({},),
+    "AdamW": ({"torch_adam": True}, {"torch_adam": True, "amsgrad": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [(kind, given) for kind, every in IN_A_JSON.items() for given in every], ids=str
+)
+def test_torchs_own_that_a_json_names_keeps_what_is_planned(kind, given):
+    weight = torch.nn.Parameter(torch.randn(NUMEL))
+    own = {key: value for key, value in given.items() if key != "torch_adam"}
+    optimizer = getattr(torch.optim, kind)([weight], lr=1e-3, foreach=True, **own)
+    for _ in range(STEPS_BEFORE):
+        weight.grad = torch.randn(NUMEL)
+        optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    log = StorageLog([weight, weight.grad, *states])
+    with log:
+        optimizer.step()
+    memory = optimizer_memory({"optimizer": {"type": kind, "params": given}}, None)
+    kept = sum(value.numel() * value.element_size() for value in states) / NUMEL
+    assert kept == pytest.approx(memory.state_bytes, abs=1e-3)
+    assert max(log.live_bytes()) / NUMEL <= memory.step_bytes + 1e-3  # on a GPU some take more
+
+
+def test_what_a_json_names_is_planned_as_that_or_noted():
+    job = SimpleNamespace(optimizer="adamw_torch", liger=False, compiled=False, size=SIZE, dtype="bfloat16")
+    for kind, part in {"Lion": "", "Rprop": "optimizer.type Rprop is not modelled", "Muon": "Muon's products"}.items():
+        notes = unmodelled(job, {"optimizer": {"type": kind}})
+        assert [part in note for note in notes] == [True] * bool(part)
+    assert optimizer_memory({"optimizer": {"type": "Lion"}}, "adamw_torch").state_bytes == 4
+
+
+@pytest.mark.parametrize("zero", ["1", "2"])
+def test_a_checkpoint_of_muon_holds_what_is_planned(zero, options, tmp_path):
+    """One moment of the matrices, two of embedding, head and norms; in DeepSpeed's own files of a real step."""
+    file = tmp_path / "muon.json"
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    file.write_text(json.dumps({"zero_optimization": {"stage": int(zero)}, "optimizer": muon}))
+    case = options(tmp_path / "run", zero=str(file), max_steps=1, save_strategy="steps", save_steps=1)
+    log = train_all(1, [case], tmp_path / "log")
+    (shard,) = (tmp_path / "run" / "checkpoint-1").rglob("*optim_states.pt")
+    saved = torch.load(shard, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]
+    states = saved.get("state", saved) if isinstance(saved, dict) else saved
+    states = states.values() if isinstance(states, dict) else states
+    moments = [value for state in states for value in state.values() if torch.is_tensor(value) and value.numel() > 1]
+    size = measure_model(TrainConfig(model=case["model"])).size
+    config = json.loads(file.read_text())
+    planned = optimizer_memory(config, None, size=size).state_bytes * size.num_trainable
+    assert sum(4 * value.numel() for value in moments) == pytest.approx(planned, rel=0.02), log[-3000:]
+
+
+def rows() -> list[str]:
+    """The table of docs/planner.md: each kind of optimizer with the names that select it."""
+    names: dict[OptimizerMemory, tuple[list[str], list[str]]] = {}
+    for place, table in enumerate((OPTIMIZERS, DEEPSPEED_OPTIMIZERS)):
+        for name, memory in table.items():
+            names.setdefault(memory, ([], []))[place].append(f"`{name}`")
+    device_bytes = speeds_of(
+        Machine(nodes=1, ranks_per_node=1, device_bytes=0, host_bytes=0, has_gpu=True, gpu_type="H100"),
+        dtype="bfloat16",
+    ).device_bytes
+    return [
+        f"| {', '.join(optim)} | {', '.join(kinds)} | {memory.state_bytes:.3g} | {memory.step_bytes} |"
+        f" {memory.update_bytes:.3g} | {1e12 * memory.update_bytes / device_bytes:.1f} |"
+        for memory, (optim, kinds) in names.items()
+    ]
+
+
+def test_the_table_of_the_manual_is_that_of_the_planner():
+    text = (ROOT / "docs" / "planner.md").read_text()
+    assert [row for row in rows() if row not in text.splitlines()] == []
 
 
 def test_schedule_free_sgd_keeps_half_of_what_adamw_keeps():

@@ -146,7 +146,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         (TrainConfig(training={"skip_memory_metrics": False}), {}, ["skip_memory_metrics: ignored", "peak_host_gib"]),
         (TrainConfig(training={"ddp_backend": "gloo"}), {}, ["ddp_backend: ignored", "DeepSpeed reduces gradients"]),
         (TrainConfig(training={"optim": "ademamix"}), {}, ["optim=ademamix: its memory", "AdamW's"]),
-        (TrainConfig(training={"optim": "galore_adamw"}), {}, ["optim=galore_adamw: its memory"]),
+        (TrainConfig(training={"optim": "grokadamw"}), {}, ["optim=grokadamw: its memory"]),
         (TrainConfig(training={"optim": "adamw_torch"}), {"optimizer": {"type": "AdamW"}}, ["optim: ignored", "AdamW"]),
         (TrainConfig(), {"optimizer": {"type": "AdamW"}}, []),
         (TrainConfig(training={"weight_decay": 0.1}), {"optimizer": {"type": "AdamW"}}, ["weight_decay: DeepSpeed's"]),
@@ -204,6 +204,13 @@ def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_p
     (tmp_path / "own.json").write_text('{"split_batches": true}')
     problems = check_training_arguments(TrainConfig(training={"output_dir": "x"} | given))
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
+
+
+def test_deepcompile_alone_has_no_effect():
+    machine, config = SimpleNamespace(measured=False, world_size=1), {"compile": {"deepcompile": True}}
+    (problem,) = check_zero_file(config, TrainConfig(zero="ds.json"), machine)
+    assert problem.startswith("zero=ds.json: compile.deepcompile has no effect without torch_compile")
+    assert check_zero_file(config, TrainConfig(zero="ds.json", training={"torch_compile": True}), machine) == []
 
 
 @pytest.mark.parametrize(
