@@ -49,7 +49,9 @@ def convert_file(options: ConvertOptions) -> None:
     raise_if_any([f"{options.file}: {', '.join(names)}: {why}" for why, names in converted.reasons.items()])
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(converted.text(source=options.file), encoding="utf-8")
-    show_text(f"dsft: {output}: {len(converted.values)} options of {trainer}'s {len(given)} and its defaults")
+    show_text(
+        f"dsft: {output}: written: {len(converted.values)} options, from {len(given)} of {trainer} and its defaults"
+    )
     for name, note in converted.notes:
         show_text(f"dsft: {name}: {note}")
     for problem in converted.problems:

@@ -184,7 +184,7 @@ def _listed_data(option: str) -> Becomes:
             }
             if renamed.keys() == {"prompt"} and given.get("stage") == "pt":
                 form = {"data_format": "text", "text_column": renamed["prompt"]}
-            elif renamed:
+            elif set(renamed.values()) - {"prompt", "completion"}:  # which are a form of dsft's own
                 notes.append(f"{name}: rename its columns {', '.join(map(str, renamed.values()))}, see docs/data.md")
         return {option: names} | (form if option == "data" else {})
 
