@@ -183,7 +183,7 @@ class Converted:
         elif name in SAME:
             return {name: value}
         else:
-            notes.append(f"{value}: no counterpart; {elsewhere.how}")
+            notes.append(f"{value}: no counterpart; {elsewhere.how}".rstrip("; "))
         return {}
 
     def _settle(self) -> None:
