@@ -82,8 +82,8 @@ IN_A_JSON = {  # type -> parameters
 )
 def test_torchs_own_that_a_json_names_keeps_what_is_planned(kind, given):
     weight = torch.nn.Parameter(torch.randn(NUMEL))
-    own = {key: value for key, value in given.items() if key != "torch_adam"}
-    optimizer = getattr(torch.optim, kind)([weight], lr=1e-3, foreach=True, **own)
+    arguments = {key: value for key, value in given.items() if key != "torch_adam"}
+    optimizer = getattr(torch.optim, kind)([weight], lr=1e-3, foreach=True, **arguments)
     for _ in range(STEPS_BEFORE):
         weight.grad = torch.randn(NUMEL)
         optimizer.step()
