@@ -26,15 +26,18 @@ class Batch:
     """How the sequences of one optimizer step are shared."""
 
     micro: int
-    """Sequences of one forward on one rank."""
+    """Sequences of one forward on one rank, or on the ranks that share them."""
     accumulation: int
     """Micro batches of one optimizer step."""
     ranks: int
+    """All of the training."""
+    sequence_parallel: int = 1
+    """Ranks that share each micro batch."""
 
     @property
     def sequences(self) -> int:
         """Of one optimizer step over all ranks."""
-        return self.micro * self.accumulation * self.ranks
+        return self.micro * self.accumulation * (self.ranks // self.sequence_parallel)
 
 
 def padded_width(length: Any) -> Any:

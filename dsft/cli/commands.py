@@ -19,8 +19,6 @@ class QuestionFields:
     takes, without padding where no data is named."""
     perplexity: bool = False
     """Plan evaluation instead of training; batch_tokens is then 16384 on a GPU, 4096 on a CPU where it is not set."""
-    sequence_parallel: int = 1
-    """With perplexity: ranks that share each window."""
     longest: bool = False
     """The longest sequence that fits, instead of a plan for `seq_len`."""
     largest: bool = False

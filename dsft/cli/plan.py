@@ -39,7 +39,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     Raises:
         UserError: with every problem of the options, of the machine, or of the model.
     """
-    numbers = ("tokens_per_step", "tokens", "dollars_per_gpu_hour", "sequence_parallel")
+    numbers = ("tokens_per_step", "tokens", "dollars_per_gpu_hour")
     given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
     raise_if_any([f"--{name} {value}: must be above 0" for name, value in given.items() if not value > 0])
     problems: list[str] = []

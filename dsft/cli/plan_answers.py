@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +13,7 @@ from rich.table import Column, Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.options import TrainConfig
+from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
@@ -139,7 +138,12 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> D
             f"--tokens_per_step {wanted} is less than one sequence of --seq_len {training.seq_len}; raise it"
         )
     elif wanted:
-        share = Batch(training.training.get("per_device_train_batch_size") or 1, 1, machine.world_size).sequences
+        share = Batch(
+            training.training.get("per_device_train_batch_size") or 1,
+            1,
+            machine.world_size,
+            training.sequence_parallel,
+        ).sequences
         sequences = max(1, wanted // training.seq_len // share) * share
         training = dataclasses.replace(training, global_batch_size=sequences)
         if sequences * training.seq_len != wanted:
@@ -177,7 +181,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
 
     commands = [command(way.change) for way in ways]
     cost = _cost(options, offline, choice, machine)
-    written = write_plan(Path(options.write), plan, job.size, machine, dtype=job.dtype) if options.write else []
+    written = write_plan(Path(options.write), plan, job, machine) if options.write else []
     if options.record:
         print(predicted(command({}), plan, ranks=machine.world_size))
     elif options.json:
@@ -257,21 +261,16 @@ def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> tuple[int, 
         return None
     data = load_training_data(options, list(run.data), [], tokenizer, pack=options.packing, flash=False)
     tokens, items = int(data.counts["tokens"]), len(data.items)
+    batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     if isinstance(data.items, Sequences):
-        args = SimpleNamespace(
-            per_device_train_batch_size=plan.micro_batch,
-            gradient_accumulation_steps=plan.accumulation,
-            data_seed=options.training.get("data_seed"),
-            seed=options.training.get("seed", 42),
-        )
-        data.describe_batches(args, machine.world_size)
+        seed = shuffle_seed(options.training.get("data_seed"), options.training.get("seed", 42))
+        data.describe_batches(batch, seed=seed)
         fed = tokens / (1 - data.counts["padding_share"])
     elif options.batch_tokens:
         fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
     else:
         fed = tokens / data.counts["fill_rate"]
-    steps = -(-items // Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences)
-    return tokens, steps, min(options.seq_len, max(1, round(fed / items)))
+    return tokens, -(-items // batch.sequences), min(options.seq_len, max(1, round(fed / items)))
 
 
 def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Machine) -> RunCost | None:
@@ -396,8 +395,10 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
     smallest = min(machines, key=lambda machine: machine.world_size)
     offline = _decided(options, training, smallest)
     job = offline.job
-    batch = Batch(job.micro_batch or SEQUENCES_PER_RANK, job.accumulation or 1, smallest.world_size)
-    per_step = job.sequences_per_step or batch.sequences
+    per_step = (
+        job.sequences_per_step
+        or job.batch(job.micro_batch or SEQUENCES_PER_RANK, job.accumulation or 1, smallest).sequences
+    )
     rows = []  # (machine, plan, GPU hours for 1e9 tokens)
     for machine in machines:
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
@@ -446,7 +447,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
         seq_len=offline.options.seq_len,
         attention=options.attention,
         batch_tokens=training.batch_tokens,
-        sequence_parallel=options.sequence_parallel,
+        sequence_parallel=training.sequence_parallel,
     )
     if options.json:
         return print_json(
@@ -472,7 +473,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
     show_table(table)
     show_text(choice.reason)
     if choice.longest_window:
-        ranks = plural(options.sequence_parallel, "rank")
+        ranks = plural(training.sequence_parallel, "rank")
         show_text(f"longest window that fits: {choice.longest_window:,} tokens on {ranks}")
 
 

@@ -601,12 +601,7 @@ ELSEWHERE = (
         "auto lets the planner choose; dsft launch --accelerate FILE takes a whole configuration of accelerate",
         _deepspeed,
     ),
-    Elsewhere(
-        "sequence_parallel_degree context_parallel_size",
-        "sequence_parallel",
-        "dsft eval shares windows between GPUs, dsft train does not",
-        {1: {}},
-    ),
+    Elsewhere("sequence_parallel_degree sequence_parallel_size context_parallel_size", "sequence_parallel"),
     Elsewhere(
         "tensor_parallel_size expert_parallel_size pipeline_parallel_size dp_shard_size dp_replicate_size fsdp_version",
         how="ZeRO shards over all GPUs; zero: auto chooses how",

@@ -41,9 +41,10 @@ REFUSED_OPTIMIZERS = {
 """Values of `optim` that mean nothing over ZeRO's shards -> why."""
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(
-        ("deepspeed", "fsdp", "fsdp_config", "parallelism_config"),
+        ("deepspeed", "fsdp", "fsdp_config"),
         "dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON",
     ),
+    "parallelism_config": "dsft sets up its ranks itself; use zero, and sequence_parallel for long sequences",
     **dict.fromkeys(
         ("bf16_full_eval", "fp16_full_eval"),
         "evaluations compute in dtype, on the way as at the end; dsft eval --dtype evaluates in another",
@@ -238,6 +239,9 @@ class StepFields:
     router_aux_loss: float | None = None
     """Of a mixture of experts: coefficient of the router's auxiliary loss, which spreads tokens over experts; 0 adds
     none. By default as the model's config has it."""
+    sequence_parallel: int = 1
+    """Ranks that share each sequence, so that long ones fit: it must divide the number of ranks and the model's heads.
+    Batch sizes then count sequences of these ranks together."""
     tiled_loss: bool | Literal["auto"] = "auto"
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
     vocabulary of 32,000 where a trial finds the same loss and gradients."""

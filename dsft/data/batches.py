@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from os.path import getsize
 from typing import Any
 
@@ -24,6 +24,8 @@ from dsft.data.packing import best_fit
 from dsft.data.store import Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
+from dsft.models.head import next_tokens
+from dsft.models.sequence_parallel import share_of
 from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, describe_value, padded_width
 
@@ -241,10 +243,21 @@ class PaddedToFullSteps(Items):
         return self.items[index] if index < len(self.items) else self.blank
 
 
+def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any]:
+    """Yields each `micro_batch` of `items` that follow `ranks` times: accelerate gives a batch to each rank in turn,
+    and so many neighbours share one.
+    """
+    items = iter(items)
+    while batch := list(islice(items, micro_batch)):
+        for _ in range(ranks):
+            yield from batch
+
+
 class EpochSampler(torch.utils.data.Sampler):
     """Yields a permutation of the items for each epoch, then the blank ones.
 
     Args:
+        micro_batch, shared_by: as `repeated` takes them.
         strategy: train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the
             step holds the same items as with "random". "group_by_length": steps are of like length, beginning with the
             longest, which pads least, but makes steps that differ. "sequential": every epoch takes the items as they
@@ -262,15 +275,19 @@ class EpochSampler(torch.utils.data.Sampler):
         step: Callable[[], int],
         drop_last: bool = False,
         strategy: str = "random",
+        micro_batch: int = 1,
+        shared_by: int = 1,
     ):
         self.data, self.seed, self.step, self.strategy = data, seed, step, strategy
+        self.micro_batch, self.shared_by = micro_batch, shared_by
         self.number = len(data.items) // data.per_step * data.per_step if drop_last else len(data)
 
     def __len__(self) -> int:
-        return self.number
+        return self.number * self.shared_by
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.order(self.step() // max(1, self.number // self.data.per_step))
+        order = self.order(self.step() // max(1, self.number // self.data.per_step))
+        return repeated(order, self.micro_batch, self.shared_by)
 
     def order(self, epoch: int) -> list[int]:
         """Lists the items of an epoch in their order."""
@@ -345,6 +362,9 @@ class Stream(torch.utils.data.IterableDataset):
     """Of the sources."""
     counts: Counter = field(default_factory=Counter)
     """As of prepared data, of what this process has read so far."""
+    micro_batch: int = 1
+    shared_by: int = 1
+    """As `repeated` takes them; the Trainer sets both."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -360,6 +380,9 @@ class Stream(torch.utils.data.IterableDataset):
         return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
+        return repeated(self._items(), self.micro_batch, self.shared_by)
+
+    def _items(self) -> Iterator[Sequence | list[Sequence]]:
         sequences = self._shuffled()
         if not self.pack:
             yield from sequences  # without end
@@ -420,14 +443,13 @@ def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int, num_sourc
     """Lays each group of sequences end to end in a row of `width` tokens.
 
     Returns input_ids and labels, [B, T]; weights, [B, T], where any sequence has them; sources, [B, T], where there are
-    several; num_tokens, [3]: without padding and blank sequences, those trained, computed positions; and after them,
-    where there are several sources, the trained ones of each.
+    several; is_token, [B, T], true but for padding and blank sequences.
     """
     shape = (len(groups), width)
     ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
     labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
     weights_BT, sources_BT = torch.ones(shape), torch.zeros(shape, dtype=torch.long)
-    num_tokens = num_trained = 0
+    is_token_BT = torch.zeros(shape, dtype=torch.bool)
     for row, group in enumerate(groups):
         end = 0
         for each in group:
@@ -438,20 +460,51 @@ def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int, num_sourc
                 weights_BT[row, start:end] = torch.as_tensor(each["weights"])
             if "sources" in each:
                 sources_BT[row, start:end] = torch.tensor(each["sources"])
-            num_tokens += 0 if each is BLANK else end - start
-            num_trained += np.count_nonzero(each["labels"] != IGNORED)
+            is_token_BT[row, start:end] = each is not BLANK
     has_weights = any("weights" in each for group in groups for each in group)
-    num_tokens = torch.tensor([num_tokens, num_trained, ids_BT.numel()])
-    if num_sources > 1:
-        of_sources = sources_BT[labels_BT != IGNORED].bincount(minlength=num_sources)
-        num_tokens = torch.cat([num_tokens, of_sources])
     return {
         "input_ids": ids_BT,
         "labels": labels_BT,
         **({"weights": weights_BT} if has_weights else {}),
         **({"sources": sources_BT} if num_sources > 1 else {}),
-        "num_tokens": num_tokens,
+        "is_token": is_token_BT,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which positions of a batch this rank computes: all, or its share of those of the ranks that share each batch."""
+
+    place: int = 0
+    size: int = 1
+
+    def of(self, batch: dict[str, Any], num_sources: int) -> dict[str, Any]:
+        """Takes this rank's part, [B, T / size], and counts it: num_tokens, [3]: without padding and blank sequences,
+        those trained, computed positions; and after them, where there are several sources, the trained ones of each.
+
+        In a share the next token may be another rank's, so labels, weights and sources are moved to the positions that
+        predict them, as shift_labels, shift_weights and shift_sources. row_positions, [B, T], are those of full rows
+        where samples share one.
+        """
+        before = "" if self.size == 1 else "shift_"
+        if self.size > 1:
+            if "position_ids" in batch and "cu_seq_lens_q" not in batch:
+                rows = {"row_positions": batch["position_ids"].expand_as(batch["input_ids"])}
+            else:
+                rows = {}
+            for name, last in (("labels", IGNORED), ("weights", 0), ("sources", 0)):
+                if name in batch:
+                    batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
+            batch = share_of(batch, self.place, self.size) | rows
+        is_token_BT, is_trained_BT = batch.pop("is_token"), batch[f"{before}labels"] != IGNORED
+        num_tokens = torch.tensor([int(is_token_BT.sum()), int(is_trained_BT.sum()), is_token_BT.numel()])
+        if num_sources > 1:
+            of_sources = batch[f"{before}sources"][is_trained_BT].bincount(minlength=num_sources)
+            num_tokens = torch.cat([num_tokens, of_sources])
+        return batch | {"num_tokens": num_tokens}
+
+
+WHOLE = Part()
 
 
 @dataclass(eq=False)
@@ -462,7 +515,7 @@ class Collator:
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
     choice of the pad token changes no loss. num_tokens, weights and sources are for the Trainer, not for the model
-    (`_rows`).
+    (`Part`), which says what of all this this rank gets.
     """
 
     pad_token_id: int
@@ -473,15 +526,16 @@ class Collator:
     has none either: transformers would read it back from the GPU to see that it is of ones.
     """
     num_sources: int = 1
+    part: Part = WHOLE
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
         sequences = sequences_in(items)
         lengths = [len(each["input_ids"]) for each in sequences]
-        width = self.rules.width(max(lengths))
+        width = replace(self.rules, multiple=self.part.size).width(max(lengths))
         rows = _rows([[each] for each in sequences], width, self.pad_token_id, self.num_sources)
         is_masked = self.masked and min(lengths) < width
         mask = {"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()} if is_masked else {}
-        return {"input_ids": rows["input_ids"], **mask, **rows}
+        return self.part.of({"input_ids": rows["input_ids"], **mask, **rows}, self.num_sources)
 
 
 @dataclass(eq=False)
@@ -498,15 +552,16 @@ class PackedCollator:
     pad_token_id: int
     flash: bool
     num_sources: int = 1
+    part: Part = WHOLE
 
     def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
-        width = padded_width(max(map(sum, lengths)))
+        width = RowRules(multiple=self.part.size).width(max(map(sum, lengths)))
         batch = _rows(groups, width, self.pad_token_id, self.num_sources)
         lengths = [[*row, width - sum(row)] if sum(row) < width else row for row in lengths]
         if self.flash:
-            num_tokens, bounds = batch.pop("num_tokens"), positions([*chain(*lengths)], flash=True)
-            return {name: each.view(1, -1) for name, each in batch.items()} | bounds | {"num_tokens": num_tokens}
+            bounds = positions([*chain(*lengths)], flash=True)
+            return self.part.of({name: each.view(1, -1) for name, each in batch.items()} | bounds, self.num_sources)
         if any(len(row) > 1 for row in lengths):
             batch["position_ids"] = torch.cat([positions(row)["position_ids"] for row in lengths])
-        return batch
+        return self.part.of(batch, self.num_sources)

@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import DataFields, TrainConfig, shuffle_seed
 from dsft.data.batches import (
+    WHOLE,
     Collator,
     EpochSampler,
     PackedCollator,
     PackedRows,
     PaddedToFullSteps,
+    Part,
     Sequences,
     Stream,
     count,
@@ -189,29 +191,27 @@ class TrainingData:
     """With the lengths that the model computes otherwise, and `seq_len` last."""
     notes: list[str] = field(default_factory=list)
 
-    def describe_batches(self, args: Any, world_size: int) -> None:
+    def describe_batches(self, batch: Batch, *, seed: int) -> None:
         """Adds the padding share of the first epoch to `counts`, where items are padded sequences, and a note where its
         batches hold lengths that the model computes otherwise.
 
         Args:
-            args: TrainingArguments.
+            seed: of the order.
         """
-        micro_batch, may_mix, mixed = args.per_device_train_batch_size, len(self.rules.limits) > 1, ""
+        may_mix, mixed = len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
             all_alike = not self.items.pack and (
-                micro_batch == 1 or all(each.rules.is_text for each in self.items.sources)
+                batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
             )
             if may_mix and not all_alike:
                 mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
         elif may_mix or isinstance(self.items, Sequences):
-            batch = Batch(micro_batch, args.gradient_accumulation_steps, world_size)
             steps = PaddedToFullSteps(self.items, batch.sequences)
-            seed = shuffle_seed(args.data_seed, args.seed)
             order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=self.strategy).order(0)
             if isinstance(self.items, Sequences):
-                self.counts["padding_share"] = round(padding_share(order, steps.lengths, micro_batch), 4)
-            if may_mix and (number := num_mixed(order, steps, micro_batch, self.rules)):
-                mixed = f"{number:,} of the {len(order) // micro_batch:,} batches of the first epoch"
+                self.counts["padding_share"] = round(padding_share(order, steps.lengths, batch.micro), 4)
+            if may_mix and (number := num_mixed(order, steps, batch.micro, self.rules)):
+                mixed = f"{number:,} of the {len(order) // batch.micro:,} batches of the first epoch"
                 way_out = "with batch_tokens, or per_device_train_batch_size 1, none does"
         if mixed:
             self.notes.append(
@@ -230,6 +230,7 @@ def load_training_data(
     flash: bool,
     masked: bool = True,
     limits: tuple[int, ...] = (),
+    part: Part = WHOLE,
 ) -> TrainingData:
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
@@ -238,6 +239,7 @@ def load_training_data(
         flash: whether attention is flash attention, which takes the bounds of samples.
         masked: whether padded batches have an attention mask.
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
+        part: of every batch, that this rank computes.
 
     Raises:
         UserError: naming file and line of what cannot be used.
@@ -312,9 +314,9 @@ def load_training_data(
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     if pack:
-        collator = PackedCollator(tokenizer.pad_token_id, flash=flash, num_sources=len(names))
+        collator = PackedCollator(tokenizer.pad_token_id, flash=flash, num_sources=len(names), part=part)
     else:
-        collator = Collator(tokenizer.pad_token_id, rules, masked=masked, num_sources=len(names))
+        collator = Collator(tokenizer.pad_token_id, rules, masked=masked, num_sources=len(names), part=part)
     return TrainingData(
         items=items,
         collator=collator,

@@ -271,9 +271,9 @@ def nats_of(
     return torch.cat([sums, nats_N.new_zeros(num_sources).index_add(0, sources_N, nats_N)])
 
 
-def of_next(values_BT: torch.Tensor | None) -> torch.Tensor | None:
-    """Moves weights or sources of tokens to the positions that predict these, and lays them end to end."""
-    return None if values_BT is None else functional.pad(values_BT, (0, 1))[:, 1:].reshape(-1)
+def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
+    """Moves labels, weights or sources of tokens to the positions that predict these; `last` is for the last of a row."""
+    return functional.pad(of_tokens_BT, (0, 1), value=last)[:, 1:].contiguous()
 
 
 class _Nats(torch.autograd.Function):
@@ -321,10 +321,11 @@ class _Nats(torch.autograd.Function):
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
-    """Lets `model(..., labels=..., num_items_in_batch=..., label_weights=..., label_sources=..., num_sources=...)`
-    return the loss of tiles, and no logits.
+    """Lets `model(..., shift_labels=..., num_items_in_batch=..., label_weights=..., label_sources=...,
+    num_sources=...)` return the loss of tiles, and no logits. Labels, weights and sources stand at the positions that predict them;
+    `labels` are those of tokens.
 
-    Without labels it computes as before. `nats` of the outputs are without the weights, then those of each source, and
+    Without either it computes as before. `nats` of the outputs are without the weights, then those of each source, and
     not divided.
     Returns False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
     `rows`: of one tile; by default as many as `tile_rows` returns.
@@ -362,19 +363,22 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     def forward(
         *args: Any,
         labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
         num_items_in_batch: Any = None,
         label_weights: torch.Tensor | None = None,
         label_sources: torch.Tensor | None = None,
         num_sources: int = 0,
         **inputs: Any,
     ):
-        if labels is None:
+        if labels is shift_labels is None:
             return plain_forward(*args, **inputs)
+        if shift_labels is None:
+            shift_labels = next_tokens(labels, IGNORED)
         hidden_BTH = backbone(*args, **{name: value for name, value in inputs.items() if value is not None})[0]
-        next_BT = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # position t predicts token t + 1
         if num_items_in_batch is None:
-            num_items_in_batch = (next_BT != IGNORED).sum()
-        sums = head(hidden_BTH, next_BT, of_next(label_weights), of_next(label_sources), num_sources)
+            num_items_in_batch = (shift_labels != IGNORED).sum()
+        of_labels = (None if each is None else each.reshape(-1) for each in (label_weights, label_sources))
+        sums = head(hidden_BTH, shift_labels, *of_labels, num_sources)
         outputs = CausalLMOutput(loss=sums[0] / num_items_in_batch)
         outputs["nats"] = sums[1:].detach()
         return outputs

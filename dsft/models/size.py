@@ -96,6 +96,16 @@ class ModelSize:
     quantization: Quantization | None
     """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
 
+    @property
+    def num_key_heads(self) -> int:
+        return max(1, self.kv_size // self.head_dim)
+
+    def exchanged_widths(self, ranks: int) -> tuple[int, int]:
+        """Returns the numbers of one token's queries, and of its keys, where so many ranks exchange positions for
+        heads: key heads that are fewer than ranks are repeated.
+        """
+        return self.num_heads * self.head_dim, self.kv_size * max(1, ranks // self.num_key_heads)
+
 
 @contextlib.contextmanager
 def without_zero_init() -> Iterator[None]:

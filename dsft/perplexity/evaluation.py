@@ -38,6 +38,7 @@ from dsft.models.build import build_model, described_in, is_bare_config, resolve
 from dsft.models.candidate import Candidate, check_weights, with_bases
 from dsft.models.model_folder import has_only_shards, is_step_folder, located
 from dsft.models.quantization import PACKAGES, Quantization
+from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.size import check_sharding
 from dsft.perplexity.breakdown import Breakdown, grouping
 from dsft.perplexity.documents import build_windows
@@ -45,10 +46,10 @@ from dsft.perplexity.kl import ChangeHistogram, divergence_of
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results
 from dsft.perplexity.scoring import evaluate_windows, exact_products
-from dsft.perplexity.sequence_parallel import refused_model, team_of
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
+from dsft.planner.fake_model import attention_of
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes
@@ -109,16 +110,19 @@ def evaluate_models(
     others = [reference] if reference else []
     scored = {each.config.model: each for each in [*candidates, *others]}
     if config.sequence_parallel > 1:
-        refusals = [
-            refused_model(
-                each.facts,
-                size=config.sequence_parallel,
-                seq_len=_longest_window(each),
-                model=model,
-                trust_remote_code=config.trust_remote_code,
+        refusals = []
+        for model, each in scored.items():
+            seq_len, named = _longest_window(each), {"size": config.sequence_parallel, "model": model}
+            refusals.append(
+                refused_model(
+                    each.facts,
+                    world=distributed.world_size(),
+                    seq_len=seq_len,
+                    attention=attention_of(each.facts, seq_len=seq_len, masked=False),
+                    **named,
+                )
+                or failed_trial(each.facts, trust_remote_code=config.trust_remote_code, **named)
             )
-            for model, each in scored.items()
-        ]
         distributed.raise_together([reason for reason in refusals if reason])
     # Last of all checks: the weights of the hub are downloaded for it.
     distributed.raise_together([line for each in scored.values() for line in check_weights(each, local=False)])

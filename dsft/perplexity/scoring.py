@@ -32,10 +32,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.lora import unwrapped
+from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.kl import compare_logits
 from dsft.perplexity.results import COLUMNS, Recorder
-from dsft.perplexity.sequence_parallel import ALONE, Team
 from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say

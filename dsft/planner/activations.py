@@ -48,7 +48,7 @@ from dsft.planner.fake_model import (
     layer_kinds,
     meta_model,
 )
-from dsft.planner.zero_layout import Term
+from dsft.planner.zero_layout import Term, pinned_bytes
 from dsft.runtime.disk import user_cache, write_json
 from dsft.units import DTYPE_BYTES
 
@@ -142,12 +142,11 @@ class StepTrace:
     """Read and written by all operators but products; real tensors may take other ones than fake tensors."""
 
 
-def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention) -> StepTrace:
+def trace_step(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> StepTrace:
     """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward.
 
     `model` holds fake tensors where this is called within `fake_model`'s context, and may as well be real.
     """
-    inputs = _inputs(batch, seq_len, attention)
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
     log = StorageLog(known, gradient_shape=model.get_input_embeddings().weight.shape)
     last_output = []
@@ -180,7 +179,7 @@ def trace_step(model: PreTrainedModel, *, batch: int, seq_len: int, attention: A
     )
 
 
-def _inputs(batch: int, seq_len: int, attention: Attention) -> dict[str, torch.Tensor]:
+def inputs_of(batch: int, seq_len: int, attention: Attention) -> dict[str, torch.Tensor]:
     ids_BT = torch.zeros(batch, seq_len, dtype=torch.long)
     return {"input_ids": ids_BT} | ({} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)})
 
@@ -216,9 +215,7 @@ def trace_training(
                     if checkpointing:
                         model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
                     for batch in batches:
-                        steps[number, checkpointing, batch] = trace_step(
-                            model, batch=batch, seq_len=seq_len, attention=attention
-                        )
+                        steps[number, checkpointing, batch] = trace_step(model, inputs_of(batch, seq_len, attention))
         for batch, total in zip(batches, totals, strict=True):
             plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
             layer_input = checkpointed.kept - steps[1, True, batch].kept
@@ -254,7 +251,7 @@ def trace_evaluation(
         with fake_model(blueprint, adapters=adapters, layers=layers[:1] * 3) as model:
             model.eval()
             for number, batch in enumerate(batches):
-                inputs = _inputs(batch, seq_len, attention)
+                inputs = inputs_of(batch, seq_len, attention)
                 log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()])
                 with torch.no_grad(), log:
                     model(**inputs, use_cache=False, logits_to_keep=1)
@@ -324,28 +321,41 @@ class TrainingActivations:
     source: str
     """"fake-tensor trace", or of what other model and why."""
 
-    def terms(self, num_tokens: int, checkpointing: bool) -> list[Term]:
+    def checkpointed_layers(self, every: int) -> int:
+        """Counts the layers that are computed again where only each so manieth is, from the first on."""
+        return -(-self.num_layers // every)
+
+    def terms(self, num_tokens: int, checkpointing: bool, every: int = 1, *, offloading_ranks: int = 0) -> list[Term]:
         """List what is alive at the peak.
 
         The head's peak and that of a layer's backward come at different moments, both while all layers hold theirs.
 
         Args:
             num_tokens: of one micro batch on one rank, padding included.
+            every: each so manieth layer is checkpointed, and the others keep what they saved.
+            offloading_ranks: of a node, whose layer inputs lie in pinned host memory; 0 leaves them on the device.
         """
-        layer, layer_name, backward = self.layer_saved, "saved activations", self.layer_backward
-        if checkpointing:
-            layer, layer_name, backward = self.layer_input, "layer inputs (checkpointing)", self.layer_transient
-        last, last_name = self.head, "logits and loss"
-        if backward.num_bytes(num_tokens) > last.num_bytes(num_tokens):
-            last, last_name = backward, "backward of one layer"
-        layers_bytes = int(self.num_layers * (layer.fixed + num_tokens * layer.per_token))
-        layers = f"{self.num_layers} layers x ({layer.formula(num_tokens)})"
-        once = (self.once.num_bytes(num_tokens), self.once.formula(num_tokens))
-        return [
-            Term("rotary angles and masks", *once, "compute"),
-            Term(layer_name, layers_bytes, layers, "compute"),
-            Term(last_name, last.num_bytes(num_tokens), last.formula(num_tokens), "compute"),
+        again = self.checkpointed_layers(every) if checkpointing else 0
+        terms = [
+            Term("rotary angles and masks", self.once.num_bytes(num_tokens), self.once.formula(num_tokens), "compute")
         ]
+        peaks = [("logits and loss", self.head)]
+        for name, layers, cost, backward in (
+            ("layer inputs (checkpointing)", again, self.layer_input, self.layer_transient),
+            ("saved activations", self.num_layers - again, self.layer_saved, self.layer_backward),
+        ):
+            if not layers:
+                continue
+            num_bytes, how = int(layers * (cost.fixed + num_tokens * cost.per_token)), f"({cost.formula(num_tokens)})"
+            if offloading_ranks and cost is self.layer_input:
+                num_bytes = offloading_ranks * layers * pinned_bytes(cost.num_bytes(num_tokens))
+                how = f"{offloading_ranks} ranks x {layers} layers x {how}, pinned"
+                terms.append(Term(name, num_bytes, how, "compute", "host"))
+            else:
+                terms.append(Term(name, num_bytes, f"{layers} layers x {how}", "compute"))
+            peaks.append(("backward of one layer", backward))
+        name, cost = max(peaks, key=lambda peak: peak[1].num_bytes(num_tokens))
+        return [*terms, Term(name, cost.num_bytes(num_tokens), cost.formula(num_tokens), "compute")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,6 +375,17 @@ class EvaluationActivations:
     def peak_bytes(self, num_tokens: int, device: Literal["cpu", "cuda"]) -> int:
         tile = min(num_tokens, ROW_TILE[device]) * min(self.vocab_size, VOCAB_TILE[device]) * self.logit_bytes
         return max(self.backbone.num_bytes(num_tokens), self.hidden.num_bytes(num_tokens) + tile)
+
+
+def exchange_term(size: ModelSize, rank_tokens: int, ranks: int, dtype: str, *, layers: int) -> Term:
+    """What Ulysses attention keeps of so many layers in training, beside the activations of one rank's tokens: the
+    result once more as it was before its heads came back, and keys and values that are repeated for the ranks. Queries,
+    keys and values are kept as they were exchanged, in the place of those that were not.
+    """
+    queries, keys = size.exchanged_widths(ranks)
+    width, itemsize = queries + 2 * (keys - size.kv_size), DTYPE_BYTES[dtype]
+    how = f"{layers} layers x {rank_tokens:,} tokens x {width:,} x {itemsize} B"
+    return Term("positions exchanged for heads", layers * rank_tokens * width * itemsize, how, "compute")
 
 
 def _line(traces: list[dict[str, int]], name: str, seq_len: int, divisor: int = 1) -> Cost:
@@ -465,7 +486,7 @@ def _traced(
         intermediate_size=size.ffn_size,
         num_hidden_layers=size.num_layers,
         num_attention_heads=size.num_heads,
-        num_key_value_heads=max(1, size.kv_size // size.head_dim),
+        num_key_value_heads=size.num_key_heads,
         head_dim=size.head_dim,
         vocab_size=size.vocab_size,
     )

@@ -95,8 +95,14 @@ class Job:
     accumulation: int | None = None
     sequences_per_step: int | None = None
     """Of one optimizer step over all ranks."""
+    sequence_parallel: int = 1
+    """Ranks that share each micro batch."""
     checkpointing: bool | None = None
     """As the user set it; None lets the plan decide."""
+    checkpoint_every: int = 1
+    """With checkpointing, of which layers: each so manieth."""
+    checkpoint_offload: bool = False
+    """With checkpointing, whether what it saves lies in pinned host memory."""
 
     liger: bool = False
     """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
@@ -115,6 +121,9 @@ class Job:
 
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
+
+    def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
+        return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
 
     @cached_property
     def activations(self) -> TrainingActivations:
@@ -190,16 +199,17 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     return [name for name in NAMES if name not in left_out]
 
 
-def batches(job: Job, world_size: int) -> Iterator[tuple[int, int]]:
+def batches(job: Job, machine: Machine) -> Iterator[tuple[int, int]]:
     """Yield (micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on
     all ranks (where they cannot be shared evenly, as many as can, and at least one on each).
     """
     if job.micro_batch or job.accumulation:
         micro = job.micro_batch or SEQUENCES_PER_RANK
-        at_once = Batch(micro, 1, world_size).sequences
+        at_once = job.batch(micro, 1, machine).sequences
         yield micro, job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
         return
-    per_rank = max(1, job.sequences_per_step // world_size) if job.sequences_per_step else SEQUENCES_PER_RANK
+    at_once = job.batch(1, 1, machine).sequences
+    per_rank = max(1, job.sequences_per_step // at_once) if job.sequences_per_step else SEQUENCES_PER_RANK
     for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
         if per_rank % micro == 0:
             yield micro, per_rank // micro

@@ -11,7 +11,8 @@ from typing import Any
 
 from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
-from dsft.models.size import ModelFacts, ModelSize
+from dsft.models.sequence_parallel import refused_ranks
+from dsft.models.size import ModelFacts
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention, attention_of
@@ -27,7 +28,7 @@ from dsft.planner.step_time import (
 )
 from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
 from dsft.runtime.hardware import Machine
-from dsft.units import in_gib, one_of, padded_width
+from dsft.units import in_gib, padded_width
 
 NAMES = ("0", "3", "3-offload", "3-nvme")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
@@ -110,7 +111,7 @@ def plan_evaluation(
     Raises:
         UserError: where so many ranks cannot share a window.
     """
-    if refusal := refused_team(sequence_parallel, machine.world_size, facts.size):
+    if refusal := refused_ranks(sequence_parallel, machine.world_size, facts.size):
         raise UserError(f"sequence_parallel={sequence_parallel}: {refusal}")
     if facts.size.quantization and facts.size.lora_r:
         raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
@@ -187,8 +188,8 @@ def _plan(
     if sequence_parallel > 1:
         # What Ulysses attention holds beside the activations of one rank's tokens: q, k and v once exchanged, and two
         # more copies of q, or of its result, on their way.
-        repeats = max(1, sequence_parallel // max(1, size.kv_size // size.head_dim))
-        width = 3 * size.num_heads * size.head_dim + 2 * size.kv_size * repeats
+        queries, keys = size.exchanged_widths(sequence_parallel)
+        width = 3 * queries + 2 * keys
         how = f"{rank_tokens:,} tokens x (3 q + k + v = {width:,}) x {layout.weight_bytes} B"
         num_bytes = rank_tokens * width * layout.weight_bytes
         activations.append(Term("positions exchanged for heads", num_bytes, how, "compute"))
@@ -217,23 +218,3 @@ def _plan(
         tokens_per_second=rank_tokens * machine.world_size / seconds,
         **add_up(terms, machine, speeds.outside, communicators=communicators, stage=layout.stage),
     )
-
-
-def refused_team(size: int, world: int, model: ModelSize | None = None) -> str:
-    """Say why `size` of `world` ranks cannot share a window, or the heads of a model; empty where they can. Key heads
-    may also be repeated.
-    """
-    numbers = [number for number in range(1, world + 1) if world % number == 0]
-    if size > 1 and size not in numbers:  # what is below 1 is a problem of the options
-        return f"must divide the number of ranks, which is {world}; use {one_of(numbers)}"
-    if model is None:
-        return ""
-    heads, key_heads = model.num_heads, max(1, model.kv_size // model.head_dim)
-
-    def shares(number: int) -> bool:
-        return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
-
-    if shares(size):
-        return ""
-    works = one_of(filter(shares, numbers))
-    return f"its {heads} heads and {key_heads} key heads cannot be shared by {size} ranks; use {works}"

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dsft.errors import UserError
-from dsft.models.size import ModelSize
+from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
     NO_FP32_SUMS,
     SMALL_LIVE_PARAMS,
@@ -38,7 +38,7 @@ from dsft.planner.states import load_terms, quantised_room, sample_terms, state_
 from dsft.planner.step_time import TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch, GiB, in_gib, plural
+from dsft.units import GiB, in_gib, plural
 
 WORTH_IT = 1.15
 """The predicted gain from which offload, hpZ or more memory are worth their trouble: less is within the predictions'
@@ -133,6 +133,8 @@ class Plan:
     """Sequences of one forward on one rank."""
     accumulation: int
     """Micro batches of one optimizer step."""
+    sequence_parallel: int
+    """Ranks that share each micro batch."""
     deepspeed_config: dict[str, Any]
     """What training gets; "auto" numbers are left to transformers."""
     terms: tuple[Term, ...]
@@ -176,6 +178,8 @@ class Plan:
         changed = f" ({', '.join(changes)})" if changes else ""
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
         batch = f"micro batch {self.micro_batch} x {self.accumulation} accumulated"
+        if self.sequence_parallel > 1:
+            batch += f", {self.sequence_parallel} ranks to a sequence"
         return f"ZeRO {self.zero}{checkpointing}{changed}, {batch}"
 
 
@@ -196,7 +200,7 @@ def all_plans(
         zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-    best, tried = [], list(batches(job, machine.world_size))
+    best, tried = [], list(batches(job, machine))
     for name in candidate_names(job, machine) if zero == "auto" else [zero]:
         pairs = tried
         if zero == "auto" and name in NO_FP32_SUMS:  # none whose gradients should be added up in fp32
@@ -255,10 +259,29 @@ def _fitted(
     """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
     leanest.
     """
-    plans, traced, tokens = [], job.activations, micro_batch * job.seq_len
-    activations, traffic = traced.terms(tokens, checkpointing), traced.traffic
-    if checkpointing:
-        traffic = traced.traffic_checkpointed
+    plans, traced, shared_by = [], job.activations, job.sequence_parallel
+    tokens = -(-micro_batch * job.seq_len // shared_by)
+    offloads = checkpointing and job.checkpoint_offload and machine.has_gpu  # without a GPU it lies there anyhow
+    activations = traced.terms(
+        tokens,
+        checkpointing,
+        job.checkpoint_every,
+        offloading_ranks=machine.ranks_per_node if offloads else 0,
+    )
+    again = traced.checkpointed_layers(job.checkpoint_every) if checkpointing else 0
+    if shared_by > 1:
+        if job.attention != "flash":  # each rank has the mask of full rows
+            once, whole = traced.once, tokens * shared_by
+            activations[0] = dataclasses.replace(
+                activations[0], num_bytes=once.num_bytes(whole), formula=once.formula(whole)
+            )
+        layers = traced.num_layers - again + bool(again)  # of those that are computed again, one at a time
+        activations.append(exchange_term(job.size, tokens, shared_by, job.dtype, layers=layers))
+    recomputed = again / traced.num_layers
+    traffic_bytes = sum(
+        share * traffic.num_bytes(tokens)
+        for share, traffic in ((1 - recomputed, traced.traffic), (recomputed, traced.traffic_checkpointed))
+    )
     for deepspeed_config in (
         typed
         for config in settings(name, zero_file, job, machine)
@@ -282,8 +305,9 @@ def _fitted(
             activation_checkpointing=checkpointing,
             micro_batch=micro_batch,
             accumulation=accumulation,
+            sequence_parallel=shared_by,
             deepspeed_config=deepspeed_config,
-            activation_bytes=sum(term.num_bytes for term in activations),
+            activation_bytes=peak_bytes(activations, "device"),
             time=step_time(
                 layout,
                 machine,
@@ -291,14 +315,22 @@ def _fitted(
                 micro_batch=micro_batch,
                 accumulation=accumulation,
                 seq_len=job.seq_len,
-                checkpointing=checkpointing,
-                traffic_bytes=traffic.num_bytes(tokens),
+                sequence_parallel=shared_by,
+                recomputed=recomputed,
+                traffic_bytes=traffic_bytes,
+                offloaded_bytes=again * traced.layer_input.num_bytes(tokens) if offloads else 0.0,
                 compiled=job.compiled,
             ),
             ranks_per_node=machine.ranks_per_node,
             has_gpu=machine.has_gpu,
             has_time_estimate=speeds.has_time_estimate,
-            **add_up(terms, machine, speeds.outside, communicators=layout.communicators, stage=layout.stage),
+            **add_up(
+                terms,
+                machine,
+                speeds.outside,
+                communicators=layout.communicators + (shared_by > 1),
+                stage=layout.stage,
+            ),
         )
         plans.append(plan)
         if plan.fits and not plan.low_headroom:
@@ -403,7 +435,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return dataclasses.asdict(plan) | {"tokens_per_second": plan.time.tokens_per_second}
 
 
-def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, dtype: str) -> list[Path]:
+def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Path]:
     """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
 
     Raises:
@@ -414,15 +446,16 @@ def write_plan(folder: Path, plan: Plan, size: ModelSize, machine: Machine, *, d
     if existing:
         raise UserError([f"--write {folder}: {', '.join(existing)} exists; choose another folder or remove it"])
     zero = plan.deepspeed_config["zero_optimization"]
+    resolved = resolve_auto(zero, job.size.hidden_size)
     # Without "auto", but for what only the training's options say (learning rate and the like).
     config = plan.deepspeed_config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences,
+        "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
         "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "fp16": {"enabled": dtype == "float16"},
-        "zero_optimization": {key: value for key, value in resolve_auto(zero, size.hidden_size).items() if key in zero},
+        "bf16": {"enabled": job.dtype == "bfloat16"},
+        "fp16": {"enabled": job.dtype == "float16"},
+        "zero_optimization": {key: value for key, value in resolved.items() if key in zero},
     }
     launcher = {
         "compute_environment": "LOCAL_MACHINE",

@@ -28,7 +28,7 @@ from collections import Counter
 
 from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.step_time import ASSUMED
-from dsft.planner.zero_layout import Phase, Term, ZeroLayout, peak_bytes
+from dsft.planner.zero_layout import Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
 from dsft.units import GB, in_gib
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
@@ -325,7 +325,7 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
 
     def pinned(num_bytes: int, pin: bool = True) -> int:
         """Round up to a power of two where it is pinned."""
-        return 1 << (num_bytes - 1).bit_length() if num_bytes and pin and layout.has_gpu else num_bytes
+        return pinned_bytes(num_bytes) if pin and layout.has_gpu else num_bytes
 
     process_bytes = PROCESS_BYTES[layout.has_gpu]
     terms = [_on_node(layout, "processes", process_bytes, f"{process_bytes:,}")]

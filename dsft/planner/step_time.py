@@ -74,7 +74,11 @@ class OutsideMemory:
     measured: bool = False
 
     def total_bytes(self, communicators: int) -> int:
-        return self.context_bytes + (self.communicators_bytes[communicators - 1] if communicators else 0)
+        if not communicators:
+            return self.context_bytes
+        known = min(communicators, len(self.communicators_bytes))
+        more = (communicators - known) * COMMUNICATOR_BYTES
+        return self.context_bytes + self.communicators_bytes[known - 1] + more
 
 
 ASSUMED = OutsideMemory()
@@ -327,28 +331,46 @@ def step_time(
     micro_batch: int,
     accumulation: int,
     seq_len: int,
-    checkpointing: bool,
-    traffic_bytes: int,
+    recomputed: float,
+    traffic_bytes: float,
+    offloaded_bytes: float = 0.0,
+    sequence_parallel: int = 1,
     compiled: bool = False,
 ) -> StepTime:
-    """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank.
+    """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank, or on the
+    `sequence_parallel` ranks that share them.
 
     Args:
+        recomputed: the share of the layers that activation checkpointing computes again.
+        offloaded_bytes: that it saves in one micro step and sends to host memory and back, on the stream that computes.
         traffic_bytes: what operators other than products read and write in one micro step.
         compiled: by torch.compile, which is not modelled.
     """
-    size, zero, tokens = layout.size, layout.zero, micro_batch * seq_len
+    size, zero, tokens = layout.size, layout.zero, micro_batch * seq_len // sequence_parallel
     # Products, attention (whose backward multiplies five times where its forward does twice) and all other operators.
-    launched = 2 + checkpointing  # passes, of which a backward multiplies twice where weights are trained
+    launched = 2 + recomputed  # passes, of which a backward multiplies twice where weights are trained
     multiplied = launched + (not size.lora_r)
     per_token = product_seconds(size, speeds, has_gpu=layout.has_gpu)
     attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
-    micro_step = tokens * (multiplied * per_token + (3.5 + checkpointing) * attention)
+    micro_step = tokens * (multiplied * per_token + (3.5 + recomputed) * attention)
     micro_step += traffic_bytes / speeds.device_bytes
     if layout.packed:
         micro_step += launched * UNPACKED_BYTES * layout.num_frozen / speeds.device_bytes
     compute = accumulation * micro_step
     host = accumulation * launched * launch_seconds(layout) if layout.has_gpu else 0.0
+
+    # Queries, keys, values and the result of attention pass between the ranks that share a sequence, layer by layer and
+    # while all of them wait: each rank sends what the others' heads have of its tokens.
+    exchange = 0.0
+    if sequence_parallel > 1:
+        width = 2 * sum(size.exchanged_widths(sequence_parallel))
+        moved, calls = tokens * width * layout.weight_bytes * size.num_layers, 4 * size.num_layers
+        within = min(sequence_parallel, machine.ranks_per_node)
+        exchange = collective_seconds(moved, calls, machine, speeds, speeds.link_bytes, ranks=within)
+        if sequence_parallel > within:
+            nodes = math.ceil(sequence_parallel / within)
+            exchange += within * moved * (nodes - 1) / nodes / speeds.network_bytes
+        exchange *= accumulation * launched
 
     # Collectives.
     gradients = layout.sent_bytes * size.num_trainable
@@ -382,6 +404,7 @@ def step_time(
     updated = size.num_trainable / (machine.world_size if layout.stage else 1)
     ratio = zero["offload_optimizer"]["ratio"] if layout.optimizer_device != "none" else 0.0
     optimizer = (1 - ratio) * updated * layout.optimizer.update_bytes / speeds.device_bytes
+    saving = 2 * accumulation * offloaded_bytes / speeds.host_link_bytes if offloaded_bytes else 0.0
     offload = 0.0
     if ratio:
         on_host = ratio * updated
@@ -403,7 +426,7 @@ def step_time(
     if speeds.overlaps and zero["overlap_comm"]:  # parameter transfers of offload are prefetched like gathers
         moving = communication + offload
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
-    if not layout.has_gpu or offload or compiled or size.expert_params:
+    if not layout.has_gpu or offload or saving or compiled or size.expert_params or exchange:
         kind = "no published steps"
     elif layout.packed:
         kind = "QLoRA"
@@ -415,12 +438,12 @@ def step_time(
         kind = "LoRA" if size.lora_r else "dense"
     return StepTime(
         compute_seconds=compute,
-        communication_seconds=communication,
-        offload_seconds=offload,
+        communication_seconds=communication + exchange,
+        offload_seconds=offload + saving,
         optimizer_seconds=optimizer,
         host_seconds=host,
-        step_seconds=max(busy, host) + optimizer,
-        tokens_per_step=seq_len * Batch(micro_batch, accumulation, machine.world_size).sequences,
+        step_seconds=max(busy + exchange + saving, host) + optimizer,
+        tokens_per_step=seq_len * Batch(micro_batch, accumulation, machine.world_size, sequence_parallel).sequences,
         kind=kind,
     )
 

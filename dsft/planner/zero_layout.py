@@ -40,6 +40,11 @@ class Term:
     place: Literal["device", "host", "nvme"] = "device"
 
 
+def pinned_bytes(num_bytes: int) -> int:
+    """Round up to a power of two, as torch's allocator of pinned memory does."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 def bytes_by_phase(terms: Iterable[Term], place: str) -> dict[Phase, int]:
     """The sums of the terms of each phase in one place."""
     sums: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)

@@ -20,7 +20,7 @@ from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine
-from dsft.units import GB, Batch
+from dsft.units import GB
 
 MOST_NODES = 64
 SHORTEST = 512
@@ -65,7 +65,7 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
         while nodes <= MOST_NODES and machine.has_gpu:
             larger = dataclasses.replace(machine, nodes=nodes)
-            if not (job.sequences_per_step or 0) % Batch(job.micro_batch or 1, 1, larger.world_size).sequences:
+            if not (job.sequences_per_step or 0) % job.batch(job.micro_batch or 1, 1, larger).sequences:
                 trials.append(({"nodes": nodes}, job, larger))
             nodes *= 2
         candidates = choose_plan(job, machine).candidates
@@ -138,7 +138,9 @@ def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> f
 
 
 def longest_sequence(job: Job, machine: Machine) -> tuple[int, Plan] | None:
-    """(the most tokens per sequence that fit, their plan), one sequence per GPU at a time; None where none fits."""
+    """(the most tokens per sequence that fit, their plan), one sequence per GPU, or for all GPUs that share one, at a
+    time; None where none fits.
+    """
     positions = getattr(job.model_config.get_text_config(), "max_position_embeddings", None) or 2**20
     job = dataclasses.replace(job, micro_batch=1, accumulation=1, sequences_per_step=None)
 

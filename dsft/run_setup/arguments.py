@@ -69,6 +69,12 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
     }
 
 
+def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
+    """The option activation_checkpointing_kwargs, by either of its names, as a dict or as JSON."""
+    given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
+    return json.loads(given) if isinstance(given, str) else dict(given)
+
+
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     """Composes transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied.
 
@@ -251,7 +257,13 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: lr_scheduler_type={args.lr_scheduler_type.value} does"
             f" not take them ({one_line(error)})"
         ]
-    how = values.get("activation_checkpointing_kwargs") or {}
+    how = checkpointing_kwargs(options)
+    every, offload = how.pop("every_n_layers", 1), how.pop("offload", False)  # the Trainer's own
+    if not (isinstance(every, int) and every >= 1 and isinstance(offload, bool)):
+        return [
+            f"activation_checkpointing_kwargs: every_n_layers={every}, offload={offload}: must be a number of at least"
+            " 1, and true or false"
+        ]
     try:
         torch.utils.checkpoint.checkpoint(torch.neg, parameter, **{"use_reentrant": False} | how)
     except Exception as error:  # as above

@@ -12,6 +12,7 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.errors import raise_if_any
 from dsft.models.head import LEAST_VOCAB
+from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts
 from dsft.models.trials import Packing, can_tile_loss
 from dsft.planner.plans import Plan
@@ -56,35 +57,37 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
 
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
     """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
-    total, training = options.global_batch_size, options.training
+    total, training, shared_by = options.global_batch_size, options.training, options.sequence_parallel
+    ranks = f"{world} ranks" if shared_by == 1 else f"{world} ranks / sequence_parallel={shared_by}"
     micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
-    if not total or (micro is not None and micro < 1):
+    if not total or (micro is not None and micro < 1) or refused_ranks(shared_by, world):  # problems of their own
         return [], []
     if accumulation and micro is None:
-        micro, rest = divmod(total, Batch(1, accumulation, world).sequences)
-        reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {world} ranks)"
+        micro, rest = divmod(total, Batch(1, accumulation, world, shared_by).sequences)
+        reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {ranks})"
         problem = (
-            f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {world} ranks;"
+            f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {ranks};"
             " leave gradient_accumulation_steps out"
         )
         return [Decision("per_device_train_batch_size", micro, reason)], [problem] if rest else []
     if accumulation:  # both fixed, by a DeepSpeed JSON
         problem = (
             f"global_batch_size={total} (train_batch_size) is not per_device_train_batch_size={micro} x"
-            f" gradient_accumulation_steps={accumulation} x {world} ranks; leave one to follow"
+            f" gradient_accumulation_steps={accumulation} x {ranks}; leave one to follow"
         )
-        return [], [problem] if Batch(micro, accumulation, world).sequences != total else []
-    per_step = Batch(micro or 1, 1, world).sequences  # where it is not given, the plan chooses one that divides
+        return [], [problem] if Batch(micro, accumulation, world, shared_by).sequences != total else []
+    # Where the micro batch is not given, the plan chooses one that divides.
+    per_step = Batch(micro or 1, 1, world, shared_by).sequences
     if total % per_step:
         lower = total // per_step * per_step
         return [], [
-            f"global_batch_size={total} is not divisible by per_device_train_batch_size={micro or 1} x {world} ranks;"
+            f"global_batch_size={total} is not divisible by per_device_train_batch_size={micro or 1} x {ranks};"
             f" try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another"
             " per_device_train_batch_size"
         ]
     if micro is None:
         return [], []
-    reason = f"global_batch_size={total} / (per_device_train_batch_size={micro} x {world} ranks)"
+    reason = f"global_batch_size={total} / (per_device_train_batch_size={micro} x {ranks})"
     return [Decision("gradient_accumulation_steps", total // per_step, reason)], []
 
 
@@ -120,17 +123,21 @@ def tf32_decision(options: TrainConfig, *, available: bool) -> list[Decision]:
 
 
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
-    """Lets a training that resumes on another number of ranks take as many sequences per step as before, unless
-    `global_batch_size` is set.
+    """Lets a training that resumes on another number of ranks, of all or of those that share a sequence, take as many
+    sequences per step as before, unless `global_batch_size` is set.
 
     Raises:
         UserError: where they cannot be shared by so many ranks.
     """
     manifest = read_manifest(Path(checkpoint))
-    if "run_identity" not in (manifest or {}) or manifest["world_size"] == world or options.global_batch_size:
+    if "run_identity" not in (manifest or {}) or options.global_batch_size:
+        return []
+    then = Batch(1, 1, manifest["world_size"], manifest.get("sequence_parallel", 1))
+    if then.sequences == Batch(1, 1, world, options.sequence_parallel).sequences:
         return []
     total = manifest["run_identity"]["sequences per step"]
-    reason = f"{checkpoint} took so many on {manifest['world_size']} ranks"
+    shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
+    reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
     kept = [
         Decision("global_batch_size", total, reason),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),

@@ -20,10 +20,10 @@ from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtyp
 from dsft.models.candidate import Candidate, check_weights, with_bases
 from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, format_problems, unknown_format
+from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import architecture_problems
-from dsft.planner.evaluation_plan import refused_team
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
@@ -51,7 +51,7 @@ def check_evaluation(
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     if config.output_dir:
         check_writable(config.output_dir, problems)
-    if refusal := refused_team(config.sequence_parallel, distributed.world_size()):
+    if refusal := refused_ranks(config.sequence_parallel, distributed.world_size()):
         problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
         zero_file = read_sound_file(config.zero, problems)

@@ -44,6 +44,7 @@ from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import step_folder
 from dsft.models.pickles import safe_unpickling
 from dsft.models.quantization import format_problems
+from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trials import Packing, architecture_problems, needs_mask, try_packing
@@ -62,6 +63,7 @@ from dsft.run_setup.arguments import (
     check_machine,
     check_training_arguments,
     check_zero_file,
+    checkpointing_kwargs,
     ignored_options,
 )
 from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
@@ -83,10 +85,15 @@ from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, r
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.locks import LOCK, in_use, owner_of
 from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
-from dsft.units import PADDED_MULTIPLE, Batch, in_gib
+from dsft.units import PADDED_MULTIPLE, in_gib
 
 BUFFER = "zero_optimization.offload_param.buffer_size"
 """Number of a DeepSpeed JSON that may be too small for the model."""
+NOT_SPREAD = {
+    "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",
+    "use_liger_kernel": "its loss and rotations are not tried over shares of rows; tiled_loss spares logits too",
+}
+"""Options that a training with sequence_parallel cannot have -> why."""
 WORTH_SAYING = 1.05
 """A plan so many times as fast as the chosen one is named."""
 
@@ -212,9 +219,12 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     model, adapter = checked.model, draft.options.adapter
     if adapter not in (None, checked.options.adapter):  # training starts with a checkpoint's
         model = dataclasses.replace(model, adapters=saved_lora_config(adapter))
-    decided = decide_run(
-        dataclasses.replace(checked, options=draft.options, decisions=tuple(draft.decisions), model=model)
-    )
+    checked = dataclasses.replace(checked, options=draft.options, decisions=tuple(draft.decisions), model=model)
+    if (size := draft.options.sequence_parallel) > 1:
+        trusted = draft.options.trust_remote_code
+        failed = failed_trial(model, size=size, model=draft.options.model, trust_remote_code=trusted)
+        distributed.raise_together([failed] if failed else [])
+    decided = decide_run(checked)
     draft = Draft(decided.options, decided.decisions)
     if draft.options.tiled_loss is True and not decided.tiling.value:
         notes.append(f"tiled_loss: ignored, {decided.tiling.reason}")
@@ -405,6 +415,8 @@ def check_run(
         if starts and training.get("output_dir") and not is_named:
             draft.problems += check_room(training["output_dir"], checkpoint_size(options, model.size, zero_file))
         model = dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
+    if options.sequence_parallel > 1 and not scored:
+        draft.problems += check_sequence_parallel(options, model, machine)
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes
         draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
     unreadable: list[str] = []
@@ -436,6 +448,31 @@ def check_run(
         zero_file=zero_file,
         notes=tuple(notes),
     )
+
+
+def check_sequence_parallel(options: TrainConfig, facts: ModelFacts | None, machine: Machine) -> list[str]:
+    """Lists why ranks cannot share the sequences of a training, as far as options and the model's config show it."""
+    size = options.sequence_parallel
+    problems = [
+        f"sequence_parallel={size} and {name} cannot be combined: {why}; keep one"
+        for name, why in NOT_SPREAD.items()
+        if options.training.get(name)
+    ]
+    if refusal := refused_ranks(size, machine.world_size):
+        problems.append(f"sequence_parallel={size}: {refusal}")
+    elif facts:
+        seq_len, attention = options.seq_len, attention_of(facts, seq_len=options.seq_len, masked=False)
+        problems.append(
+            refused_model(
+                facts,
+                size=size,
+                world=machine.world_size,
+                seq_len=seq_len,
+                attention=attention,
+                model=options.model,
+            )
+        )
+    return list(filter(None, problems))
 
 
 def auto_dtype(machine: Machine) -> str:
@@ -519,6 +556,7 @@ def job_over_data(
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
     if checkpointing is None and options.zero != "auto":
         checkpointing = False
+    how = checkpointing_kwargs(options)
     return Job(
         size=facts.size,
         model_config=facts.config,
@@ -532,7 +570,10 @@ def job_over_data(
         or (options.batch_tokens and options.batch_tokens // options.seq_len),
         accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
+        sequence_parallel=options.sequence_parallel,
         checkpointing=checkpointing,
+        checkpoint_every=how.get("every_n_layers", 1),
+        checkpoint_offload=how.get("offload", False),
         optimizer=training.get("optim", DEFAULT_OPTIMIZER),
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
         fp32_reduction=options.fp32_reduction,
@@ -640,7 +681,9 @@ def plan_run(
     """
     zero, output_dir = options.zero, options.training.get("output_dir")
     if checkpoint and zero == "auto":
-        if is_run(output_dir) and (earlier := read_run(output_dir))["world_size"] == machine.world_size:
+        earlier = read_run(output_dir) if is_run(output_dir) else {"world_size": None}
+        shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
+        if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
             before = earlier["plan"]
             zero = before["zero"]
             job = dataclasses.replace(
@@ -665,6 +708,8 @@ def plan_run(
     config = choice.plan.deepspeed_config
     decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
     problems = check_zero_file(config, decided, machine)
+    if refusal := refused_ranks(job.sequence_parallel, machine.world_size):
+        problems.append(f"sequence_parallel={job.sequence_parallel}: {refusal}")
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other, without = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan, ""
@@ -684,7 +729,7 @@ def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:
     """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of `plan`, if
     any.
     """
-    per_step = job.sequences_per_step or Batch(plan.micro_batch, plan.accumulation, machine.world_size).sequences
+    per_step = job.sequences_per_step or job.batch(plan.micro_batch, plan.accumulation, machine).sequences
     job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
     best = choose_plan(job, smaller).plan

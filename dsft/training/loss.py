@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.head import nats_of, of_next
+from dsft.models.head import nats_of, next_tokens
 from dsft.models.lora import unwrapped
 from dsft.runtime.console import say
 from dsft.units import IGNORED
@@ -48,7 +47,7 @@ class TokenLoss:
         self.is_tiled = "accepts_loss_kwargs" in vars(inner)
         self.is_liger = inner.forward.__module__.startswith("liger_kernel")
         self.gives_labels, self.told_of_logits = True, False
-        self._labels_BT = self._weights_BT = self._sources_BT = self._divisor = self._nats = None
+        self._labels_BT = self._of_labels = self._divisor = self._nats = None
         inner.loss_function = self._loss_function
 
     def __call__(
@@ -58,7 +57,8 @@ class TokenLoss:
 
         Args:
             inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1;
-                and perhaps `weights` and `sources` of the labels.
+                and perhaps `weights` and `sources` of the labels. A share of a row (`data/batches.py`) has them as
+                `shift_labels`, `shift_weights` and `shift_sources`, at the positions that predict them.
             counts: the micro batch's tokens without padding, and its trained tokens.
             step_counts: the same of the optimizer step, over all micro batches and ranks.
 
@@ -71,7 +71,15 @@ class TokenLoss:
             UserError: where the model has neither a loss that is replaced nor logits for each token.
         """
         inputs = dict(inputs)
-        labels_BT, weights_BT, sources_BT = (inputs.pop(name, None) for name in ("labels", "weights", "sources"))
+        is_share = "shift_labels" in inputs
+        before = "shift_" if is_share else ""
+        labels_BT, weights_BT, sources_BT = (
+            inputs.pop(f"{before}{name}", None) for name in ("labels", "weights", "sources")
+        )
+        next_BT = labels_BT
+        if not is_share:
+            next_BT = next_tokens(labels_BT, IGNORED)
+            weights_BT, sources_BT = (None if each is None else next_tokens(each) for each in (weights_BT, sources_BT))
         share = counts[0] / step_counts[0]
         # A blank micro batch has a share of 0 and no nats.
         divisor = (step_counts[1] * share).clamp(min=1e-9)
@@ -79,7 +87,8 @@ class TokenLoss:
             of_labels = {} if weights_BT is None else {"label_weights": weights_BT}
             if self.is_tiled and self.num_sources:
                 of_labels |= {"label_sources": sources_BT, "num_sources": self.num_sources}
-            outputs = model(**inputs, labels=labels_BT, num_items_in_batch=divisor, **of_labels)
+            labels = {"shift_labels": next_BT} if is_share else {"labels": labels_BT}
+            outputs = model(**inputs, **labels, num_items_in_batch=divisor, **of_labels)
             nats = outputs["loss"].detach() * divisor
             if of_labels:
                 return outputs["loss"] * share, torch.cat([nats.view(1), outputs["nats"]])
@@ -88,7 +97,7 @@ class TokenLoss:
         if self.is_liger and weights_BT is not None and not self.told_of_logits:
             self.told_of_logits = True
             say("note: Liger's loss takes no weights of tokens; batches with weights take all logits")
-        self._labels_BT, self._weights_BT, self._sources_BT = labels_BT, weights_BT, sources_BT
+        self._labels_BT, self._of_labels = labels_BT, (next_BT, weights_BT, sources_BT)
         self._divisor, self._nats = divisor, None
         given = {"labels": labels_BT} if self.gives_labels else {}
         # With logits Liger's forward calls `loss_function` (liger_kernel 0.8.5, all causal models).
@@ -108,9 +117,9 @@ class TokenLoss:
                 )
             loss, self.gives_labels = self._mean(logits_BTV), False
             if model_loss is not None:
-                trained = (labels_BT[:, 1:] != IGNORED).sum()
+                trained = (next_BT != IGNORED).sum()
                 mean = (self._nats[1] / trained.clamp(min=1)).item()
-                if trained and abs(model_loss - mean) > SAME_LOSS * mean:
+                if trained and not is_share and abs(model_loss - mean) > SAME_LOSS * mean:
                     say(
                         f"note: {self.name} has a loss of its own ({model_loss:.4g} in the first micro batch), which is"
                         " not what is trained: that is, as in every architecture, the mean nats of the next tokens"
@@ -118,7 +127,7 @@ class TokenLoss:
                         " out"
                     )
         nats = self._nats
-        self._labels_BT = self._weights_BT = self._sources_BT = self._divisor = self._nats = None
+        self._labels_BT = self._of_labels = self._divisor = self._nats = None
         return loss * share, nats
 
     def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, vocab_size: int, **options: Any):
@@ -135,8 +144,7 @@ class TokenLoss:
         return self._mean(logits)
 
     def _mean(self, logits_BTV: torch.Tensor) -> torch.Tensor:
-        next_BT = functional.pad(self._labels_BT, (0, 1), value=IGNORED)[:, 1:]
-        of_labels = (next_BT.flatten(), of_next(self._weights_BT), of_next(self._sources_BT))
+        of_labels = (None if each is None else each.flatten() for each in self._of_labels)
         sums = nats_of(
             logits_BTV.float().flatten(0, 1),
             *(None if each is None else each.to(logits_BTV.device) for each in of_labels),

@@ -31,8 +31,8 @@ from dsft.checkpoints.run_folder import (
     write_run,
 )
 from dsft.checkpoints.save import release_reserved_space, reserve_space
-from dsft.config.options import TrainConfig, as_dict, common_options
-from dsft.data.batches import describe_counts
+from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
+from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model, described_in, is_bare_config
@@ -41,6 +41,7 @@ from dsft.models.lora import unwrapped
 from dsft.models.model_folder import adapter_base
 from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
+from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
 from dsft.models.trials import length_limits
 from dsft.models.weights import weights_digest
@@ -65,7 +66,7 @@ from dsft.training.callbacks import EarlyStopping
 from dsft.training.compiling import compiling_limited
 from dsft.training.metrics import METRICS, Compute, TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
-from dsft.units import GiB, plural
+from dsft.units import Batch, GiB, plural
 from dsft.watchdog import client as watchdog
 from dsft.watchdog.coordinator import record_failure
 
@@ -111,6 +112,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
         # What the run resumes from, or takes the weights of, is read again while data and model load.
         started_from = run.checkpoint or run.weights_of
         verification = started_from and Verification(started_from, hashes=verifies, weights_only=not run.checkpoint)
+        team = team_of(run.options.sequence_parallel)
         data = load_training_data(
             run.options,
             run.data,
@@ -120,6 +122,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
             flash=run.options.packing and run.packing.flash,
             masked=run.masked,
             limits=length_limits(run.model.config),
+            part=Part(place=team.position()[1], size=team.size),
         )
         for name in (run.options.model, run.options.adapter):
             if name not in (None, run.weights_of) and verifies:
@@ -163,7 +166,13 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     """Loads the model into a trainer over the data, and logs what of both is not as it was."""
     options = run.options
     args = training_arguments(options, run.plan)  # before the model: ZeRO-3 shards while loading
-    data.describe_batches(args, distributed.world_size())
+    batch = Batch(
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        distributed.world_size(),
+        options.sequence_parallel,
+    )
+    data.describe_batches(batch, seed=shuffle_seed(args.data_seed, args.seed))
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
@@ -211,6 +220,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         data=data,
         plan=run.plan,
         compute=Compute.of_run(run),
+        team=team_of(options.sequence_parallel),
         disk=run.disk,
         save_minutes=options.save_minutes,
         left_out=left_out,

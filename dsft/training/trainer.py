@@ -37,6 +37,7 @@ from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
+from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
 from dsft.models.zero_shards import mapped_resume
 from dsft.perplexity.intervals import result_intervals
@@ -102,6 +103,7 @@ class PerplexityTrainer(Trainer):
         plan: Plan,
         compute: Compute,
         disk: CheckpointSize,
+        team: Team = ALONE,
         save_minutes: float | None = None,
         left_out: LeftOut | None = None,
         frozen_weights: str | None = None,
@@ -111,18 +113,24 @@ class PerplexityTrainer(Trainer):
         """
         Args:
             disk: what the run writes.
+            team: of the ranks that share each micro batch, and each window of an evaluation.
             left_out: parts of the model's package that were not loaded, for `final/`.
             frozen_weights: a digest of the files that hold them, for the run's identity.
             most_skipped: optimizer steps in a row that may be skipped.
         """
-        per_step = Batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size).sequences
+        micro_batch = args.per_device_train_batch_size
+        per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
+        if isinstance(items := data.items, Stream):
+            items = dataclasses.replace(items, micro_batch=micro_batch, shared_by=team.size)
+        else:
+            items = PaddedToFullSteps(items, per_step)
         text_config = model.config.get_text_config()
         self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
         self._pad_token_id = getattr(text_config, "pad_token_id", None)
         super().__init__(
             model=model,
             args=args,
-            train_dataset=data.items if isinstance(data.items, Stream) else PaddedToFullSteps(data.items, per_step),
+            train_dataset=items,
             eval_dataset=data.held_out,
             processing_class=tokenizer,
             data_collator=data.collator,
@@ -130,6 +138,7 @@ class PerplexityTrainer(Trainer):
         # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
         self.strategy, self.prompts = data.strategy, data.prompts
+        self.team, self.sequences_per_step = team, per_step
         self.compute = compute
         self.sources, self.held_out_sets = data.sources, data.held_out_sets
         smoothing = args.label_smoothing_factor
@@ -210,7 +219,13 @@ class PerplexityTrainer(Trainer):
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
             strategy=self.strategy,
+            micro_batch=self.args.per_device_train_batch_size,
+            shared_by=self.team.size,
         )
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Counts ranks that share a batch once; the Trainer's knows of no such ranks."""
+        return self.sequences_per_step
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
@@ -299,7 +314,9 @@ class PerplexityTrainer(Trainer):
     ) -> torch.Tensor:
         """Computes a micro batch's part of the step's loss (loss.py), timed and counted for all ranks."""
         num_tokens, started = inputs.pop("num_tokens"), mark()
-        search = _sequence_numbers if "position_ids" in inputs else lambda position_ids: None
+        # Shares have a mask of their own (`training_step`), which transformers cannot make of their positions.
+        is_packed = "position_ids" in inputs and self.team.size == 1
+        search = _sequence_numbers if is_packed else lambda position_ids: None
         with patches.replaced("positions_on_gpu", lambda _: search):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         done = mark()
@@ -313,8 +330,15 @@ class PerplexityTrainer(Trainer):
         loss is NaN or infinite and whether it was asked to stop. Micro batches in between are not waited for.
         """
         step, skipped = self.state.global_step, self.model_wrapped.skipped_steps
+        # Attention of shares is over full rows, also where the backward computes it again.
+        rows_BT = inputs.pop("row_positions", None)
+        rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)
+        attention = (
+            contextlib.nullcontext() if self.team.size == 1 else self.team.attention(self.model, rows_BT=rows_BT)
+        )
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            with attention:
+                loss = super().training_step(model, inputs, num_items_in_batch)
         except Exception as error:  # DeepSpeed raises no narrower one
             if LEAST_SCALE in str(error):
                 self.skipped_steps.note(step + 1, is_skipped=True, at_least_scale=True)
@@ -469,6 +493,7 @@ class PerplexityTrainer(Trainer):
                 device=self.args.device,
                 collective_forward=is_deepspeed_zero3_enabled(),
                 batch_tokens=self.args.per_device_eval_batch_size * padded_width(windows.lengths.max()),
+                team=self.team,
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
             answers = answers_to(self.prompts, self.model, self.processing_class) if self.prompts else []
@@ -536,6 +561,7 @@ class PerplexityTrainer(Trainer):
                 facts={
                     "step": state.global_step,
                     **self.topology,
+                    "sequence_parallel": self.team.size,
                     "run_identity": self.run_identity,
                     "options": self.taken_options,
                     "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),

@@ -1,7 +1,5 @@
 """What a training is given, and the figures of it that run.json shows."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from tiny import write_pairs
@@ -10,7 +8,7 @@ from dsft.config.options import TrainConfig
 from dsft.data.batches import EpochSampler, PackedRows, PaddedToFullSteps, sequences_in
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.models.tokenizer import load_tokenizer
-from dsft.units import IGNORED
+from dsft.units import IGNORED, Batch
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +47,8 @@ def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, gi
     data = load(training={"train_sampling_strategy": given} if given else {})
     assert data.strategy == strategy
     steps = PaddedToFullSteps(data.items, 2 * 4 * 3)
-    for data_seed, seed in ((None, 7), (8, 8), (0, 0)):
-        args = SimpleNamespace(
-            per_device_train_batch_size=2, gradient_accumulation_steps=4, data_seed=data_seed, seed=7
-        )
-        data.describe_batches(args, 3)
+    for seed in (7, 8, 0):
+        data.describe_batches(Batch(2, 4, 3), seed=seed)
         order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=strategy).order(0)
         assert len(order) == 48, "blank sequences fill the last step"
         assert (order == [*range(48)]) == (strategy == "sequential")
@@ -72,7 +67,7 @@ def test_batches_filled_by_tokens_hold_every_sequence_once_within_the_budget(loa
     assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4) and share > 0
     ids = [sorted(tuple(item["input_ids"]) for item in items) for items in (plain.items, sequences_in(data.items))]
     assert ids[0] == ids[1] and np.sum(plain.items.lengths) == data.counts["tokens"]
-    data.describe_batches(SimpleNamespace(per_device_train_batch_size=1), 2)  # is known already
+    data.describe_batches(Batch(1, 1, 2), seed=7)  # is known already
     assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
 
 
@@ -83,10 +78,7 @@ def test_lengths_that_the_model_computes_otherwise_share_no_batch_or_are_counted
 
     def mixed(data, micro_batch: int) -> int:
         """Batches of the first epoch with both sides; what they are padded to stays on the side of the longest."""
-        args = SimpleNamespace(
-            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=2, data_seed=None, seed=7
-        )
-        data.describe_batches(args, 2)
+        data.describe_batches(Batch(micro_batch, 2, 2), seed=7)
         steps = PaddedToFullSteps(data.items, 4 * micro_batch)
         order = EpochSampler(steps, seed=7, step=lambda: 0, strategy=data.strategy).order(0)
         number = 0
@@ -106,9 +98,7 @@ def test_lengths_that_the_model_computes_otherwise_share_no_batch_or_are_counted
         data = load(limits=(limit, 64), **options)
         assert mixed(data, micro_batch) == 0 and data.notes == []
     packed = load(pack=True, limits=(limit, 64))
-    packed.describe_batches(
-        SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=1, data_seed=None, seed=7), 1
-    )
+    packed.describe_batches(Batch(1, 1, 1), seed=7)
     sides = [{len(item["input_ids"]) > limit for item in row} for row in packed.items]
     assert packed.notes == [] and {True} in sides and {False} in sides and {True, False} not in sides
     assert load().rules.limits == (32,) and load(limits=(64,)).rules.limits == (32,)

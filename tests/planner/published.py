@@ -153,7 +153,7 @@ def predicted(step: dict[str, Any]) -> StepTime:
         micro_batch=micro_batch,
         accumulation=step["accumulation"],
         seq_len=step["seq_len"],
-        checkpointing=step["checkpointing"],
+        recomputed=float(step["checkpointing"]),
         traffic_bytes=int(traffic * (COMPILED if compiled else 1)),
         compiled=compiled,
     )

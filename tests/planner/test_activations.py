@@ -10,6 +10,7 @@ from allocator import allocator_peak
 from conftest import grid
 from datasets import Dataset
 from peft import LoraConfig
+from ranks import on_ranks
 from tiny import ARCHITECTURES
 
 from dsft.config.options import TrainConfig
@@ -17,12 +18,16 @@ from dsft.data.batches import Collator
 from dsft.models import head
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.models.lora import add_lora
+from dsft.models.sequence_parallel import team_of
 from dsft.models.size import empty_model, model_size
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
 from dsft.planner.activations import (
+    StepTrace,
     TrainingActivations,
     evaluation_activations,
+    exchange_term,
+    inputs_of,
     trace_step,
     trace_training,
     training_activations,
@@ -182,7 +187,7 @@ def test_few_layers_tell_of_many(model_config):
         for checkpointing in (False, True):
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
-            step = trace_step(model, batch=2, seq_len=512, attention="flash")
+            step = trace_step(model, inputs_of(2, 512, "flash"))
             assert traced_peak(extrapolated, checkpointing) == pytest.approx(
                 step.kept + max(step.head, step.layers), rel=0.01
             )
@@ -303,16 +308,16 @@ SHAPES = [
     ),
 )
 def test_fake_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, checkpointing, dtype):
-    shape = {"batch": 2, "seq_len": 256, "attention": "eager"}
+    shape = (2, 256, "eager")
     ids_BT = torch.zeros(2, 256, dtype=torch.long)
     model_config = transformers.LlamaConfig(**(SMALL | {"vocab_size": vocab_size}))
     with fake_model(meta_model(model_config, dtype=dtype, attention="eager")) as model:
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        fake = trace_step(model, **shape)
+        fake = trace_step(model, inputs_of(*shape))
     assert (fake.head > fake.layers) == (peak_lies_in == "head")
     model = real_model("eager", checkpointing=checkpointing, dtype=dtype, vocab_size=vocab_size)
-    assert trace_step(model, **shape) == fake
+    assert trace_step(model, inputs_of(*shape)) == fake
     measured = allocator_peak(
         lambda: model(
             input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), labels=ids_BT, use_cache=False
@@ -362,7 +367,7 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
     Measured(model=real_model("eager"), args=arguments, train_dataset=sequences, data_collator=Collator(0)).train()
     blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="eager")
     with fake_model(blueprint) as model:
-        fake = trace_step(model, batch=2, seq_len=256, attention="eager")
+        fake = trace_step(model, inputs_of(2, 256, "eager"))
     assert peaks == [pytest.approx(fake.kept + fake.head, rel=0.005)] * 2
 
 
@@ -452,3 +457,45 @@ def test_a_short_sequence_tells_of_a_long_one_where_positions_are_computed_one_a
     assert short.source == long.source == "fake-tensor trace"
     for checkpointing in (False, True):
         assert peak(short, 4096, checkpointing) == pytest.approx(peak(long, 4096, checkpointing), rel=0.02)
+
+
+def traced_beside_alone(config, checkpointing: bool) -> tuple[StepTrace, StepTrace]:
+    """Of a model on real tensors: a step of one rank alone, and this rank's where two share the same sequences."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    inputs, team = inputs_of(2, 256, "flash"), team_of(2)
+    alone = trace_step(model, inputs)
+    with team.attention(model):
+        return alone, trace_step(model, team.share(inputs))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("key_heads", "checkpointing"), grid(product((4, 1), (False, True)), [(1, False), (1, True)]))
+def test_ranks_that_share_sequences_hold_their_share_and_what_they_exchange(key_heads, checkpointing):
+    """One key head is repeated for both."""
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 64, "num_key_value_heads": key_heads})
+    size = model_size(empty_model(config), TrainConfig(model="made here"))
+    alone, shared = on_ranks(2, traced_beside_alone, config, checkpointing)[0]
+    layers = 1 if checkpointing else config.num_hidden_layers
+    exchanged = exchange_term(size, 256, 2, "float32", layers=layers).num_bytes
+    held = [step.kept + max(step.head, step.layers) for step in (alone, shared)]
+    assert held[1] == pytest.approx(held[0] / 2 + exchanged, rel=0.03)
+
+
+def test_layers_that_are_not_checkpointed_keep_what_they_saved_and_offloaded_inputs_lie_in_host_memory():
+    model_config = transformers.LlamaConfig(**SMALL | {"vocab_size": 64, "num_hidden_layers": 5})
+    size = model_size(empty_model(model_config), TrainConfig(model="made here"))
+    options = {"dtype": "float32", "attention": "flash", "loss": "hf", "seq_len": 64}
+    traced = training_activations(size, model_config, **options)
+    plain, every_layer, every_other = (
+        {term.name: term for term in traced.terms(64, *how)} for how in ((False,), (True,), (True, 2))
+    )
+    inputs, saved = "layer inputs (checkpointing)", "saved activations"
+    assert inputs not in plain and saved not in every_layer
+    assert every_other[inputs].num_bytes * 5 == every_layer[inputs].num_bytes * 3
+    assert every_other[saved].num_bytes * 5 == plain[saved].num_bytes * 2
+    offloaded = {term.name: term for term in traced.terms(65, True, offloading_ranks=3)}
+    assert offloaded[inputs].place == "host"
+    assert offloaded[inputs].num_bytes == 3 * 5 * 2**15  # of 65 x 64 x 4 bytes, pinned

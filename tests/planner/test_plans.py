@@ -925,9 +925,34 @@ def test_windows_that_are_spread_over_more_ranks_may_be_longer(configs, capsys):
     )
 
 
+def test_sequences_that_ranks_share_may_be_longer_and_count_once(configs, capsys):
+    words = ["--model", configs["long"], "--gpus", "8x80GB", "--interconnect", "nvlink"]
+    answers = [
+        json.loads(run_plan(capsys, *words, "--longest", "--sequence_parallel", str(n), "--json")) for n in (1, 2, 8)
+    ]
+    alone, two, eight = (each["seq_len"] for each in answers)
+    assert 1024 < alone < two < eight < 2**24 and two > 1.5 * alone
+    assert [each["plan"]["time"]["tokens_per_step"] for each in answers] == [8 * alone, 4 * two, eight]
+    words += ["--seq_len", "16384", "--per_device_train_batch_size", "1", "--all"]
+    words += ["--activation_checkpointing", "true", "--zero", "3", "--json"]
+    plans = [json.loads(run_plan(capsys, *words, "--sequence_parallel", str(n)))["chosen"] for n in (1, 8)]
+    alone, shared = ({term["name"]: term["num_bytes"] for term in plan["terms"]} for plan in plans)
+    name = "layer inputs (checkpointing)"
+    assert shared[name] == alone[name] // 8 and shared["positions exchanged for heads"] > 0
+    assert plans[1]["time"]["communication_seconds"] > plans[0]["time"]["communication_seconds"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--gpus", "8x80GB", "--sequence_parallel", "3"], "must divide the number of ranks, which is 8; use 1, 2, 4"),
+        (["--gpus", "24x80GB", "--sequence_parallel", "6"], "cannot be shared by 6 ranks; use 1, 2, 4 or 8"),
+        (["--gpus", "8x80GB", "--sequence_parallel", "0"], "must be at least 1"),
+        (["--gpus", "8x80GB", "--sequence_parallel", "2", "--torch_compile", "true"], "cannot be combined"),
+        (
+            ["--gpus", "8x80GB", "--sequence_parallel", "4", "--global_batch_size", "3"],
+            "8 ranks / sequence_parallel=4; try",
+        ),
         (["--gpus", "0x80GB"], "8x80GB"),
         (["--gpus", "8x80G"], "80GB"),
         (["--seq_len", "9000", "--gpus", "8x80GB"], "beyond the 8192 positions"),

@@ -1,6 +1,7 @@
 """What is decided in the user's place, each with its reason, and what contradicts itself."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def values(decisions) -> dict:
     ],
 )
 def test_batches_follow_from_the_global_one_on_2_ranks(total, training, decided):
-    decisions, problems = batch_decisions(TrainConfig(global_batch_size=total, training=training), 2)
-    assert values(decisions) == decided and problems == []
+    options = TrainConfig(global_batch_size=total, training=training)
+    for world, shared_by in ((2, 1), (4, 2), (8, 4)):  # ranks that share sequences count once
+        decisions, problems = batch_decisions(replace(options, sequence_parallel=shared_by), world)
+        assert values(decisions) == decided and problems == []
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,14 @@ def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_
     assert values(keep_global_batch(options, path, 3)) == {"global_batch_size": 12, ACCUMULATION: 2}
     assert keep_global_batch(options, path, 2) == []
     assert keep_global_batch(TrainConfig(global_batch_size=24), path, 3) == []
+    shared = replace(options, sequence_parallel=2)
+    assert values(keep_global_batch(shared, path, 2)) == {"global_batch_size": 12, ACCUMULATION: 6}
+    assert keep_global_batch(shared, path, 4) == []
+    of_pairs = {"world_size": 4, "sequence_parallel": 2, "run_identity": {"sequences per step": 12}}
+    (tmp_path / "of_pairs").mkdir()
+    decisions = keep_global_batch(options, checkpoint(tmp_path / "of_pairs", of_pairs), 3)
+    assert values(decisions) == {"global_batch_size": 12, ACCUMULATION: 2}
+    assert "on 4 ranks, 2 to a sequence" in decisions[0].reason
     with pytest.raises(UserError, match=f"{path} took 12 sequences per step.*per_device_train_batch_size=2 x 5 ranks"):
         keep_global_batch(options, path, 5)
 

@@ -44,6 +44,7 @@ DRAWN = {
     "tf32": [None, None, None, True],
     "save_strategy": ["no", "steps"],
     "save_total_limit": [None, 1, 3],
+    "sequence_parallel": [1, 1, 2, 3],
 }
 USUAL = 0.6
 """Share of options that keep their first value: with all drawn freely, nearly every job is refused."""

@@ -10,11 +10,11 @@ from tiny import write_model
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig, TrainConfig
+from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import measure_model
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.sequence_parallel import refused_model
-from dsft.planner.evaluation_plan import refused_team
+from dsft.planner.fake_model import attention_of
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -140,7 +140,10 @@ def _refusals(folders: dict[str, str], options: dict[str, dict]) -> dict[str, st
         of_model = dict(options[name])
         seq_len = of_model.pop("seq_len", 32)
         facts = measure_model(TrainConfig(model=folder, **of_model))
-        said[name] = refused_model(facts, size=2, seq_len=seq_len, model=name)
+        attention = attention_of(facts, seq_len=seq_len, masked=False)
+        said[name] = refused_model(
+            facts, size=2, world=2, seq_len=seq_len, attention=attention, model=name
+        ) or failed_trial(facts, size=2, model=name)
     return said
 
 
@@ -161,9 +164,9 @@ def test_what_the_engine_cannot_spread_is_refused_before_weights_load(tmp_path):
 
 
 def test_ranks_that_cannot_form_teams_are_told_which_numbers_can():
-    assert refused_team(1, 3) == refused_team(4, 8) == ""
-    assert "divide the number of ranks, which is 6; use 1, 2, 3 or 6" in refused_team(4, 6)
-    assert refused_team(2, 1).endswith("use 1")
+    assert refused_ranks(1, 3) == refused_ranks(4, 8) == ""
+    assert "divide the number of ranks, which is 6; use 1, 2, 3 or 6" in refused_ranks(4, 6)
+    assert refused_ranks(2, 1).endswith("use 1")
 
 
 @pytest.mark.exhaustive

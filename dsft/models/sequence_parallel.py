@@ -1,0 +1,251 @@
+"""Spreads each row over a team of ranks, by DeepSpeed's Ulysses attention, and refuses models that cannot be.
+
+A rank of a team of N holds T / N neighbouring tokens of every row, in training and in evaluation. Within attention the
+ranks exchange positions for heads, so that each computes H / N heads over all T positions:
+
+    hidden [B, T/N, H] -> q, k, v -> all_to_all -> [B, H/N, T] attention all_to_all -> [B, T/N, H] -> ... -> nats
+
+The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), which also runs over gloo.
+Its `register_with_transformers` fixes the number of rows and reads heads from the config, so here one is made for each
+shape that attention sees. Positions are passed to the model; its masks are dropped, since attention is causal and
+packed rows have one of their own. So a model must mix tokens nowhere else, which is tried on a small one with random
+weights before weights are loaded, and its attention must see all tokens before.
+
+DeepSpeed's engine knows nothing of it: to it each rank has other tokens, as in plain data parallelism, and the exchange
+of positions for heads and back is the only thing that is differentiated across ranks. So gradients are right in every
+ZeRO stage. accelerate's `ParallelismConfig` tells the engine, which under ZeRO 1 and 2 then divides by too few ranks
+(transformers#46775).
+
+Shape suffixes: B batch, T time, N scored tokens of a batch, K columns.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dsft.models.size import ModelFacts, ModelSize
+from dsft.models.trials import rope_types, small_model
+from dsft.runtime import distributed
+from dsft.runtime.hardware import which_memory
+from dsft.units import IGNORED, one_of
+
+TIMEOUT = timedelta(minutes=30)
+"""Of a collective within a team, whose ranks do the same work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """Holds the ranks that share each row: neighbours, so that they lie in one node where they can."""
+
+    size: int = 1
+    group: Any = None
+    """Process group; None for a team of one."""
+
+    def position(self) -> tuple[int, int, int]:
+        """Return (which of the teams this rank is in, its place in that team, number of teams).
+
+        Ranks are those of the process group, by which sums are added up: a launcher's variables alone make none.
+        """
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return rank // self.size, rank % self.size, world // self.size
+
+    def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's positions of a batch, [B, T / size], and which they are."""
+        return share_of(batch_BT, self.position()[1], self.size)
+
+    def gather(self, columns_KN: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Return the columns of the whole batch, by position, on the CPU. Collective within the team.
+
+        Args:
+            columns_KN: of the scored tokens among this rank's positions, row by row.
+            targets_BT: of the whole batch.
+        """
+        is_scored_BT = targets_BT != IGNORED
+        _, place, _ = self.position()
+        is_here_BT = is_scored_BT.chunk(self.size, dim=1)[place]
+        share_KBT = torch.zeros(len(columns_KN), *is_here_BT.shape, dtype=torch.float64, device=targets_BT.device)
+        share_KBT[:, is_here_BT] = columns_KN.to(targets_BT.device)
+        shares = [torch.empty_like(share_KBT) for _ in range(self.size)]
+        dist.all_gather(shares, share_KBT, group=self.group)
+        return torch.cat(shares, dim=2)[:, is_scored_BT].cpu()
+
+    @contextlib.contextmanager
+    def attention(self, *models: nn.Module, rows_BT: torch.Tensor | None = None) -> Iterator[None]:
+        """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`.
+
+        Args:
+            rows_BT: the positions of full rows that restart with each sample, which then sees no other. Flash attention
+                has the bounds of samples instead.
+        """
+        mask_B1TT = None
+        if rows_BT is not None:
+            samples_BT = (rows_BT == 0).cumsum(dim=1)
+            mask_B1TT = (samples_BT[:, None, :, None] == samples_BT[:, None, None, :]).tril_()
+
+        def exchanging(function: Callable) -> Callable:
+            def attention(module: nn.Module, query, key, value, _mask, **options):  # [B, H, T, D] each
+                ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+                # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and
+                # leaves it.
+                groups = vars(module).get("num_key_value_groups")
+                try:
+                    output, weights = ulysses(module, query, key, value, mask_B1TT, **options)
+                    return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
+                finally:
+                    if groups is not None:
+                        module.num_key_value_groups = groups
+
+            return attention
+
+        names = {model.config.get_text_config()._attn_implementation for model in models}  # as transformers has them
+        functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
+        for name, function in functions.items():
+            ALL_ATTENTION_FUNCTIONS[name] = exchanging(function)
+        try:
+            yield
+        finally:
+            for name, function in functions.items():
+                ALL_ATTENTION_FUNCTIONS[name] = function
+
+
+ALONE = Team()
+
+
+def share_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
+    """Return the positions of a batch that rank `place` of the `size` that share it has, [B, T / size], and which they
+    are. What is not [B, T], as the bounds of samples, stays whole.
+    """
+    shape = batch["input_ids"].shape
+    if "position_ids" not in batch:
+        batch = batch | {"position_ids": torch.arange(shape[1], device=batch["input_ids"].device).expand(shape)}
+    here = slice(place * shape[1] // size, (place + 1) * shape[1] // size)  # the first ones are on the first rank
+    return {
+        name: value[:, here].contiguous() if getattr(value, "shape", None) == shape else value
+        for name, value in batch.items()
+    }
+
+
+@functools.cache
+def team_of(size: int) -> Team:
+    """Split the ranks into teams of `size`, which divides their number. Collective the first time."""
+    if size == 1:
+        return ALONE
+    number, _, teams = Team(size=size).position()
+    groups = [dist.new_group([*range(team * size, (team + 1) * size)], timeout=TIMEOUT) for team in range(teams)]
+    return Team(size=size, group=groups[number])
+
+
+@functools.cache
+def _ulysses(function: Callable, group: Any, rows: int, heads: int, key_heads: int, head_size: int) -> nn.Module:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # seconds, which few need
+
+    return UlyssesSPAttentionHF(
+        attn=function,
+        batch_size=rows,
+        attn_head_count=heads,
+        attn_head_size=head_size,
+        kv_head_count=key_heads,
+        num_hidden_layers=1,  # read by a debug mode only
+        process_group=group,
+        seq_length_is_variable=True,
+    )
+
+
+WHOLE_ATTENTION = ("full_attention", "sliding_attention")
+"""Kinds of layers that Ulysses can compute."""
+WAY_OUT = "leave sequence_parallel out, the model works with one rank for each row"
+MOVING_ROPES = ("longrope", "dynamic")
+"""transformers chooses their angles by the largest position of a rank, which each rank has another of."""
+
+
+def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
+    """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty where they can. Key heads may
+    also be repeated.
+    """
+    numbers = [number for number in range(1, world + 1) if world % number == 0]
+    if size > 1 and size not in numbers:  # what is below 1 is a problem of the options
+        return f"must divide the number of ranks, which is {world}; use {one_of(numbers)}"
+    if model is None:
+        return ""
+    heads, key_heads = model.num_heads, model.num_key_heads
+
+    def shares(number: int) -> bool:
+        return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
+
+    if shares(size):
+        return ""
+    works = one_of(filter(shares, numbers))
+    return f"its {heads} heads and {key_heads} key heads cannot be shared by {size} ranks; use {works}"
+
+
+def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:
+    """Return why rows of `model` cannot be spread over `size` ranks, by its config; empty where they may.
+
+    Args:
+        attention: of the planner (`attention_of`), for rows without a mask.
+    """
+    text, where = facts.config.get_text_config(), f"sequence_parallel={size} for {model}"
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
+    moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
+    if others:
+        kinds = ", ".join(others)
+        return f"{where}: its layers of kind {kinds} pass tokens on outside of attention, or need a mask; {WAY_OUT}"
+    if moving:
+        return f"{where}: its rotary angles ({moving[0]}) depend on the longest position that a rank sees; {WAY_OUT}"
+    implementation = facts.attn_implementation
+    if implementation != "sdpa" and "flash" not in implementation:
+        return f"{where}: attn_implementation {implementation} is not supported; use sdpa or flash_attention_2"
+    if heads := refused_ranks(size, world, facts.size):
+        return f"{where}: {heads}"
+    if attention != "flash":
+        return (
+            f"{where}: a sliding window of {text.sliding_window:,} tokens needs a mask with sdpa, which Ulysses drops;"
+            f" use attn_implementation flash_attention_2, or seq_len below {text.sliding_window:,}"
+        )
+    positions = facts.size.max_positions
+    if positions and -(-seq_len // size) * size > positions:
+        return (
+            f"{where}: rows are padded to a multiple of {size}, and the model has {positions:,} positions; use seq_len"
+            f" {positions // size * size:,} or less"
+        )
+    return ""
+
+
+@torch.no_grad()
+def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code: bool = False) -> str:
+    """Compare the logits of a small model on all positions with those of shares; return why they are others, empty
+    where they are the same, and where a plan is made without ranks. Collective.
+    """
+    if not dist.is_initialized():
+        return ""
+    team = team_of(size)
+    reason = f"{facts.size.model_type} computes otherwise when its tokens are spread over ranks"
+    try:
+        options = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = small_model(facts.config, heads=2 * size, **options).eval()
+        ids = torch.randint(1, 100, (2, 4 * size), generator=torch.Generator().manual_seed(0))
+        small, ids = small.to(distributed.device()), ids.to(distributed.device())
+        whole = small(input_ids=ids, use_cache=False).logits
+        with team.attention(small):
+            shared = small(**team.share({"input_ids": ids}), use_cache=False).logits
+    except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
+        if which_memory(error):
+            raise  # of this rank alone, perhaps
+        reason += f" ({type(error).__name__})"
+    else:
+        expected = whole.chunk(size, dim=1)[team.position()[1]]
+        difference = ((shared - expected).abs().max() / whole.abs().max().clamp(min=1e-12)).item()
+        if distributed.max_over_ranks(difference) < 1e-3:  # not where it is NaN
+            return ""
+        reason += " (recurrent layers, for example)"
+    return f"sequence_parallel={size} for {model}: {reason}; {WAY_OUT}"
