@@ -315,12 +315,19 @@ FLASH_ATTN_KERNEL_FALLBACK); torch's own, which triton compiles.
 """
 
 
-def try_packing(config: PreTrainedConfig, *, asked: str | None, dtype: str, trust_remote_code: bool = False) -> Packing:
-    """Picks the first of KERNELS that computes here and keeps samples apart, else what was `asked` for, or what
+def try_packing(
+    config: PreTrainedConfig,
+    *,
+    asked: str | None,
+    dtype: str,
+    kernels: tuple[str, ...] = KERNELS,
+    trust_remote_code: bool = False,
+) -> Packing:
+    """Picks the first of `kernels` that computes here and keeps samples apart, else what was `asked` for, or what
     transformers picks. Collective.
     """
     picks = asked is None and has_gpu() and dtype != "float32"
-    for implementation in [*KERNELS, None] if picks else [asked]:
+    for implementation in [*kernels, None] if picks else [asked]:
         on_gpu = "flash" in (implementation or "") or (implementation in KERNELS and has_gpu())
         options = {
             "attn_implementation": implementation,

@@ -47,7 +47,7 @@ from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
-from dsft.models.trials import Packing, architecture_problems, needs_mask, try_packing
+from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
 from dsft.models.usual import USUAL_MODELS, usual_config
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.calibration import speeds_for
@@ -297,6 +297,8 @@ def decide_run(checked: CheckedRun) -> DecidedRun:
     draft, model, packing, notes = Draft(checked.options, checked.decisions), checked.model, None, [*checked.notes]
     how = {"asked": draft.options.attn_implementation, "dtype": draft.options.dtype}
     how["trust_remote_code"] = draft.options.trust_remote_code
+    if draft.options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
+        how["kernels"] = KERNELS[:1]
     if draft.options.packing:
         packing = try_packing(model.config, **how)
         draft.apply(packing_decisions(packing))
