@@ -272,7 +272,7 @@ def nats_of(
 
 
 def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
-    """Moves labels, weights or sources of tokens to the positions that predict these; `last` is for the last of a row."""
+    """Moves labels, weights or sources of tokens to the positions that predict these; `last` is for the end of a row."""
     return functional.pad(of_tokens_BT, (0, 1), value=last)[:, 1:].contiguous()
 
 

@@ -84,7 +84,8 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "per_device_train_batch_size": 1 if options.batch_tokens else plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "activation_checkpointing": plan.activation_checkpointing,
-        "deepspeed": plan.deepspeed_config,
+        # The engine counts each rank's micro batches, also where ranks share sequences.
+        "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
     }
     dealt = values.get("accelerator_config")  # what the user sets of accelerate, in a dict or a JSON file
     if isinstance(dealt, str):

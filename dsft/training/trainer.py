@@ -157,7 +157,8 @@ class PerplexityTrainer(Trainer):
         num_experts = (len(routers), num_experts_of(text_config)) if routers else (0, 0)
         self.work, self.line = Work(args.device, len(data.sources), num_experts), Line(peak_gib={})
         count_experts(routers, self.work)
-        self.slow_ranks, self.bound_by = SlowRanks(waits_in_forward=is_deepspeed_zero3_enabled()), BoundBy()
+        waits = is_deepspeed_zero3_enabled() or team.size > 1
+        self.slow_ranks, self.bound_by = SlowRanks(waits_in_forward=waits), BoundBy()
 
         deepspeed_config = args.hf_deepspeed_config.config
         self.topology = {

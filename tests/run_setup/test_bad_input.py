@@ -133,6 +133,10 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
             "activation_checkpointing_",
         ),
         (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 0}},
+            "every_n_layers=0, offload=False: must be a number of at least 1",
+        ),
+        (
             {
                 "learning_rate": 1e-4,
                 "lr_scheduler_type": "polynomial",
@@ -154,8 +158,8 @@ def test_what_is_given_to_a_library_is_tried_first(problems_of, changes, expecte
 def test_what_a_library_takes_is_no_problem_and_no_warning(problems_of):
     end = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2e-3}}
     assert problems_of(learning_rate=5e-3, **end) == []
-    kept = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
-    assert problems_of(**kept) == []
+    for how in ({"use_reentrant": True}, {"every_n_layers": 2, "offload": True}):
+        assert problems_of(activation_checkpointing=True, activation_checkpointing_kwargs=how) == []
     (problem,) = problems_of(learning_rate=-1)
     assert problem.startswith("learning_rate=-1")
 

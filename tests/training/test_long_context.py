@@ -1,5 +1,6 @@
 """Ranks that share each sequence train what one rank alone trains, in every stage of ZeRO."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ranks import on_ranks, train_all, trained
 from safetensors.torch import load_file
 from tiny import write_model, write_tokenizer
 
+from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
 
 pytestmark = pytest.mark.launch
@@ -23,7 +25,9 @@ KINDS = {
     "budget": {"batch_tokens": 128, "per_device_train_batch_size": None},
     "tiled": {"tiled_loss": True},
     "checkpointed": {"activation_checkpointing": True, "packing": True},
+    "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
     "lora": {"method": "lora", "lora_r": 4},
+    "json": {},
 }
 RANKS = {"2": (2, 2), "4by2": (4, 2), "4": (4, 4)}
 """Name -> ranks, and how many of them share a sequence. The tiny models have 4 heads and 2 key heads."""
@@ -35,7 +39,7 @@ CASES = [
     *(f"{ranks}-{zero}-llama-{kind}" for ranks in ("4by2", "4") for zero in "012" for kind in ("padded", "packed")),
 ]
 """Ranks, ZeRO stage, architecture, kind."""
-QUICK = [*(f"2-3-llama-{kind}" for kind in ("padded", "packed", "tiled", "checkpointed")), "2-1-llama-padded"]
+QUICK = [*(f"2-3-llama-{kind}" for kind in ("padded", "packed", "tiled", "offloaded")), "2-1-llama-padded"]
 QUICK += ["2-2-llama-padded", "2-3-mixtral-packed"]
 
 
@@ -65,6 +69,10 @@ def runs(request, options, tiny, tmp_path_factory):
                 work[alone] = case(alone, architecture, kind, micro, accumulation, zero="0")
             elif world == number:
                 micro, accumulation = (None, 4 // teams) if kind == "budget" else (4 // teams, 2)
+                if kind == "json":  # that says how many sequences a step has
+                    written = read_zero_file(zero, []) | {"train_batch_size": 8}
+                    (folder / f"{name}.json").write_text(json.dumps(written))
+                    zero = str(folder / f"{name}.json")
                 work[name] = case(name, architecture, kind, micro, accumulation, zero=zero, sequence_parallel=shared_by)
         if work:
             train_all(world, [*work.values()], folder / f"log-{world}")
