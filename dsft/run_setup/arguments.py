@@ -87,6 +87,9 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         # The engine counts each rank's micro batches, also where ranks share sequences.
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
     }
+    how = checkpointing_kwargs(options)
+    if not has_gpu() and how.pop("offload", False):  # it lies in host memory anyhow, of which none is pinned
+        values["activation_checkpointing_kwargs"] = how
     dealt = values.get("accelerator_config")  # what the user sets of accelerate, in a dict or a JSON file
     if isinstance(dealt, str):
         dealt = json.loads(Path(dealt).read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.launch
 STEPS = 3
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e6}
 """Of which the weights move by the gradients themselves."""
+EVERY_OTHER = {"every_n_layers": 2, "offload": True}
 KINDS = {
     "padded": {},
     "packed": {"packing": True},
@@ -25,7 +26,7 @@ KINDS = {
     "budget": {"batch_tokens": 128, "per_device_train_batch_size": None},
     "tiled": {"tiled_loss": True},
     "checkpointed": {"activation_checkpointing": True, "packing": True},
-    "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+    "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": EVERY_OTHER},
     "lora": {"method": "lora", "lora_r": 4},
     "json": {},
 }
@@ -48,8 +49,12 @@ def runs(request, options, tiny, tmp_path_factory):
     """Trains what selected tests need, each case beside its like on one rank; returns the folder of all."""
     folder = tmp_path_factory.mktemp("long")
     models = {name: str(write_model(folder / name, name)) for name in ("llama", "qwen3", "gpt2", "mixtral")}
-    selected = [item.callspec.params.get("case") for item in request.session.items if item.path == request.path]
-    selected = [*filter(None, selected)]
+    specs = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    selected = [spec["case"] for spec in specs if "case" in spec]
     common = SGD | {"data": str(tiny / "pairs.jsonl"), "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no"}
     common |= {"eval_data": str(tiny / "pairs.jsonl"), "eval_strategy": "steps", "eval_steps": STEPS}
 
