@@ -122,6 +122,7 @@ def resumed(options, tiny, tmp_path_factory):
     def case(name: str, shared_by: int, **more) -> dict:
         batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "sequence_parallel": shared_by}
         steps = {"max_steps": 5, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "zero": "3"}
+        steps["save_total_limit"] = 9
         return options(folder / name, data=str(tiny / "pairs.jsonl"), **batch, **steps, **more)
 
     checkpoint = {"resume_from_checkpoint": str(folder / "whole" / "checkpoint-2")}
