@@ -2,6 +2,7 @@
 them apart.
 """
 
+import functools
 from itertools import product
 from unittest import mock
 
@@ -23,8 +24,10 @@ from dsft.data.batches import (
     EpochSampler,
     PackedCollator,
     PaddedToFullSteps,
+    Part,
     Sequences,
     padding_share,
+    repeated,
     sequence,
 )
 from dsft.data.packing import batches_by_token_budget, best_fit
@@ -269,3 +272,37 @@ def test_padding_is_masked_and_unlabelled():
         2,
         0,
     ]  # of each sequence the first token has nothing before it
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shares_of_a_batch_are_its_parts_with_the_next_token_of_each_position(size):
+    items = [[sequence(np.arange(3, 3 + n), np.ones(n, bool), np.arange(n) / 2) for n in row] for row in ([3, 4], [6])]
+    for make in (functools.partial(Collator), functools.partial(PackedCollator, flash=False)):
+        packed = make.func is PackedCollator
+        rows = items if packed else [each for row in items for each in row]
+        shares = [make(7, part=Part(place=place, size=size))(rows) for place in range(size)]
+        together = {
+            name: torch.cat([share[name] for share in shares], dim=1)
+            for name in ("input_ids", "shift_labels", "shift_weights", "position_ids")
+        }
+        whole = make(7)(rows)
+        width, counts = whole["input_ids"].shape[1], sum(share["num_tokens"] for share in shares)
+        assert torch.equal(together["input_ids"][:, :width], whole["input_ids"])
+        for name in ("labels", "weights"):
+            assert torch.equal(together[f"shift_{name}"][:, : width - 1], whole[name][:, 1:])
+        assert counts[:2].tolist() == whole["num_tokens"][:2].tolist() and counts[2] == together["input_ids"].numel()
+        assert ("row_positions" in shares[0]) == packed
+        if packed:
+            assert torch.equal(shares[-1]["row_positions"], together["position_ids"])
+            assert torch.equal(together["position_ids"][:, :width], whole["position_ids"])
+        else:
+            assert together["position_ids"].tolist() == [[*range(together["input_ids"].shape[1])]] * 3
+
+
+def test_ranks_that_share_batches_are_given_each_in_turn():
+    assert [*repeated("abcde", 2, 3)] == [*"abababcdcdcdeee"]
+    steps = PaddedToFullSteps(Numbered(np.arange(1, 7)), 2)
+    plain, shared = (EpochSampler(steps, seed=1, step=lambda: 0, micro_batch=2, shared_by=n) for n in (1, 2))
+    assert len(shared) == len([*shared]) == 2 * len(plain)
+    order = [*plain]
+    assert [*shared] == [*order[:2], *order[:2], *order[2:4], *order[2:4], *order[4:], *order[4:]]

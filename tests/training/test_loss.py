@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.models.head import tile_loss
+from dsft.models.head import next_tokens, tile_loss
 from dsft.models.trials import architecture_problems, one_thread, small_model
 from dsft.training.loss import TokenLoss
 from dsft.units import IGNORED
@@ -48,10 +48,11 @@ OWN_LOSSES = {
 
 
 def step(
-    model, rows: int, *, blank: int = 0, weights_BT: torch.Tensor | None = None, **options
+    model, rows: int, *, blank: int = 0, weights_BT: torch.Tensor | None = None, are_shares: bool = False, **options
 ) -> tuple[float, float, list[torch.Tensor]]:
     """The loss of one optimizer step over IDS_BT in micro batches of `rows`, with `blank` ones after them; its nats;
-    and the gradients. Of `weights_BT`, the first micro batch has none where its are all 1.
+    and the gradients. Of `weights_BT`, the first micro batch has none where its are all 1. As shares of rows, batches
+    have labels and weights at the positions that predict them.
     """
     token_loss = TokenLoss(model, **options)
     trained = (LABELS_BT != IGNORED).sum()
@@ -65,6 +66,9 @@ def step(
         inputs = {"input_ids": ids_BT, "labels": labels_BT, "use_cache": False}
         if weights_BT is not None and tokens and (cut := weights_BT.split(rows)[number]).ne(1).any():
             inputs["weights"] = cut
+        if are_shares:
+            inputs["shift_labels"] = next_tokens(inputs.pop("labels"), IGNORED)
+            inputs |= {"shift_weights": next_tokens(inputs.pop("weights"), 0)} if "weights" in inputs else {}
         loss, nats = token_loss(model, inputs, counts, torch.tensor([IDS_BT.numel(), trained]))
         loss.backward()
         losses.append(loss.item())
@@ -210,6 +214,10 @@ def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, caps
         if form != "liger":  # the router's is in its nats of batches without weights
             assert nats == pytest.approx(expected[rows][1], rel=1e-6)
         assert same(expected[rows][2], gradients, rel=1e-6)
+        if form != "liger":  # refused over shares
+            options = {"weights_BT": WEIGHTS_BT, "label_smoothing": smoothing}
+            as_shares = step(model, rows, blank=blank, are_shares=True, **options)
+            assert as_shares[:2] == (loss, nats) and same(gradients, as_shares[2], rel=1e-6)
     assert abs(loss - nats) > 0.1
     assert capsys.readouterr().out.count("Liger's loss takes no weights") == (2 if form == "liger" else 0)
 
