@@ -70,9 +70,14 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
 
 
 def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
-    """The option activation_checkpointing_kwargs, by either of its names, as a dict or as JSON."""
+    """The option activation_checkpointing_kwargs, by either of its names, as a dict or as JSON; ValueError where it is
+    neither.
+    """
     given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
-    return json.loads(given) if isinstance(given, str) else dict(given)
+    how = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(how, dict):
+        raise ValueError(how)
+    return dict(how)
 
 
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
@@ -261,7 +266,11 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: lr_scheduler_type={args.lr_scheduler_type.value} does"
             f" not take them ({one_line(error)})"
         ]
-    how = checkpointing_kwargs(options)
+    try:
+        how = checkpointing_kwargs(options)
+    except ValueError:
+        given = values["activation_checkpointing_kwargs"]
+        return [f"activation_checkpointing_kwargs={given}: must be a JSON object"]
     every, offload = how.pop("every_n_layers", 1), how.pop("offload", False)  # the Trainer's own
     if not (isinstance(every, int) and every >= 1 and isinstance(offload, bool)):
         return [

@@ -132,6 +132,7 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"foo": 1}},
             "activation_checkpointing_",
         ),
+        ({"activation_checkpointing_kwargs": "nothing"}, "activation_checkpointing_kwargs=nothing: must be a JSON"),
         (
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 0}},
             "every_n_layers=0, offload=False: must be a number of at least 1",
