@@ -589,7 +589,7 @@ ELSEWHERE = (
     ),
     Elsewhere(
         "flash_attn_rms_norm flash_attn_fuse_mlp flash_optimum fused_attn_kernel flex_attn_compile_kwargs use_kernels"
-        " use_v1_kernels experts_implementation use_scattermoe use_sonicmoe upcast_layernorm",
+        " use_v1_kernels experts_implementation use_scattermoe use_sonicmoe tiled_mlp upcast_layernorm",
         how="a kernel of theirs; dsft computes as transformers does, or with use_liger_kernel",
     ),
     Elsewhere("compile", "torch_compile"),
