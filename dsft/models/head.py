@@ -272,7 +272,7 @@ def nats_of(
 
 
 def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
-    """Moves labels, weights or sources of tokens to the positions that predict these; `last` is for the end of a row."""
+    """Moves labels, weights or sources of tokens to the positions that predict these; `last` ends a row."""
     return functional.pad(of_tokens_BT, (0, 1), value=last)[:, 1:].contiguous()
 
 
@@ -321,10 +321,10 @@ class _Nats(torch.autograd.Function):
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
-    """Lets `model(..., shift_labels=..., num_items_in_batch=..., label_weights=..., label_sources=...,
-    num_sources=...)` return the loss of tiles, and no logits. Labels, weights and sources stand at the positions that predict them;
-    `labels` are those of tokens.
+    """Lets `model(shift_labels=..., num_items_in_batch=..., label_weights=..., label_sources=..., num_sources=...)`
+    return the loss of tiles, and no logits. Labels, weights and sources stand at the positions that predict them.
 
+    `labels` are those of tokens.
     Without either it computes as before. `nats` of the outputs are without the weights, then those of each source, and
     not divided.
     Returns False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
