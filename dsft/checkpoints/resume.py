@@ -225,8 +225,9 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
         scheduler.load_state_dict(then)
         scheduler.step(scheduler.last_batch_iteration)
         return
-    # All groups have one rate; there may be more or fewer groups than before.
-    rates = [then["_last_lr"][0]] * len(optimizer.param_groups)
+    rates = then["_last_lr"]
+    if len(rates) != len(optimizer.param_groups):  # groups without parameters: the others have one rate
+        rates = rates[:1] * len(optimizer.param_groups)
     current = {key: now[key] for key in ("base_lrs", "lr_lambdas") if key in now}
     scheduler.load_state_dict(then | current | {"_last_lr": rates})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

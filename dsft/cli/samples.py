@@ -20,7 +20,7 @@ from dsft.data.prepare import cache_folder
 from dsft.data.tokenization import tokenise
 from dsft.data.training_data import TrainingData, check_sources, load_training_data
 from dsft.errors import raise_if_any
-from dsft.models.tokenizer import check_tokenizer
+from dsft.models.tokenizer import add_tokens, check_tokenizer
 from dsft.runtime.console import show_table, show_text
 from dsft.units import IGNORED, describe_value
 
@@ -150,6 +150,8 @@ def preview(config: TrainConfig, *, samples: int) -> None:
 def _load(config: TrainConfig) -> tuple[dict[str, list[FormattedSource]], PreTrainedTokenizerBase, TrainingData]:
     problems: list[str] = []
     tokenizer = check_tokenizer(config, problems)
+    if tokenizer and config.add_tokens:
+        add_tokens(tokenizer, config.add_tokens, problems)
     sources = {
         "data": check_sources(config.data, config, tokenizer, key="data", split=config.data_split, problems=problems),
         "eval_data": check_sources(

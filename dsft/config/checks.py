@@ -25,7 +25,7 @@ IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_a
     shuffle_buffer"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor
     early_stopping_patience max_skipped_steps max_new_tokens"""
-MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes"
+MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
     eval_delay verify steps_per_print generate_samples temperature early_stopping_threshold
     router_aux_loss"""
@@ -155,6 +155,7 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
     if training.get("load_best_model_at_end") and training.get("save_only_model"):
         problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
+    problems += _check_patterns(options)
     if options.method == "full" and options.adapter:
         problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
     halves = [(key, dtype) for key, dtype in HALF_PRECISION.items() if training.get(key)]
@@ -165,6 +166,20 @@ def _check_training(options: TrainConfig) -> list[str]:
         for key, dtype in halves
         if options.dtype not in ("auto", dtype)
     ]
+
+
+def _check_patterns(options: TrainConfig) -> list[str]:
+    problems = []
+    for name in ("trainable", "frozen", "learning_rates"):
+        for pattern in getattr(options, name):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problems.append(f"{name}: {pattern!r} is no regular expression ({error})")
+    for pattern, factor in options.learning_rates.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MOST:
+            problems.append(f"learning_rates: {pattern}: {factor}: must be a number more than 0; frozen trains nothing")
+    return problems
 
 
 def _check_evaluation(options: EvalConfig) -> list[str]:

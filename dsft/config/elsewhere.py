@@ -267,7 +267,7 @@ def _answers(value: Any, given: Values, notes: list[str]) -> Values:
 
 def _unfrozen(value: Any, given: Values, notes: list[str]) -> Values:
     if not given.get("adapter"):
-        raise CannotTrain(WHOLE_OR_LORA)
+        return {"trainable": _items(value)}
     notes.append("left out; with an adapter all other weights stay as they are")
     return {}
 
@@ -278,7 +278,7 @@ OFF: Becomes = {False: {}}
 """Of what is refused where it is on."""
 SUPERVISED = "dsft trains supervised (sft); preferences, rewards and reinforcement learning are for TRL"
 TEXT_ALONE = "dsft trains text alone, no images, videos or sound"
-WHOLE_OR_LORA = "dsft trains all weights, or LoRA; no other adapter, part of the weights or projected gradient"
+WHOLE_OR_LORA = "dsft trains all weights, those that trainable names, or LoRA; no other adapter or projected gradient"
 NEXT_TOKEN = "dsft trains by the cross entropy of the next token, on weights as they are"
 ELSEWHERE = (
     # Model
@@ -327,8 +327,14 @@ ELSEWHERE = (
         how="dsft loads the weights as its plan needs them; leave it out",
     ),
     Elsewhere(
-        "tokens add_special_tokens resize_token_embeddings_to_32x new_special_tokens_config resize_vocab",
-        how="dsft adds no tokens to a vocabulary; add them to the model's folder before",
+        "tokens add_special_tokens",
+        "add_tokens",
+        "a list of texts",
+        lambda value, *_: {"add_tokens": _items(value)},
+    ),
+    Elsewhere(
+        "resize_token_embeddings_to_32x new_special_tokens_config resize_vocab",
+        how="the embedding grows with add_tokens; leave it out",
     ),
     # Adapters and quantization
     Elsewhere("use_peft use_lora", "method", "method: lora, or full or qlora", _peft),
@@ -382,9 +388,14 @@ ELSEWHERE = (
         "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel",
         how="a kernel of axolotl's that changes no result; leave it out",
     ),
-    Elsewhere("lora_target_parameters", how="dsft adapts linear layers; weights of fused experts stay as they are"),
+    Elsewhere(
+        "lora_target_parameters",
+        "lora_options",
+        "lora_options: {target_parameters: [...]}; all-linear has those of fused experts",
+        lambda value, *_: {"lora_options": {"target_parameters": _items(value)}},
+    ),
     Elsewhere("use_galore use_apollo use_badam use_llama_pro", how=WHOLE_OR_LORA, becomes=OFF, is_refused=True),
-    Elsewhere("unfrozen_parameters", how=WHOLE_OR_LORA, becomes=_unfrozen),
+    Elsewhere("unfrozen_parameters", "trainable", "regular expressions, without ranges of rows", _unfrozen),
     Elsewhere(
         "relora lisa_n_layers mixture_of_depths freeze_trainable_layers oft_rank shift_attn train_from_scratch",
         how=WHOLE_OR_LORA,
@@ -728,6 +739,7 @@ SAME_NAME = (
         how="twice the rank where LLaMA-Factory is given none",
         becomes=lambda value, given, _: {"lora_alpha": value or 2 * int(given.get("lora_rank") or 8)},
     ),
+    Elsewhere("add_tokens", how="a list of texts", becomes=lambda value, *_: {"add_tokens": _items(value)}),
     Elsewhere("save_steps", how="steps, or below 1 a share of all steps", becomes=_steps("save")),
     Elsewhere("eval_steps", how="steps, or below 1 a share of all steps", becomes=_steps("eval")),
     Elsewhere("max_steps", how="0 or less goes by the epochs", becomes={0: {}}),

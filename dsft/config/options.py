@@ -130,10 +130,29 @@ class LoraFields:
     """Weight-decomposed LoRA (arXiv 2402.09353)."""
     use_rslora: bool = False
     """Rank-stabilised scale (arXiv 2312.03732)."""
+    lora_options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of peft.LoraConfig, such as {init_lora_weights: pissa, rank_pattern: {q_proj: 32}}."""
+    loraplus_lr_ratio: float | None = None
+    """LoRA+ (arXiv 2402.12354): learning rate of the adapters' B matrices, as a multiple of learning_rate."""
     adapter: str | None = None
     """Folder or hub id of an adapter to train further; its own shape replaces the lora_* options."""
     quantization: str = "nf4"
     """Format of the base model's weights with method qlora, such as nf4 or int8 (dsft/models/quantization.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedFields:
+    """Parameters: which of those that the method trains are trained, by regular expressions found in their names."""
+
+    trainable: list[str] = field(default_factory=list)
+    """Train only what one of these finds, such as 'layers\\.3[01]\\.' and 'norm'; by default all."""
+    frozen: list[str] = field(default_factory=list)
+    """Leave out what one of these finds, such as embed_tokens; it is saved as it was."""
+    add_tokens: list[str] = field(default_factory=list)
+    """Texts that become one token each; `markers` stands for those of the chat template that the tokenizer splits.
+    Embedding and head grow to a multiple of 64; LoRA trains the new rows alone."""
+    learning_rates: dict[str, Any] = field(default_factory=dict)
+    """Regular expression -> factor of learning_rate, such as {embed_tokens: 0.1}; the first that matches counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +306,7 @@ class TimeoutFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ModelFields, LoraFields, TrainDataFields, ZeroFields, StepFields, TimeoutFields):
+class TrainConfig(ModelFields, LoraFields, TrainedFields, TrainDataFields, ZeroFields, StepFields, TimeoutFields):
     """All options of a training run."""
 
     training: Mapping[str, Any] = field(default_factory=dict, metadata={"option": False})

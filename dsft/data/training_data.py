@@ -402,7 +402,7 @@ def _notes(
         notes.append(
             f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
             f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
-            " or plain, is learnt faster"
+            " plain, or add_tokens: markers, is learnt faster"
         )
     stops = answer_ends(data, tokenizer)
     if stops and stops != [tokenizer.eos_token_id]:

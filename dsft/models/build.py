@@ -6,7 +6,7 @@ Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArgumen
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.embeddings import grow_embeddings, grow_for, new_rows
 from dsft.models.lora import add_lora, saved_lora_config, unwrapped
 from dsft.models.model_folder import (
     MODEL_FILES,
@@ -31,6 +33,7 @@ from dsft.models.package import auto_class, freeze_unreached, from_config, save_
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
 from dsft.models.size import load_model_config, set_router_loss
+from dsft.models.trained import select_trained
 from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
@@ -59,13 +62,16 @@ def described_in(model: str) -> str:
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 
-def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantization | None = None) -> PreTrainedModel:
+def build_model(
+    config, *, dtype: str, seed: int = 42, quantization: Quantization | None = None, new_tokens: Sequence[int] = ()
+) -> PreTrainedModel:
     """Builds the causal language model of `config`, with trainable adapters where the method has them.
 
     Args:
         dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
         seed: of the random weights where the model is a config.json alone, and of new adapters.
         quantization: of a model that is scored; it is put together on this rank's device.
+        new_tokens: that the model gets rows for.
     """
     compute_dtype, method = DTYPES[resolve_dtype(dtype)], getattr(config, "method", "full")
     known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
@@ -107,11 +113,16 @@ def build_model(config, *, dtype: str, seed: int = 42, quantization: Quantizatio
             from peft import prepare_model_for_kbit_training
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        rows = new_rows(new_tokens, model.config.get_text_config().vocab_size)
+        grow_embeddings(model, new_tokens)
         if method != "full":
             set_seed(seed)
             if config.adapter:
                 check_weight_files(Path(config.adapter))
-            model = add_lora(model, config, adapter=config.adapter)
+                grow_for(model, saved_lora_config(config.adapter))
+            model = add_lora(model, config, adapter=config.adapter, rows=rows)
+    if isinstance(config, TrainConfig):
+        raise_if_any(select_trained(model, config.trainable, config.frozen))
     if (coefficient := getattr(config, "router_aux_loss", None)) is not None:
         inner = unwrapped(model)
         set_router_loss(inner.config, coefficient)
@@ -154,7 +165,9 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         return _load_zero_shards(folder, **options)
     check_weight_files(folder)
     if base := adapter_base(name):
-        return PeftModel.from_pretrained(load_weights(base, **options), name)
+        model = load_weights(base, **options)
+        grow_for(model, saved_lora_config(name))
+        return PeftModel.from_pretrained(model, name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
     name = str(folder.resolve()) if folder.is_dir() else name
     place, gguf = located(name)
@@ -203,7 +216,9 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     else:  # ZeRO 0 keeps the weights whole
         state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     if base := adapter_base(str(checkpoint)):
-        model = get_peft_model(load_weights(base, **options), saved_lora_config(str(checkpoint)))
+        adapters, model = saved_lora_config(str(checkpoint)), load_weights(base, **options)
+        grow_for(model, adapters)
+        model = get_peft_model(model, adapters)
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     else:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))

@@ -3,20 +3,28 @@
 import contextlib
 import dataclasses
 import re
+import typing
+import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from dsft.config.options import LoraFields, TrainConfig
-from dsft.errors import UserError, one_line
+from dsft.config.reader import convert
+from dsft.errors import UserError, nearest, one_line
+from dsft.models.embeddings import tokens_of
 from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
 from dsft.models.package import unreached
+from dsft.runtime import patches
 
 ALL_LINEAR = "all-linear"
 MERGEABLE = frozenset(
@@ -41,6 +49,25 @@ LORA_FIELDS = STREAMABLE_FIELDS | {"trainable_token_indices", "target_parameters
 STREAMABLE_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 LORA_STARTS = (*STREAMABLE_STARTS, "mica", "pissa", "olora")
 """Of `init_lora_weights`: the last two change the base, and peft does so again each time it loads the adapter."""
+NEW_STARTS = tuple(start for start in LORA_STARTS if start not in (None, "eva"))
+"""Of an adapter that is made here."""
+NO_START = {
+    "eva": "it needs passes over the data before the weights are sharded",
+    "corda": "it needs passes over the data before the weights are sharded",
+    "lora_ga": "it needs gradients of the data before the weights are sharded",
+    "loftq": "it changes the base, which cannot be repeated from what is saved",
+    "pissa_niter": "it draws random numbers, and changes the base, which cannot be repeated from what is saved",
+}
+"""Other starts that peft has -> why not."""
+OWN_OPTIONS = {
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    **{name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")},
+}
+"""Field of peft.LoraConfig -> the option of dsft that sets it."""
+PATTERNS = ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters")
+"""Fields that name modules or parameters."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -48,15 +75,30 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def add_lora(model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None) -> PeftModel:
-    """Returns `model` with trainable adapters by the options, or with those of the folder `adapter`.
+def add_lora(
+    model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None, rows: Sequence[int] = ()
+) -> PeftModel:
+    """Returns `model` with trainable adapters by the options and for new `rows` of its embedding, or with those of the
+    folder `adapter`.
 
     Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
     """
-    if adapter:
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
-    return get_peft_model(model, lora_config(options, model), autocast_adapter_dtype=False)
+    with warnings.catch_warnings(), patches.replaced("token_rows", lambda _: _gathered_rows):
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # peft's own
+        if adapter:
+            adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
+        else:
+            adapted = get_peft_model(model, lora_config(options, model, rows), autocast_adapter_dtype=False)
+    if tokens_of(adapted.peft_config["default"]):  # their rows are all that is saved of the embedding
+        patches.replace("adapter_embedding", lambda save: partial(save, save_embedding_layers=False), on=adapted)
+    return adapted
+
+
+def _gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:
+    """Rows of a sharded weight, on every rank. Collective."""
+    with gather_params_ctx([weight], modifier_rank=None):
+        return weight[rows].clone()
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:
@@ -130,26 +172,72 @@ def _set_fields(config: LoraConfig) -> set[str]:
     return {name for name in names if getattr(config, name) and getattr(config, name) != getattr(default, name)}
 
 
-def lora_config(options: LoraFields, model: PreTrainedModel) -> LoraConfig:
-    """Composes peft's configuration from the lora_* options for a model; the meta device is enough."""
-    targets = options.lora_target_modules
+def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int] = ()) -> LoraConfig:
+    """Composes peft's configuration from the lora_* options for a model, whose embedding and head have new `rows` that
+    are trained; the meta device is enough.
+
+    Raises:
+        ValueError, TypeError, ImportError: of peft, where fields contradict each other.
+    """
+    given = dict(options.lora_options)
     # Left out: linear layers that are none, and towers that no text token passes through.
-    names, towers = _not_linear(model), unreached(model)
+    names, towers, asked = _not_linear(model), unreached(model), given.pop("exclude_modules", None) or []
+    pattern, names = (asked, names) if isinstance(asked, str) else (None, [*names, *asked])
     excluded: list[str] | str | None = names or None
-    if towers:
+    if towers or pattern:
         parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
-        excluded = "|".join(parts + [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers])
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=options.lora_r,
-        lora_alpha=options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        exclude_modules=excluded,
-        modules_to_save=options.lora_modules_to_save or None,
-        use_dora=options.use_dora,
-        use_rslora=options.use_rslora,
-    )
+        parts += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers]
+        excluded = "|".join(parts + ([f"(?:{pattern})"] if pattern else []))
+    targets, layers = options.lora_target_modules, given.get("layers_to_transform")
+    if targets == [ALL_LINEAR]:
+        experts = fused_experts(model)
+        if layers is not None:  # peft heeds these for modules that are named alone
+            layers = [layers] if isinstance(layers, int) else layers
+            experts = [name for name in experts if int(re.search(r"\.(\d+)\.", name)[1]) in layers]
+            head = model.get_output_embeddings()
+            linear = (name for name, module in model.named_modules() if _is_linear(module) and module is not head)
+            targets = sorted({name.rpartition(".")[2] for name in linear})
+        else:  # one name for all layers
+            experts = sorted({".".join(name.split(".")[-3:]) for name in experts})
+            targets = ALL_LINEAR
+        if experts:
+            given.setdefault("target_parameters", experts)
+    if rows:
+        names = {module: name for name, module in model.named_modules()}
+        is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # peft ties the head's rows
+        given["trainable_token_indices"] = {names[end]: [*rows] for end in _ends(model)[: 1 if is_tied else 2]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=options.lora_r,
+            lora_alpha=options.lora_alpha,
+            lora_dropout=options.lora_dropout,
+            target_modules=targets,
+            exclude_modules=excluded,
+            modules_to_save=options.lora_modules_to_save or None,
+            use_dora=options.use_dora,
+            use_rslora=options.use_rslora,
+            **given,
+        )
+
+
+def fused_experts(model: PreTrainedModel) -> list[str]:
+    """Names the parameters that hold all experts of a layer, which transformers keeps in three dimensions."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+    ]
+
+
+def _ends(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the embedding, and the head where there is one."""
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 @torch.no_grad()
@@ -174,33 +262,103 @@ def _not_linear(model: PreTrainedModel) -> list[str]:
     return sorted(name for name, kind in kinds_by_name.items() if not computes[kind])
 
 
-def adapters_of(options: TrainConfig, model: PreTrainedModel) -> PeftConfig | None:
+def adapters_of(options: TrainConfig, model: PreTrainedModel, rows: Sequence[int] = ()) -> PeftConfig | None:
     """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones."""
     if options.method == "full":
         return None
-    return saved_lora_config(options.adapter) if options.adapter else lora_config(options, model)
+    return saved_lora_config(options.adapter) if options.adapter else lora_config(options, model, rows)
 
 
-def check_lora_targets(model: PreTrainedModel, options: TrainConfig) -> list[str]:
-    """Lists targets that match no layer of `model` (on the meta device) that LoRA can adapt, and modules to save that
-    match no module.
-    """
+def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str]:
+    """Lists what of the lora_* options is unknown, not supported, or matches nothing of `model`, on the meta device."""
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    types, given, problems = typing.get_type_hints(LoraConfig), options.lora_options, []
     named, others, towers = dict(model.named_modules()), tuple(_not_linear(model)), unreached(model)
+    for name, value in given.items():
+        if name not in fields:
+            problems.append(f"{name} is no field of peft.LoraConfig{nearest(name, fields)}")
+        elif name in OWN_OPTIONS:
+            problems.append(f"{name} is set by the option {OWN_OPTIONS[name]}")
+        elif name not in LORA_FIELDS or name in ("eva_config", "runtime_config", "qalora_group_size"):
+            problems.append(f"{name} is not supported: dsft could not plan, evaluate and merge such an adapter")
+        elif name == "init_lora_weights" and value not in NEW_STARTS:
+            start = str(value).partition("_niter")[0] + "_niter" * ("_niter" in str(value))
+            why = f" ({NO_START[start]})" if start in NO_START else ""
+            problems.append(
+                f"init_lora_weights={value} is not supported{why}; choose from {', '.join(map(str, NEW_STARTS))}"
+            )
+        else:
+            try:
+                convert(value, types[name])
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+    problems = [f"lora_options: {problem}" for problem in problems]
+    if problems:
+        return problems
+    where, text = f"{options.model} has", model.config.get_text_config()
+    everything = [*named, *(name for name, _ in model.named_parameters())]
+    for field in PATTERNS:
+        value = given.get(field) or ()
+        for pattern in [value] if isinstance(value, str) else value:
+            try:
+                is_found = any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in everything)
+            except re.error as error:
+                problems.append(f"lora_options: {field}: {pattern!r} is no regular expression ({error})")
+                continue
+            if not is_found:
+                problems.append(f"lora_options: {field}: {pattern!r} matches nothing in {options.model}")
+    layers = given.get("layers_to_transform")
+    for layer in [layers] if isinstance(layers, int) else layers or ():
+        if not 0 <= layer < text.num_hidden_layers:
+            problems.append(
+                f"lora_options: layers_to_transform: {where} layers 0 to {text.num_hidden_layers - 1}, no {layer}"
+            )
+    tokens = given.get("trainable_token_indices") or ()
+    for token in {token for tokens in (tokens.values() if isinstance(tokens, dict) else [tokens]) for token in tokens}:
+        if not 0 <= token < text.vocab_size:
+            problems.append(
+                f"lora_options: trainable_token_indices: {where} tokens 0 to {text.vocab_size - 1}, no {token}"
+            )
+    if given.get("target_parameters") or (options.lora_target_modules == [ALL_LINEAR] and fused_experts(model)):
+        # peft's ParamWrapper refuses the first ones; the last read a `weight` that fused experts do not have.
+        start = given.get("init_lora_weights", True)
+        refused = [f"{name}={options.value(name)}" for name in ("lora_dropout", "use_dora") if options.value(name)]
+        refused += [f"{name}={given[name]}" for name in ("lora_bias", "fan_in_fan_out") if given.get(name)]
+        refused += [f"init_lora_weights={start}"] if start not in (True, False, "gaussian") else []
+        if refused:
+            problems.append(
+                f"{refused[0]}: peft cannot adapt experts that are one parameter with it; leave it out, or name the"
+                " other layers in lora_target_modules"
+            )
+    if options.add_tokens:
+        ends = [name for name, module in named.items() if module in _ends(model)]
+        both = [
+            target for target in options.lora_modules_to_save if any(f".{end}".endswith(f".{target}") for end in ends)
+        ]
+        set_too = ["lora_options: trainable_token_indices"] * ("trainable_token_indices" in given)
+        set_too += [f"lora_modules_to_save: {target}" for target in both]
+        problems += [f"{other}: add_tokens trains the rows of new tokens; leave one out" for other in set_too]
+    if options.method == "qlora" and given.get("init_lora_weights") in ("mica", "pissa", "olora"):
+        problems.append(
+            f"lora_options: init_lora_weights={given['init_lora_weights']} needs the base's own weights, and qlora"
+            " keeps them quantised; use method lora"
+        )
     leaves = [
         name
         for name, module in named.items()
-        if isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+        if (_is_linear(module) or isinstance(module, nn.Embedding))
         and not name.endswith(others)
         and not f"{name}.".startswith(towers)
     ]
-    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if not isinstance(named[name], nn.Embedding)})
+    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if _is_linear(named[name])})
     targets = [] if options.lora_target_modules == [ALL_LINEAR] else options.lora_target_modules
-    return [
+    problems += [
         f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear layers"
         f" are {', '.join(linear)}"
         for target in targets
         if not any(f".{name}".endswith(f".{target}") for name in leaves)
-    ] + [
+    ]
+    return problems + [
         f"lora_modules_to_save: {target!r} matches no module of {options.model}"
         for target in options.lora_modules_to_save
         if not any(f".{name}".endswith(f".{target}") for name in named)

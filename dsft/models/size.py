@@ -8,7 +8,7 @@ import re
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.lora import adapters_of, check_lora_targets
+from dsft.models.embeddings import grow_embeddings, new_rows, tokens_of
+from dsft.models.lora import adapters_of, check_lora_options, saved_lora_config
 from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
+from dsft.models.trained import learning_rates, rate_problems, select_trained
 from dsft.runtime import patches
+from dsft.units import plural
 
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
@@ -52,7 +55,7 @@ class ModelSize:
     num_params: int
     """All parameters, tied weights once, adapters included."""
     num_trainable: int
-    """Parameters that get gradients: all, or the adapters' and modules_to_save's."""
+    """Parameters that get gradients: all, or the adapters' and modules_to_save's; of these what patterns choose."""
     embedding_params: int
     """Of the input embedding; a tied head is the same weight."""
     head_params: int
@@ -95,6 +98,13 @@ class ModelSize:
     """Rank of the adapters; 0 in full finetuning."""
     quantization: Quantization | None
     """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
+    trains_embedding: bool = True
+    """In full finetuning: whether the input embedding is trained."""
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the weights that a backward multiplies with a second time, for their own gradients."""
+        return 0.0 if self.lora_r else self.num_trainable / (self.num_params - self.other_params)
 
     @property
     def num_key_heads(self) -> int:
@@ -180,7 +190,12 @@ def check_files_here(model: str) -> None:
 
 
 def measure_model(
-    options: TrainConfig, *, scored: bool = False, with_adapter: bool = False, config: PreTrainedConfig | None = None
+    options: TrainConfig,
+    *,
+    scored: bool = False,
+    with_adapter: bool = False,
+    config: PreTrainedConfig | None = None,
+    new_tokens: Sequence[int] = (),
 ) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
     Raises UserError where no model can be built from what is there, or its adapters do not fit it.
@@ -189,6 +204,7 @@ def measure_model(
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
         with_adapter: scored below a trained adapter: its format is that of the training.
         config: of the model, where it is known; else it is read.
+        new_tokens: that it gets rows for, beside those of a saved adapter.
     """
     if is_gguf(options.model) and not scored:
         raise UserError(f"model={options.model}: {NO_GGUF}")
@@ -203,9 +219,17 @@ def measure_model(
     except CONFIG_ERRORS as error:
         raise UserError(no_model(options.model, error)) from error
     if options.method != "full" and not options.adapter:
-        raise_if_any(check_lora_targets(model, options))
+        raise_if_any(check_lora_options(model, options))
+    as_loaded = copy.deepcopy(model.config)
     try:
-        adapters, head = adapters_of(options, model), model.get_output_embeddings()
+        saved = tokens_of(saved_lora_config(options.adapter)) if options.adapter and options.method != "full" else []
+        if lost := {*new_tokens} - {*saved} if options.adapter else ():
+            raise UserError(
+                f"add_tokens: {options.adapter} has no rows for {plural(len(lost), 'token')}; train a new one"
+            )
+        rows = new_rows(new_tokens, as_loaded.get_text_config().vocab_size)
+        grow_embeddings(model, [*new_tokens, *saved])
+        adapters, head = adapters_of(options, model, rows), model.get_output_embeddings()
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
         on_disk = GGUF if is_gguf(options.model) else None
@@ -227,8 +251,9 @@ def measure_model(
         raise  # it names its option
     except AttributeError as error:
         raise UserError(f"model={options.model}: its architecture cannot be measured ({one_line(error)})") from error
-    except (ValueError, OSError) as error:  # of peft: targets it cannot adapt, an adapter that is missing or foreign
-        problem = no_adapter(options.adapter, error) if options.adapter else f"lora_target_modules: {one_line(error)}"
+    except (ValueError, OSError, TypeError) as error:  # of peft: what it cannot adapt, an adapter that is not there
+        named = "lora_options" if options.lora_options else "lora_target_modules"
+        problem = no_adapter(options.adapter, error) if options.adapter else f"{named}: {one_line(error)}"
         raise UserError([problem]) from error
     return ModelFacts(
         config=config,
@@ -236,7 +261,7 @@ def measure_model(
         attn_implementation=model.config.get_text_config()._attn_implementation,
         adapters=adapters,
         architecture=type(model),
-        architecture_config=model.config,
+        architecture_config=as_loaded,
         linear_inputs=frozenset(linear),
     )
 
@@ -322,6 +347,8 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         with_adapter = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
         experts = {name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad}
         unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
+    problems = select_trained(model, options.trainable, options.frozen)
+    raise_if_any(problems or rate_problems(model, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]
     numels, trainable_numels = (
         tuple(sorted(Counter(p.numel() for p in parameters).items())) for parameters in (model.parameters(), trained)
@@ -350,6 +377,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=options.lora_r if adapters else 0,
+        trains_embedding=embedding.requires_grad and not adapters,
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from dsft.config.options import EvalConfig, TrainConfig
@@ -68,6 +68,31 @@ def check_tokenizer(
             f" {vocab_size}; use the model's own tokenizer"
         )
     return tokenizer
+
+
+MARKERS = "markers"
+"""Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:
+    """Makes each text one token of the tokenizer; returns the ids of those that it had not. Markers are special: they
+    are no part of an answer's text.
+    """
+    known, texts = tokenizer.get_vocab(), [text for text in wanted if text != MARKERS]
+    if blank := [text for text in texts if not text.strip()]:
+        problems.append(f"add_tokens: {blank[0]!r} is no text")
+        return []
+    markers = []
+    if MARKERS in wanted and tokenizer.chat_template:
+        markers = split_tokens(tokenizer, tokenizer.chat_template)
+    elif MARKERS in wanted:
+        problems.append(
+            "add_tokens: markers: the tokenizer has no chat template; set chat_template, or name the tokens"
+        )
+    special = [AddedToken(marker, special=True, normalized=False) for marker in markers]
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*known, *markers)])
+    return sorted(number for text, number in tokenizer.get_vocab().items() if text not in known)
 
 
 def tokenizer_folder(model: str) -> str:

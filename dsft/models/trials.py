@@ -418,7 +418,15 @@ def can_tile_loss(
     try:
         model = small_model(config, trust_remote_code=trust_remote_code).eval()
         if adapters:
-            model = get_peft_model(model, LoraConfig(**adapters.to_dict()))
+            # What names layers, and tokens beyond a small vocabulary, changes neither head nor embedding.
+            fields = adapters.to_dict() | {"layers_to_transform": None, "layers_pattern": None}
+            if tokens := fields.get("trainable_token_indices"):
+                fields["trainable_token_indices"] = (
+                    {key: [0, 1] for key in tokens} if isinstance(tokens, dict) else [0, 1]
+                )
+            if names := fields.get("target_parameters"):
+                fields["target_parameters"] = [re.sub(r"^.*\.\d+\.", "", name) for name in names]
+            model = get_peft_model(model, LoraConfig(**fields))
         ids_BT = random_tokens(model, 2, 16, first=3)
         labels_BT = ids_BT.clone()
         labels_BT[0, :9] = IGNORED

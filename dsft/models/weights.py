@@ -24,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.embeddings import grow_for
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import has_only_shards, located
 from dsft.models.package import save_as_on_disk, whole_class
@@ -149,6 +150,7 @@ def placed_adapter(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base = empty_model(config, trust_remote_code=trust_remote_code)
+            grow_for(base, peft_config)
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             with patches.replaced("adapter_tensors", lambda _: receive, on=model):
                 set_peft_model_state_dict(model, tensors)

@@ -192,6 +192,7 @@ def trace_training(
     dtype: torch.dtype,
     attention: Attention,
     adapters: LoraConfig | None = None,
+    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     liger: bool = False,
     tiled: bool = False,
 ) -> list[dict[str, int]]:
@@ -204,13 +205,13 @@ def trace_training(
         for each size of batch, the bytes of one micro batch as `TrainingActivations` names them, but for `layers_saved`
         and `layers_input`, which are those of all layers.
     """
-    blueprint = meta_model(model_config, dtype=dtype, attention=attention)
+    blueprint = meta_model(model_config, dtype=dtype, attention=attention, adapters=adapters, patterns=patterns)
     totals: list[Counter[str]] = [Counter() for _ in batches]
     for layers in layer_kinds(blueprint):
         steps: dict[tuple[int, bool, int], StepTrace] = {}
         for number in (1, 2):
             parts = {"layers": layers[:1] * number, "liger": liger, "tile_rows": seq_len if tiled else None}
-            with fake_model(blueprint, adapters=adapters, **parts) as model:
+            with fake_model(blueprint, **parts) as model:
                 for checkpointing in (False, True):
                     if checkpointing:
                         model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
@@ -246,9 +247,9 @@ def trace_evaluation(
     for each size of batch the peak of the `backbone`.
     """
     peaks = [0] * len(batches)
-    blueprint = meta_model(model_config, dtype=dtype, attention=attention)
+    blueprint = meta_model(model_config, dtype=dtype, attention=attention, adapters=adapters)
     for layers in layer_kinds(blueprint):
-        with fake_model(blueprint, adapters=adapters, layers=layers[:1] * 3) as model:
+        with fake_model(blueprint, layers=layers[:1] * 3) as model:
             model.eval()
             for number, batch in enumerate(batches):
                 inputs = inputs_of(batch, seq_len, attention)
@@ -404,6 +405,7 @@ def training_activations(
     loss: Loss,
     seq_len: int,
     adapters: LoraConfig | None = None,
+    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     liger: bool = False,
 ) -> TrainingActivations:
     """Trace a model's training, or that of a Llama of the same widths where its code does not run over fake tensors.
@@ -411,12 +413,14 @@ def training_activations(
     Args:
         dtype: float32, bfloat16 or float16.
         adapters: with lora and qlora.
+        patterns: of the parameters that are trained, and of those that are frozen.
         seq_len: the length that sequences are padded to.
         liger: with Liger's norms and feed-forwards; its own loss is "fused".
     """
     if size.model_type in SCANNED and attention != "eager":  # which makes a matrix
         seq_len = min(seq_len, SCANNED_LENGTH)
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
+    options |= {"patterns": patterns} if any(patterns) else {}
     options |= {"tiled": True} if loss == "tiled" else {}
     traces, source = _traced(trace_training, size, model_config, attention=attention, **options)
 
@@ -490,6 +494,11 @@ def _traced(
         head_dim=size.head_dim,
         vocab_size=size.vocab_size,
     )
+    # What names layers and parameters of this model finds nothing there.
+    options.pop("patterns", None)
+    if options["adapters"]:
+        rank, alpha = options["adapters"].r, options["adapters"].lora_alpha
+        options["adapters"] = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     traces = _cached(trace, llama, attention="flash", **options)
     return traces, f"fake-tensor trace of llama, {reason}"
 

@@ -88,6 +88,8 @@ class Job:
     seq_len: int = 1024
     attention: Attention = "flash"
     adapters: LoraConfig | None = None
+    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Of the parameters that are trained, and of those that are frozen."""
     optimizer: str = DEFAULT_OPTIMIZER
     """As transformers names it (the option `optim`); a key of OPTIMIZERS."""
     micro_batch: int | None = None
@@ -135,6 +137,7 @@ class Job:
             attention=self.attention,
             seq_len=self.seq_len,
             adapters=self.adapters,
+            patterns=self.patterns,
             loss="tiled" if self.tiled_loss else "fused" if liger else "hf",
             liger=liger,
         )

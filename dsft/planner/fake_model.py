@@ -31,6 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import ModelFacts, without_zero_init
+from dsft.models.trained import select_trained
 from dsft.runtime import patches
 
 Attention = Literal["flash", "sdpa", "eager"]
@@ -109,29 +110,44 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def meta_model(model_config: PreTrainedConfig, *, dtype: torch.dtype, attention: Attention) -> PreTrainedModel:
-    """Build the model on the meta device, with the operators that `fake_model` traces; without towers where its
-    language model has a class of its own.
+def meta_model(
+    model_config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: Attention,
+    adapters: LoraConfig | None = None,
+    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+) -> PreTrainedModel:
+    """Build the model on the meta device, adapted and frozen as dsft/models/build.py does, with the operators that
+    `fake_model` traces; without towers where its language model has a class of its own.
+
+    Args:
+        patterns: of what is trained, and of what is frozen.
     """
     text = model_config.get_text_config()
     traced = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else model_config)
     with without_zero_init(), torch.device("meta"):
         try:
-            return from_config(copy.deepcopy(traced), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
+            model = from_config(copy.deepcopy(traced), dtype=dtype, attn_implementation=_IMPLEMENTATIONS[attention])
         except KeyError:  # Falcon has a class of its own for each of transformers' names
-            return from_config(traced, dtype=dtype, attn_implementation="eager" if attention == "eager" else "sdpa")
+            model = from_config(traced, dtype=dtype, attn_implementation="eager" if attention == "eager" else "sdpa")
+        if adapters is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of towers that adapters leave out, which are not there
+                model = get_peft_model(model, copy.deepcopy(adapters))
+    select_trained(model, *patterns)
+    return model
 
 
 @contextlib.contextmanager
 def fake_model(
     blueprint: PreTrainedModel,
     *,
-    adapters: LoraConfig | None = None,
     layers: list[int] | None = None,
     liger: bool = False,
     tile_rows: int | None = None,
 ) -> Iterator[PreTrainedModel]:
-    """Copy a `meta_model` to fake tensors, adapted as dsft/models/build.py does, within the mode that it runs in.
+    """Copy a `meta_model` to fake tensors, within the mode that it runs in.
 
     Args:
         layers: only these, a number twice being two layers alike; by default all.
@@ -150,10 +166,7 @@ def fake_model(
         for name, values in _per_layer_lists(text).items():
             setattr(text, name, [values[index] for index in layers])
         text.num_hidden_layers = len(layers)
-    if adapters is not None:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of towers that adapters leave out, which are not there
-            model = get_peft_model(model, copy.deepcopy(adapters))
+    if not model.get_input_embeddings().weight.requires_grad:
         # Only the first layer's input has no gradient (without checkpointing): all are counted as the others are.
         model.enable_input_require_grads()
     with contextlib.ExitStack() as stack:
@@ -189,11 +202,13 @@ def fake_model(
 
 
 def layer_kinds(blueprint: PreTrainedModel) -> list[list[int]]:
-    """Group the layers that have the same parameters and of which the config's lists (layer_types ...) say the same."""
+    """Group the layers that have, and train, the same parameters and of which the config's lists (layer_types ...) say
+    the same.
+    """
     lists = _per_layer_lists(blueprint.config.get_text_config())
     kinds: dict[tuple, list[int]] = {}
     for index, layer in enumerate(decoder_layers(blueprint)):
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters())
         kinds.setdefault((shapes, *(str(values[index]) for values in lists.values())), []).append(index)
     if not kinds:
         raise ValueError("it has no layers that can be checkpointed")

@@ -88,7 +88,7 @@ def _gradients_of_share(layout: ZeroLayout) -> int:
     the share's border.
     """
     share = layout.share
-    first = 0 if layout.size.lora_r else layout.size.embedding_params
+    first = layout.size.embedding_params if layout.size.trains_embedding else 0
     before = first - first % share if first > share else 0  # of the embedding, in the shares before
     return min(layout.size.num_trainable, before + share + layout.largest_inner)
 
@@ -183,7 +183,7 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     how = f"{weight_bytes} x {buffers} x bucket {bucket:,} + {reduced} x copy {copied:,}"
     terms.append(Term("reduce buckets", weight_bytes * buffers * bucket + reduced * copied, how, "compute"))
     # A tied embedding has two gradients; their sum stands beside them before there is a copy to reduce.
-    tied = not layout.size.lora_r and not layout.size.head_params and largest == layout.size.embedding_params
+    tied = layout.size.trains_embedding and not layout.size.head_params and largest == layout.size.embedding_params
     how = f"{weight_bytes} x {'2 uses of the tied embedding' if tied else 'largest parameter'} {largest:,}"
     terms.append(Term("gradient not yet reduced", weight_bytes * largest * (2 if tied else 1), how, "compute"))
     return terms
@@ -425,9 +425,10 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
     # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
     adapter_bytes = 4 if layout.packed else weight_bytes
     adapters = adapter_bytes * trained if size.lora_r else 0
-    weights, how = weight_bytes * trained, f"{weight_bytes} x {trained:,}"
-    if size.lora_r or not trained:
-        weights, how = frozen_bytes(layout)
+    weights, how = frozen_bytes(layout)
+    if trained and not size.lora_r:
+        more = f"{weight_bytes} x {trained:,}"
+        weights, how = weights + weight_bytes * trained, f"{how} + {more}" if layout.num_frozen else more
     if layout.stage == 3:
         # zero.Init makes shards, one module after the other; of offload to NVMe at most, since each shard is written
         # out as it is made.

@@ -302,7 +302,7 @@ def attention_flops_per_token(size: "ModelSize", seq_len: int) -> float:
 
 def flops_per_token(size: "ModelSize", seq_len: int, *, checkpointing: bool) -> float:
     """Floating-point operations of training on one token, as they are counted for a share of the data sheet's rate."""
-    passes = (2 if size.lora_r else 3) + checkpointing
+    passes = 2 + size.trained_share + checkpointing
     return passes * (2 * size.active_params + attention_flops_per_token(size, seq_len))
 
 
@@ -349,7 +349,7 @@ def step_time(
     size, zero, tokens = layout.size, layout.zero, micro_batch * seq_len // sequence_parallel
     # Products, attention (whose backward multiplies five times where its forward does twice) and all other operators.
     launched = 2 + recomputed  # passes, of which a backward multiplies twice where weights are trained
-    multiplied = launched + (not size.lora_r)
+    multiplied = launched + size.trained_share
     per_token = product_seconds(size, speeds, has_gpu=layout.has_gpu)
     attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
     micro_step = tokens * (multiplied * per_token + (3.5 + recomputed) * attention)

@@ -33,6 +33,7 @@ from dsft.errors import nearest, one_line
 from dsft.models.build import resolve_dtype
 from dsft.models.quantization import FORMATS
 from dsft.models.size import ModelSize
+from dsft.models.trained import learning_rates
 from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.optimizers import OPTIMIZERS, optimizer_memory
 from dsft.planner.plans import Plan
@@ -160,6 +161,11 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
         problems.append(
             f"zero={zero}: compile.deepcompile has no effect without torch_compile; set torch_compile: true, or leave"
             " compile out"
+        )
+    if learning_rates(options) and (parts := [part for part in ("optimizer", "scheduler") if part in zero_file]):
+        problems.append(
+            f"zero={zero}: DeepSpeed's own {parts[0]} has one learning rate; with learning_rates and loraplus_lr_ratio"
+            " use one without, such as zero 2 or 3"
         )
     clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
     super_offload = get_value(zero_file, "zero_optimization.offload_optimizer.super_offload")
@@ -308,6 +314,7 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         field.name
         for field in dataclasses.fields(LoraFields)
         if field.name not in ("method", "adapter", "quantization")
+        and (field.name != "loraplus_lr_ratio" or options.method == "full")
         and getattr(options, field.name) != getattr(defaults, field.name)
     )
     if changed and options.method == "full":

@@ -29,7 +29,7 @@ class CheckpointSize:
     """Bytes on the disk of `output_dir`, over all ranks."""
 
     weight_bytes: int
-    """The trained weights, as safetensors, with frozen towers where there are no adapters; tied ones once."""
+    """The weights of the model, frozen ones too, or of the adapters, as safetensors; tied ones once."""
     state_bytes: int
     """What a checkpoint has beside them to resume from: DeepSpeed's own copy of the weights, the optimizer's state."""
     small_bytes: int
@@ -62,11 +62,12 @@ def checkpoint_size(
     num_bytes = DTYPE_BYTES[options.dtype]
     optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"), size=size)
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
-    # Stages 0 to 2 write the module again, stage 3 placeholders; ZeRO 0 in fp32 trains the weights themselves,
-    # without a master.
-    copy = 0 if zero == 3 else num_bytes
+    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
+    # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.
+    written = size.num_trainable if size.lora_r else size.num_params
+    module = (written if zero < 3 else 0) + (written - size.num_trainable if zero >= 2 else 0)
     of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
-    per_param = 0 if options.training.get("save_only_model") else copy + of_optimizer
+    states = num_bytes * module + of_optimizer * size.num_trainable
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.
     values = with_defaults(options)
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
@@ -85,8 +86,8 @@ def checkpoint_size(
             num_saved = math.ceil(max_steps / every)
     known = min(num_kept, num_saved)
     return CheckpointSize(
-        weight_bytes=num_bytes * (size.num_trainable + (0 if size.lora_r else size.other_params)),
-        state_bytes=int(per_param * size.num_trainable),
+        weight_bytes=num_bytes * written,
+        state_bytes=0 if options.training.get("save_only_model") else int(states),
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
         kept=2 if known == math.inf else int(known),
     )

@@ -18,6 +18,8 @@ from dsft.data.training_data import check_sources, notes_on_columns
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, described_in, is_bare_config, resolve_dtype
 from dsft.models.candidate import Candidate, check_weights, with_bases
+from dsft.models.embeddings import tokens_of
+from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import adapter_base, has_only_shards
 from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.sequence_parallel import refused_ranks
@@ -118,7 +120,12 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
             raise_if_any([f"model={each}: {error}; it is damaged, use another" for error in damage(each)])
         base = adapter_base(folder)
         options = {name: getattr(config, name) for name in ("revision", "trust_remote_code", "attn_implementation")}
-        facts = measure_model(TrainConfig(model=base or folder, **options), scored=True, with_adapter=base is not None)
+        facts = measure_model(
+            TrainConfig(model=base or folder, **options),
+            scored=True,
+            with_adapter=base is not None,
+            new_tokens=tokens_of(saved_lora_config(folder)) if base else (),
+        )
     except UserError as error:
         faults += error.problems
     if facts:

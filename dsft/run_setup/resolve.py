@@ -9,6 +9,7 @@ One pipeline for all who ask: `check_run` -> `decide_run` -> `plan_run`. So a pl
 refused where that is. Nothing rewrites options afterwards, and nothing here loads a weight.
 """
 
+import copy
 import dataclasses
 import os
 import re
@@ -34,7 +35,15 @@ from dsft.checkpoints.run_folder import (
     read_run,
     start_from_weights,
 )
-from dsft.config.deepspeed import adopt, get_value, nvme_path, offloads, read_sound_file, stage
+from dsft.config.deepspeed import (
+    adopt,
+    get_value,
+    nvme_path,
+    offloads,
+    read_sound_file,
+    read_zero_file,
+    stage,
+)
 from dsft.config.options import Decision, TrainConfig, common_options, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
@@ -46,12 +55,13 @@ from dsft.models.pickles import safe_unpickling
 from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
-from dsft.models.tokenizer import check_tokenizer
+from dsft.models.tokenizer import add_tokens, check_tokenizer
+from dsft.models.trained import learning_rates
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
 from dsft.models.usual import USUAL_MODELS, usual_config
 from dsft.models.weights import adapter_problems, weight_problems
 from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
+from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.fake_model import Attention, attention_of
 from dsft.planner.gpus import GPUS, gpu_name
 from dsft.planner.optimizers import DEFAULT_OPTIMIZER
@@ -115,6 +125,8 @@ class CheckedRun:
     held_out: tuple[FormattedSource, ...]
     zero_file: dict[str, Any] | None
     """The DeepSpeed JSON of an explicit `zero`; None with auto."""
+    new_tokens: tuple[int, ...]
+    """Ids of the tokens that `add_tokens` gave the tokenizer, and the model has no rows for."""
     notes: tuple[str, ...]
     """What a plan takes for granted."""
 
@@ -375,7 +387,7 @@ def check_run(
         draft.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
     draft.problems += check_training_arguments(options, draft.problems, here=machine.measured)
     # The model, None where it cannot be measured, which is a problem.
-    model = tokenizer = None
+    model, tokenizer, unreadable, new_tokens = None, None, [], []
     named = {"model": options.model, "adapter": options.adapter} if starts and options.verify_resume else {}
     damaged = [
         f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
@@ -396,10 +408,16 @@ def check_run(
         if is_usual := is_usual and not Path(options.model).exists():
             notes.append(f"planned with the configuration of {options.model} that dsft brings along")
         try:
+            if options.add_tokens:  # the model grows by them
+                faults: list[str] = []
+                tokenizer = check_tokenizer(options, faults)
+                new_tokens = add_tokens(tokenizer, options.add_tokens, faults) if tokenizer else []
+                raise_if_any(faults)
             model = measure_model(
                 dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
                 scored=scored,
                 config=usual_config(options.model) if is_usual else None,
+                new_tokens=new_tokens,
             )
         except UserError as error:
             draft.problems += error.problems
@@ -421,9 +439,8 @@ def check_run(
         draft.problems += check_sequence_parallel(options, model, machine)
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes
         draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
-    unreadable: list[str] = []
     # Where the model is missing, its tokenizer is not reported too.
-    if options.model and (model or options.tokenizer) and (starts or options.data):
+    if options.model and not options.add_tokens and (model or options.tokenizer) and (starts or options.data):
         tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
     data, held_out = (
         check_sources(sources, options, tokenizer, key=key, split=split, problems=unreadable)
@@ -448,6 +465,7 @@ def check_run(
         data=tuple(data),
         held_out=tuple(held_out),
         zero_file=zero_file,
+        new_tokens=tuple(new_tokens),
         notes=tuple(notes),
     )
 
@@ -559,15 +577,18 @@ def job_over_data(
     if checkpointing is None and options.zero != "auto":
         checkpointing = False
     how = checkpointing_kwargs(options)
+    grown = copy.deepcopy(facts.config)
+    grown.get_text_config().vocab_size = facts.size.vocab_size
     return Job(
         size=facts.size,
-        model_config=facts.config,
+        model_config=grown,
         dtype=options.dtype,
         seq_len=options.seq_len,
         attention=attention_of(facts, seq_len=options.seq_len, masked=masks),
         liger=bool(training.get("use_liger_kernel")),
         tiled_loss=tiled_loss,
         adapters=facts.adapters,
+        patterns=(tuple(options.trainable), tuple(options.frozen)),
         micro_batch=training.get("per_device_train_batch_size")
         or (options.batch_tokens and options.batch_tokens // options.seq_len),
         accumulation=training.get("gradient_accumulation_steps"),
@@ -699,13 +720,16 @@ def plan_run(
     with_nvme = machine
     if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
         with_nvme = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
+    left_out = set(NOT_TAKEN_OVER) if checkpoint and zero == "auto" else set()
+    if learning_rates(options) and zero == "auto":  # DeepSpeed's own optimizers have one rate
+        left_out |= {name for name in NAMES if "optimizer" in (read_zero_file(name, []) or {})}
     choice = choose_plan(
         job,
         with_nvme,
         zero=zero,
         zero_file=zero_file,
         resumes=zero != options.zero,
-        left_out=NOT_TAKEN_OVER if checkpoint and zero == "auto" else (),
+        left_out=left_out,
     )
     config = choice.plan.deepspeed_config
     decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)

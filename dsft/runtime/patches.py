@@ -171,6 +171,21 @@ PATCHES = {
         if_changed="keep",  # every tensor would be reported as missing
         test="tests/checkpoints/test_export_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named",
     ),
+    "token_rows": Patch(
+        target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
+        why="under ZeRO-3 it collects the rows of trained tokens on CUDA alone",
+        seen={"0.21.0": "5e6409948d28", "0.21.2": "5e6409948d28"},
+        if_changed="skip",
+        test="tests/models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged",
+    ),
+    "adapter_embedding": Patch(
+        target="peft.peft_model:PeftModel.save_pretrained",
+        why="where the vocabulary has grown it writes embedding and head in full beside the rows that are trained",
+        code=("peft.utils.save_and_load:get_peft_model_state_dict",),
+        seen={"0.21.0": "1b83ed152409", "0.21.2": "f21e3df8eb43"},
+        if_changed="keep",
+        test="tests/models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged",
+    ),
     "grouped_products": Patch(
         target="transformers.integrations.moe:_can_use_grouped_mm",
         why="torch knows the shapes of grouped products in bf16 only, and a fake model of another dtype fails",

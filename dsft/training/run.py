@@ -43,6 +43,7 @@ from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
+from dsft.models.trained import learning_rates
 from dsft.models.trials import length_limits
 from dsft.models.weights import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
@@ -177,7 +178,10 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
         say(f"note: {note}")
-    model = build_model(options, dtype=options.dtype, seed=args.seed)
+    model = build_model(options, dtype=options.dtype, seed=args.seed, new_tokens=run.new_tokens)
+    if run.new_tokens:
+        names = ", ".join(run.tokenizer.convert_ids_to_tokens(run.new_tokens))
+        say(f"model: {plural(len(run.new_tokens), 'new token')} ({names}); {run.model.size.vocab_size:,} rows")
     inner = unwrapped(model)
     if added := stop_at(model, answer_ends(run.data, run.tokenizer)):
         tokens = ", ".join(run.tokenizer.convert_ids_to_tokens(added))
@@ -211,7 +215,13 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
             return None
         if is_bare_config(options.model):
             return f"random of seed {args.seed}"
-        return weights_digest(adapter_base(described_in(options.model)) or options.model, options.revision)
+        digest = weights_digest(adapter_base(described_in(options.model)) or options.model, options.revision)
+        # Adapters that are frozen keep what the seed has drawn.
+        return (
+            f"{digest} seed {args.seed}"
+            if options.method != "full" and (options.trainable or options.frozen)
+            else digest
+        )
 
     return PerplexityTrainer(
         model,
@@ -229,6 +239,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         early_stopping=EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
         if options.early_stopping_patience
         else None,
+        learning_rates=learning_rates(options),
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
+from dsft.models.trained import rate_factors
 from dsft.models.zero_shards import mapped_resume
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
@@ -109,6 +110,7 @@ class PerplexityTrainer(Trainer):
         frozen_weights: str | None = None,
         early_stopping: EarlyStopping | None = None,
         most_skipped: int | None = None,
+        learning_rates: Mapping[str, float] | None = None,
     ):
         """
         Args:
@@ -117,6 +119,7 @@ class PerplexityTrainer(Trainer):
             left_out: parts of the model's package that were not loaded, for `final/`.
             frozen_weights: a digest of the files that hold them, for the run's identity.
             most_skipped: optimizer steps in a row that may be skipped.
+            learning_rates: pattern of parameters' names -> factor of the learning rate (models/trained.py).
         """
         micro_batch = args.per_device_train_batch_size
         per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
@@ -170,7 +173,7 @@ class PerplexityTrainer(Trainer):
             mapped_resume, on_gpu=args.device.type == "cuda" and not self.topology["offload"]
         )
         self.saves, self.final_save = Saves(), Saves()
-        self.save_minutes = save_minutes
+        self.save_minutes, self.learning_rates = save_minutes, learning_rates or {}
         self.left_out = None if isinstance(model, PeftModel) else left_out
         self._disk = disk
         self._saved_at = time.monotonic()
@@ -182,6 +185,7 @@ class PerplexityTrainer(Trainer):
         unchangeable = {
             "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
             "dataloader_drop_last": args.dataloader_drop_last,
+            "learning_rates": json.dumps(self.learning_rates),  # they cut the parameters into groups
         }
         if args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
             unchangeable["learning_rate"] = args.learning_rate
@@ -211,6 +215,21 @@ class PerplexityTrainer(Trainer):
         return self.totals["nats"] / max(1, self.totals["trained_tokens"])
 
     # Preparing and resuming.
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's, of which each group is cut by the factors of the learning rate; that of factor 1 comes first,
+        whose rate is logged.
+        """
+        is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
+        if is_new and self.learning_rates:
+            factors, groups = rate_factors(self.model, self.learning_rates), []
+            for group in optimizer.param_groups:
+                cut = {factor: [] for factor in sorted(map(factors.get, group["params"]), key=lambda f: (f != 1, f))}
+                for parameter in group["params"]:
+                    cut[factors[parameter]].append(parameter)
+                groups += [group | {"params": part, "lr": group["lr"] * factor} for factor, part in cut.items()]
+            optimizer.param_groups[:] = groups
+        return optimizer
 
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""

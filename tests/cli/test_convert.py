@@ -145,7 +145,7 @@ def test_a_shell_script_has_variables_and_lines_that_go_on(folder):
     [
         ({"seed": 1}, (), "no options of axolotl, llamafactory, trl in it; name the trainer with --from"),
         ({"base_model": "m", "rl": "dpo"}, (), "rl=dpo: dsft trains supervised"),
-        ({"base_model": "m", "unfrozen_parameters": ["lm_head"]}, (), "unfrozen_parameters: dsft trains all weights"),
+        ({"base_model": "m", "relora": True}, (), "relora: dsft trains all weights"),
         ({"base_model": "m"}, ("--from", "axolotls"), "did you mean 'axolotl'?"),
         ("echo nothing", (), "expected a .yaml file, or one command line with options; found 0"),
         ("trl sft --a 'b", (), "not a command line (No closing quotation)"),

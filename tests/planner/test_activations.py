@@ -499,3 +499,23 @@ def test_layers_that_are_not_checkpointed_keep_what_they_saved_and_offloaded_inp
     offloaded = {term.name: term for term in traced.terms(65, True, offloading_ranks=3)}
     assert offloaded[inputs].place == "host"
     assert offloaded[inputs].num_bytes == 3 * 5 * 2**15  # of 65 x 64 x 4 bytes, pinned
+
+
+def test_frozen_layers_are_a_kind_of_their_own_and_keep_less():
+    config, frozen = transformers.LlamaConfig(**SMALL), ((), (r"layers\.0\.", "embed_tokens"))
+    kinds = layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash", patterns=frozen))
+    assert kinds == [[0], [1, 2]]
+    options = {"batches": (1,), "seq_len": 64, "dtype": torch.bfloat16, "attention": "flash"}
+    ((whole,), (part,)) = (trace_training(config, **options, **changes) for changes in ({}, {"patterns": frozen}))
+    assert 0 < part["layers_saved"] < whole["layers_saved"]
+
+
+def test_adapters_of_some_layers_and_of_fused_experts_are_traced():
+    sizes = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = [f"layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], layers_to_transform=[1], target_parameters=experts
+    )
+    config = transformers.MixtralConfig(**sizes)
+    assert layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash", adapters=adapters)) == [[0, 2], [1]]
+    assert predict(config, seq_len=64, adapters=adapters).source == "fake-tensor trace"

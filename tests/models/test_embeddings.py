@@ -1,0 +1,120 @@
+"""New tokens: one id each, with rows of embedding and head that begin at the mean, are trained, saved and merged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import grid, needed_cases
+from peft import PeftModel
+from ranks import PROBE, train_all
+from tiny import write_jsonl, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsft.api import evaluate_perplexity
+from dsft.checkpoints.export import export
+from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
+from dsft.models.embeddings import grow_embeddings
+from dsft.models.tokenizer import add_tokens, check_tokenizer
+from dsft.run_setup.resolve import check_run
+from dsft.runtime.hardware import this_machine
+
+TOKENS = ["<tool>", "<|im_start|>"]
+FIRST, ROWS = 349, 384
+"""Tokens of the tests' tokenizer, and of it with two more, rounded up to a multiple of 64."""
+CASES = [(base, method, zero) for base in ("untied", "tied", "gpt2") for method in ("full", "lora") for zero in "0123"]
+QUICK = [("untied", "full", "3"), ("tied", "lora", "3"), ("tied", "full", "2"), ("untied", "lora", "2")]
+
+
+@pytest.fixture(scope="module")
+def runs(request, options, tmp_path_factory) -> Path:
+    folder, needed, cases = tmp_path_factory.mktemp("tokens"), needed_cases(request), []
+    write_model(folder / "model-untied", tie_word_embeddings=False, vocab_size=FIRST)
+    write_model(folder / "model-tied", tie_word_embeddings=True, vocab_size=FIRST)
+    write_model(folder / "model-gpt2", "gpt2", vocab_size=FIRST)
+    rows = [{"text": f"<tool> say {number} <tool> <|im_start|> and more of it"} for number in range(40)]
+    data = str(write_jsonl(folder / "texts.jsonl", rows))
+    for base, method, zero in CASES:
+        changes = {"model": str(folder / f"model-{base}"), "method": method, "zero": zero, "data": data}
+        cases.append(options(folder / f"{base}-{method}-{zero}", add_tokens=TOKENS, **changes))
+    train_all(2, [case for case in cases if Path(case["output_dir"]).name in needed], folder / "log.txt")
+    return folder
+
+
+@pytest.mark.launch
+@pytest.mark.cases("{base}-{method}-{zero}")
+@pytest.mark.parametrize(("base", "method", "zero"), grid(CASES, QUICK))
+def test_rows_of_new_tokens_are_trained_saved_and_merged(runs, base, method, zero):
+    run, probe = runs / f"{base}-{method}-{zero}", torch.cat([PROBE, torch.tensor([[FIRST, FIRST + 1]])], dim=1)
+    assert (run / "logits.pt").is_file(), (runs / "log.txt").read_text()[-5000:]
+    trained = torch.load(run / "logits.pt")
+    assert trained.shape[-1] == ROWS
+    exported = AutoModelForCausalLM.from_pretrained(export(str(run), f"{run}-out"))
+    tokenizer = AutoTokenizer.from_pretrained(f"{run}-out")
+    assert tokenizer("<tool><|im_start|>")["input_ids"] == [FIRST, FIRST + 1]
+    embedding, head = exported.get_input_embeddings().weight, exported.get_output_embeddings().weight
+    assert len(embedding) == len(head) == exported.config.vocab_size == ROWS
+    assert (embedding is head) == (base != "untied")
+    with torch.no_grad():
+        torch.testing.assert_close(exported(PROBE).logits, trained, rtol=1e-4, atol=1e-4)
+        if method == "lora":
+            plain = AutoModelForCausalLM.from_pretrained(runs / f"model-{base}")
+            old = plain.get_input_embeddings().weight.clone()
+            plain.resize_token_embeddings(ROWS, mean_resizing=False)
+            loaded = PeftModel.from_pretrained(plain, run / "final").eval()
+            torch.testing.assert_close(loaded(probe).logits, exported(probe).logits, rtol=1e-4, atol=1e-4)
+            assert torch.equal(embedding[:FIRST], old), "only new rows are trained"
+            assert (run / "final" / "adapter_model.safetensors").stat().st_size < 4 * embedding.numel() * 4
+    assert (embedding[FIRST] - embedding[FIRST + 2]).abs().max() > 1e-3, "a row is trained"
+    text = str(runs / "texts.jsonl")
+    scored = [
+        evaluate_perplexity(model=str(each), data=text, seq_len=64, progress=False).perplexity
+        for each in (run, f"{run}-out")
+    ]
+    assert scored[0].nats == pytest.approx(scored[1].nats, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_new_rows_are_the_mean_of_the_others(tmp_path, is_tied):
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path, tie_word_embeddings=is_tied))
+    before = [end.weight.clone() for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    grow_embeddings(model, [384, 385])
+    for old, end in zip(before, (model.get_input_embeddings(), model.get_output_embeddings()), strict=True):
+        torch.testing.assert_close(end.weight[384:], old.mean(0).expand(64, -1))
+        assert torch.equal(end.weight[:384], old)
+    assert model.config.vocab_size == 448
+
+
+def test_a_token_that_has_room_takes_a_row_that_is_there(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path))
+    grow_embeddings(model, [383])
+    weight = model.get_input_embeddings().weight
+    assert len(weight) == 384
+    torch.testing.assert_close(weight[383], weight[:383].mean(0))
+
+
+def test_markers_of_a_template_become_special_tokens(tiny):
+    config = TrainConfig(model=str(tiny / "model"), chat_template="chatml")
+    tokenizer, problems = check_tokenizer(config, []), []
+    added = add_tokens(tokenizer, ["markers", "<think>"], problems)
+    assert tokenizer.convert_ids_to_tokens(added) == ["<|im_start|>", "<|im_end|>", "<think>"] and not problems
+    text = tokenizer.decode(tokenizer("<|im_start|>a<think>")["input_ids"], skip_special_tokens=True)
+    assert text == "a<think>"
+    assert add_tokens(tokenizer, ["markers", "<think>"], problems) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"add_tokens": [" "]}, "add_tokens: ' ' is no text"),
+        ({"add_tokens": ["markers"]}, "add_tokens: markers: the tokenizer has no chat template"),
+        (
+            {"method": "lora", "lora_modules_to_save": ["embed_tokens"], "add_tokens": ["<a>"]},
+            "lora_modules_to_save: embed_tokens: add_tokens trains the rows of new tokens; leave one out",
+        ),
+    ],
+)
+def test_what_cannot_become_a_token_is_refused(options, tmp_path, changes, problem):
+    config = make_config(TrainConfig, options(tmp_path / "run", **changes), [])
+    (first,) = check_run(config, this_machine(ranks_per_node=1)).problems
+    assert first.startswith(problem)
