@@ -60,6 +60,22 @@ def pytest_collection_modifyitems(items: list) -> None:
     items.sort(key=lambda item: first_to_last.get(item.path.parent.name, item.path not in starts_ranks))
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--support", metavar="NAME", help="where all tests pass, benchmarks/results/support/NAME.json")
+
+
+def pytest_sessionfinish(session, exitstatus: int) -> None:
+    """Records what trainings and evaluations of this session did, by the files that they wrote (scripts/support.py)."""
+    name = session.config.getoption("--support")
+    if name and exitstatus == 0 and not hasattr(session.config, "workerinput"):
+        sys.path.insert(0, str(ROOT / "scripts"))
+        import support
+
+        words = [word for word in session.config.invocation_params.args if not word.startswith("--support")]
+        words = [word for word in words if word != name]
+        support.record(name, session.config._tmp_path_factory.getbasetemp(), words, session.testscollected)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory) -> None:
     """No test reads what an earlier session, another worker or the user's own runs have left in the cache of dsft, but

@@ -290,6 +290,7 @@ def recorded(
             decisions=[vars(decision) for decision in run.decisions],
             plan=plan_as_dict(run.plan) | {"reason": run.reason},
             machine=str(run.machine),
+            launchers=watchdog.STARTED_BY.programs,
             deepspeed=run.plan.deepspeed_config,
             metrics={metric.name: vars(metric.in_report) for metric in METRICS if metric.in_report},
             versions=versions(),

@@ -201,6 +201,15 @@ class StartedBy:
                 client = next((end.pid for end in ends if (end.laddr.port, end.raddr.port) == ports), None)
         return cls(os.getpid(), launchers, Process.of(above.pid), launchers_of(client)[0] if client else [])
 
+    @property
+    def programs(self) -> list[str]:
+        """Names of the launchers' programs that live, nearest first."""
+        names = []
+        for launcher in self.launchers:
+            with contextlib.suppress(psutil.Error, OSError):
+                names.append(program_of(psutil.Process(launcher.pid).cmdline()))
+        return names
+
 
 def name_of(pid: int) -> str:
     """Name of the program; empty where there is no such process."""
