@@ -85,13 +85,16 @@ def read_trainer_file(file: str) -> tuple[dict[str, Any], str]:
         raise UserError([f"{file}: not a command line ({error})"]) from None
     trainer = next((COMMANDS[Path(word).name] for word in words if Path(word).name in COMMANDS), "")
     script = next((word for word in words if word.endswith(".py")), "")
-    kind = Path(script).stem if script else words[words.index("trl") + 1] if "trl" in words else "sft"
+    kind = Path(script).stem if script else "".join(words[words.index("trl") + 1 :][:1]) if "trl" in words else "sft"
     if trainer in ("", "trl") and (not kind.startswith("sft") or "vlm" in kind):
         raise UserError([f"{file}: {kind}: {TEXT_ALONE if 'vlm' in kind else SUPERVISED}; only sft is converted"])
-    first = next(number for number, word in enumerate(words) if word.startswith("--"))
+    first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     flags = read_flags([word for word in words[first:] if word != script], problems)
     raise_if_any([f"{file}: {problem}" for problem in problems])
-    named = flags.pop("config", None)
+    # axolotl train FILE --flags
+    named = flags.pop("config", None) or next(
+        (word for word in words[:first] if word.endswith((".yaml", ".yml"))), None
+    )
     values = read_trainer_file(named)[0] if named else {}
     return without_nulls(values | {name: as_yaml(value) for name, value in flags.items()}), trainer or "trl"
 

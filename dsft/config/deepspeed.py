@@ -42,6 +42,7 @@ SAME_THING = {
 """DeepSpeed key -> the option of ours with the same meaning, and its type."""
 KINDS = {key: kind for key, (_, kind) in SAME_THING.items()} | {
     **dict.fromkeys(("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", "steps_per_print"), int),
+    "tensor_parallel.autotp_size": int,
     "gradient_predivide_factor": float,
     **dict.fromkeys(("prescale_gradients", "disable_allgather", "dump_state", "memory_breakdown"), bool),
     **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last"), bool),
@@ -54,7 +55,10 @@ FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "trai
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
 """Entries that dsft reads itself."""
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-NO_DEFAULT = ("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", *OFFLOADED)
+NO_DEFAULT = (
+    *("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),
+    *OFFLOADED,
+)
 """Where "auto" would mean one thing to accelerate or to dsft, and another to DeepSpeed."""
 ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""

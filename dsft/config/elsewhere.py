@@ -54,11 +54,13 @@ def _split(word: Any) -> list[Any]:
 def _per_epoch(kind: str) -> Becomes:
     """Times per epoch as a share of all steps (axolotl/utils/config/__init__.py: 1 / (times x epochs))."""
 
-    def becomes(value: Any, given: Values, _: list[str]) -> Values:
+    def becomes(value: Any, given: Values, notes: list[str]) -> Values:
         times = float(value) * float(given.get("num_epochs") or 1)
         if not times:
             return {}
-        if float(value) == 1:
+        if times <= 1 and float(value) < 1:  # a share of 1 or more is a number of steps
+            notes.append("at most once in the whole run; here at the end of each epoch")
+        if float(value) == 1 or times <= 1:
             return {f"{kind}_strategy": "epoch"}
         return {f"{kind}_strategy": "steps", f"{kind}_steps": round(1 / times, 6)}
 
@@ -353,7 +355,12 @@ ELSEWHERE = (
         lambda value, *_: ALL_LINEAR if value == "all" else {"lora_target_modules": _items(value)},
     ),
     Elsewhere("lora_target_linear", "lora_target_modules", "all-linear is the default", _on(ALL_LINEAR)),
-    Elsewhere("additional_target modules_to_save", "lora_modules_to_save"),
+    Elsewhere(
+        "additional_target modules_to_save",
+        "lora_modules_to_save",
+        "a list of names",
+        lambda value, *_: {"lora_modules_to_save": _items(value)},
+    ),
     Elsewhere("peft_use_dora", "use_dora"),
     Elsewhere("peft_use_rslora", "use_rslora"),
     Elsewhere("lora_model_dir adapter_name_or_path peft_model_id", "adapter model", "the folder of a trained adapter"),

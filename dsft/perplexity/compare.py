@@ -142,17 +142,19 @@ class Comparisons(tuple[Comparison, ...]):
 
     def tables(self) -> list[tuple[str, dict[str, str]]]:
         """Return titles and rows, for the screen: a table for each comparison, one for all groups of a data set."""
-        tables: dict[str, dict[str, str]] = {}
+        tables: list[tuple[str, dict[str, str]]] = []
         for each in self:
             rows = each.summary()
             if each.group is None:
-                tables[each.title] = rows
+                tables.append((each.title, rows))
                 continue
+            title = replace(each, group="by group").title
+            # One model may have several results on a data set, such as those of two seq_len.
+            if not tables or tables[-1][0] != title or each.group in tables[-1][1]:
+                tables.append((title, {"note on all groups": each.note} if each.note else {}))
             name = next(name for name in rows if name in (RATIO, "bits per byte, difference"))
-            of_set = tables.setdefault(replace(each, group="by group").title, {})
-            of_set[each.group] = f"{name} {rows[name]}\n{rows['documents']}"
-            of_set |= {"note on all groups": each.note} if each.note else {}
-        return list(tables.items())
+            tables[-1][1][each.group] = f"{name} {rows[name]}\n{rows['documents']}"
+        return tables
 
     def to_pandas(self) -> Any:
         """Return a pandas.DataFrame with a row for each comparison."""

@@ -117,7 +117,8 @@ def optimizer_memory(
         more = 4 * sum(bool(given.get(key)) for key in ONE_MORE_MOMENT.get(kind, ()))
         if memory.needs_orthogonalization and size and not size.lora_r and size.num_trainable:
             # deepspeed/__init__.py, set_optimizer_flags: Adam for what is called embed or lm_head, and for vectors
-            more = memory.state_bytes * (size.embedding_params + size.head_params) / size.num_trainable
+            of_adam = size.embedding_params * size.trains_embedding + size.head_params
+            more = memory.state_bytes * min(1, of_adam / size.num_trainable)  # a pattern may leave the head out
         memory = dataclasses.replace(memory, state_bytes=memory.state_bytes + more)
     if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
         halved = {"state_bytes": memory.state_bytes / 2, "step_bytes": memory.step_bytes // 2}

@@ -259,7 +259,8 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if given is not None and given != taken:
         notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
     notes += ignored_options(draft.options, plan.deepspeed_config, decided.model.size)
-    if machine.has_gpu and offloads(plan.deepspeed_config) and len(os.sched_getaffinity(0)) == os.cpu_count() > 1:
+    is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
+    if machine.has_gpu and offloads(plan.deepspeed_config) and is_shared:
         notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
     known = {"options": draft.options, "decisions": tuple(draft.decisions), "notes": tuple(notes)}
     planned = {"machine": machine, "plan": plan, "reason": choice.reason, "disk": disk, "checkpoint": checkpoint}

@@ -138,6 +138,11 @@ def test_a_shell_script_has_variables_and_lines_that_go_on(folder):
     Path("more.yaml").write_text("packing: true\nlearning_rate: 1\n")
     values, _ = convert(folder, "trl sft --config more.yaml --model_name_or_path m --learning_rate 3e-4")
     assert values["packing"] is True and values["learning_rate"] == 3e-4
+    Path("more.yaml").write_text("base_model: m\nsaves_per_epoch: 0.25\nnum_epochs: 4\n")
+    values, text = convert(folder, "axolotl train more.yaml --learning-rate 3e-4")
+    assert values["model"] == "m" and values["learning_rate"] == 3e-4
+    assert values["save_strategy"] == "epoch" and "save_steps" not in values, "1.0 would be every step"
+    assert "# saves_per_epoch: at most once in the whole run" in text
 
 
 @pytest.mark.parametrize(
@@ -150,6 +155,7 @@ def test_a_shell_script_has_variables_and_lines_that_go_on(folder):
         ("echo nothing", (), "expected a .yaml file, or one command line with options; found 0"),
         ("trl sft --a 'b", (), "not a command line (No closing quotation)"),
         ("python scripts/grpo.py --model m", (), "grpo: dsft trains supervised"),
+        ("accelerate launch --num_processes 2 trl", (), "dsft trains supervised"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_in_one_line(given, options, problem, folder, capsys):
@@ -178,5 +184,7 @@ def test_a_value_that_no_trainer_reads_is_named_and_a_file_that_exists_is_kept(f
 
 
 def test_the_trainer_may_be_named(folder):
-    assert convert(folder, {"model_name_or_path": "m"}, "--from", "llamafactory")[0]["lora_alpha"] == 16
+    theirs = {"model_name_or_path": "m", "additional_target": "embed_tokens,lm_head"}
+    values, _ = convert(folder, theirs, "--from", "llamafactory")
+    assert values["lora_alpha"] == 16 and values["lora_modules_to_save"] == ["embed_tokens", "lm_head"]
     assert "lora_alpha" not in convert(folder, {"model_name_or_path": "m"}, "--from", "trl")[0]

@@ -100,6 +100,17 @@ def test_the_same_model_twice_differs_by_nothing():
     assert (comparison.better, comparison.worse, comparison.p_value, comparison.moved) == (0, 0, 1.0, ())
 
 
+def test_results_of_two_lengths_of_sequences_have_a_table_each():
+    results = [
+        grouped(evaluation(name, seed, options=OPTIONS | {"seq_len": length}))
+        for length in (32, 64)
+        for seed, name in enumerate(("base", "other"), length)
+    ]
+    for group_by in (None, "domain"):
+        tables = compare(*results, group_by=group_by).tables()
+        assert len(tables) == 2 and tables[0][0] == tables[1][0] and tables[0][1] != tables[1][1]
+
+
 def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
     few, single = (
         comparison_of(*(evaluation(name, seed, documents=number, blocks=50) for seed, name in enumerate("ab")))

@@ -1,5 +1,6 @@
 """What the planner says that an optimizer keeps is what a small real one keeps."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +128,8 @@ def test_muon_keeps_one_moment_of_matrices_and_two_of_embedding_and_head(tiny):
     planned = optimizer_memory({"optimizer": {"type": "Muon"}}, None, size=size).state_bytes * size.num_trainable
     (kept,) = on_ranks(1, _muon_states, str(tiny / "model"))
     assert kept == pytest.approx(planned, rel=0.02)  # norms have two as well
+    few = dataclasses.replace(size, num_trainable=100, trains_embedding=False)  # by a pattern, of a layer
+    assert optimizer_memory({"optimizer": {"type": "Muon"}}, None, size=few).state_bytes <= 8
     assert optimizer_memory({"optimizer": {"type": "Muon"}}, None).state_bytes == 4
 
 

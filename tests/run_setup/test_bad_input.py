@@ -487,6 +487,9 @@ def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of
     file = tmp_path / "tensor_parallel.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}))
     assert ["tensor_parallel is not supported" in problem for problem in problems_of(zero=str(file))] == [True]
+    for size, part in (("auto", "nothing fills this in"), ("2", "must be a whole number")):
+        file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": size}}))
+        assert [part in problem for problem in problems_of(zero=str(file))] == [True]
 
 
 def test_liger_s_own_loss_is_refused_where_zero_3_shards_the_head(problems_of):
