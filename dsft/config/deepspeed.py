@@ -248,6 +248,9 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         # stage3.py: "Muon and reduce scatter cannot be used together", once the model is loaded
         if zero_stage == 3 and at("zero_optimization.reduce_scatter") is not False:
             problems.append("optimizer.type Muon: stage 3 needs zero_optimization.reduce_scatter=false; add it")
+    own_adam = optimizer in ("adam", "adamw") and not at("optimizer.params.torch_adam")
+    if own_adam and at("optimizer.params.amsgrad"):  # fused_adam.py and cpu_adam.py, once the model is loaded
+        problems.append("optimizer.params.amsgrad: DeepSpeed's own Adam has none; add torch_adam=true, or leave it out")
     if optimizer in NOT_FOR_SHARDS and (zero_stage or optimizer != "lamb"):
         problems.append(f"optimizer.type {at('optimizer.type')}: {NOT_FOR_SHARDS[optimizer]}")
     offloads = at("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")

@@ -180,6 +180,7 @@ def test_what_is_right_beside_its_stage_is_taken(content):
         (2, {"optimizer": {"type": "Muon", "params": {"ns_steps": 5}}}, ["optimizer.params.ns_steps: unknown key"]),
         (2, {"optimizer": {"type": "Muon", "params": {"ns_method": "fast"}}}, ["ns_method", "gram, standard"]),
         (3, {"optimizer": {"type": "Muon", "params": {}}}, ["Muon", "reduce_scatter=false"]),
+        (2, {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, ["amsgrad", "add torch_adam=true"]),
         (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type Lamb: ", "norms of whole weights"]),
         (0, {"optimizer": {"type": "LBFGS", "params": {}}}, ["optimizer.type LBFGS: ", "several times in a step"]),
         (2, {"optimizer": {"type": "SparseAdam", "params": {}}}, ["optimizer.type SparseAdam: ", "dense"]),
