@@ -757,7 +757,7 @@ def test_the_command_repeats_the_question_and_shows_the_chosen_one_and_its_cost(
     words = ["--model", configs["8b"], "--gpus", "8xH100", "--tokens", "1e9", "--num_train_epochs", "2"]
     out = run_plan(capsys, *words, "--dollars_per_gpu_hour", "2.5")
     rows = [line for line in out.splitlines() if " x " in line and ("yes" in line or "no:" in line)]
-    assert len(rows) == 1 and out.count("->") == 1 and "tokens per step" in out and "per GPU predicted" in out
+    assert len(rows) == 1 and out.count("->") == 1 and "tokens per step" in out and "is chosen" in out
     assert "full finetuning (--method), 1,024 tokens per sequence (--seq_len), bfloat16 (--dtype)" in out
     everything = run_plan(capsys, *words, "--all")
     assert len([line for line in everything.splitlines() if " x " in line and ("yes" in line or "no:" in line)]) > 15
