@@ -97,7 +97,7 @@ def _data(option: str) -> Becomes:
     """A list of data sets as axolotl and TRL have them, for `data` or `eval_data`."""
 
     def becomes(value: Any, given: Values, notes: list[str]) -> Values:
-        names, form = [], {}
+        names, forms = [], []
         for entry in _items(value) if isinstance(value, str) else value if isinstance(value, list) else [value]:
             entry = {"path": entry} if isinstance(entry, str) else entry
             name, files, split = entry.get("path"), entry.get("data_files"), entry.get("split") or "train"
@@ -115,7 +115,10 @@ def _data(option: str) -> Becomes:
                     notes.append(f"{name}: download its {', '.join(_items(files))} and name the file")
             if split != "train":
                 notes.append(f"{name}: a file has no split; cut {split} out of it before")
-            form |= _form(entry, name, notes)
+            forms.append(_form(entry, name, notes))
+        if any(form != forms[0] for form in forms):
+            notes.append("its entries have several forms, and here all rows have one; bring them into one before")
+        form = {key: each for form in forms for key, each in form.items()}
         return {option: names} | (form if option == "data" else {})
 
     return becomes
@@ -136,9 +139,12 @@ def _form(entry: Values, name: str, notes: list[str]) -> Values:
     messages = entry.get("field_messages")
     if messages not in (None, "messages", "conversations"):
         notes.append(f"{name}: rename the column {messages} to messages")
-    roles = entry.get("message_property_mappings") or {}
-    if {roles.get("role", "role"), roles.get("content", "content")} - {"role", "content", "from", "value"}:
+    keys = {each: entry.get(f"message_field_{each}") or each for each in ("role", "content")}
+    keys |= entry.get("message_property_mappings") or {}
+    if {keys["role"], keys["content"]} - {"role", "content", "from", "value"}:
         notes.append(f"{name}: rename the keys of its messages to role and content")
+    if others := set(_items(entry.get("roles_to_train") or ())) - {"assistant", "gpt", "model"}:
+        notes.append(f"{name}: roles_to_train {', '.join(sorted(others))}: dsft trains answers, or all (train_on)")
     notes += [f"{name}: {key}: no counterpart" for key in entry if key not in READ_OF_DATA.split()]
     family = re.split(r"[.:]", str(kind or ""))[0]
     if family in ("completion", "pretrain"):

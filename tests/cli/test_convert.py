@@ -108,15 +108,25 @@ def test_data_sets_of_axolotl_become_entries_of_data(folder):
     assert values["data"] == ["own.jsonl"]
     assert (values["prompt_template"], values["completion_template"]) == ("Q: {q} {note}", "{a}")
     several = [
-        {"path": "owner/one", "name": "part", "split": "train[:5%]", "type": "chat_template"},
-        {"path": "owner/two", "split": "train[:9]", "field_messages": "talk"},
+        {
+            "path": "owner/one",
+            "name": "part",
+            "split": "train[:5%]",
+            "type": "chat_template",
+            "roles_to_train": ["user"],
+        },
+        {"path": "owner/two", "split": "train[:9]", "field_messages": "talk", "message_field_role": "who"},
         {"path": "json", "data_files": ["own.jsonl"], "split": "test"},
         {"path": "owner/text", "type": "completion", "field": "chapter", "shards": 4},
     ]
     values, text = convert(folder, {"base_model": "m", "datasets": several})
     assert values["data"] == ["owner/one:part:train[:5%]", "owner/two::train[:9]", "own.jsonl", "owner/text"]
     assert (values["data_format"], values["text_column"]) == ("text", "chapter")
-    for note in ("owner/two: rename the column talk to messages", "own.jsonl: a file has no split", "shards: no count"):
+    for note in (
+        *("owner/two: rename the column talk to messages", "own.jsonl: a file has no split", "shards: no count"),
+        *("owner/two: rename the keys of its messages", "owner/one: roles_to_train user: dsft trains answers"),
+        "# datasets: its entries have several forms",
+    ):
         assert note in text
 
 

@@ -781,12 +781,13 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     prices.write_text(
         '[[machine]]\ngpus = "1x4090"\nhost_memory = "64GB"\ndollars_per_gpu_hour = 0.1\n'
         '[[machine]]\ngpus = "8xH100"\ndollars_per_gpu_hour = 2\n[[machine]]\ngpus = "8xA100-80GB"\n'
-        'dollars_per_gpu_hour = 0.5\n[[machine]]\nnodes = "2"\ngpus = "8xH100"\n'  # without a price
+        'dollars_per_gpu_hour = 0.5\n[[machine]]\nnodes = "2,4"\ngpus = "8xH100"\n'  # without a price
     )
     out = run_plan(capsys, *words, "--prices", str(prices))
     *table, last = out.splitlines()
     lines = {name: next(line for line in table if name in line) for name in ("1x4090", "8xH100", "8xA100", "2 x 8xH")}
     assert "no:" in lines["1x4090"] and "smallest" in lines["8xH100"] and "cheapest" in lines["8xA100"]
+    assert any("4 x 8xH" in line for line in table)
     assert " - " in lines["2 x 8xH"] and "yes" in lines["2 x 8xH"], "hours, and no dollars"
     assert last.startswith("smallest: 8xH100, ") and "; cheapest: 8xA100-80GB, " in last and "dollars" in last
     assert len(last.split()) <= 25
