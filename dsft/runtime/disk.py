@@ -29,7 +29,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         error.filename = str(path)  # which the user knows
         raise
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # that of writing is reported
+            beside.unlink(missing_ok=True)
 
 
 def existing_parent(path: Path) -> Path:

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from dsft.launch.environment import write_env_file
-from dsft.runtime.disk import CPU_BUFFER, ENV_FILE, remove_leftovers
+from dsft.runtime.disk import CPU_BUFFER, ENV_FILE, remove_leftovers, write_json
 
 HOLD = """
 import mmap, os, sys, time
@@ -60,3 +60,11 @@ def test_the_variables_of_a_living_launch_stay(temporary):
     assert path.parent == temporary and path.read_text() == "A=1\n"
     remove_leftovers()
     assert path.exists()
+
+
+def test_a_json_that_cannot_be_written_is_named_as_the_user_did(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "x.json", tmp_path / "none" / "x.json"):
+        with pytest.raises(OSError) as caught:
+            write_json(path, {})
+        assert caught.value.filename == str(path)
