@@ -99,6 +99,9 @@ def main() -> None:
         sys.exit(f"scripts/real_model: {folder}: holds something else; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     num_steps, scored, texts = (24, 20, 10) if args.short else (60, 100, 40)
+    train_file = folder / "train.jsonl"
+    if train_file.is_file() and len(train_file.read_text().splitlines()) != BATCH * num_steps:
+        sys.exit(f"scripts/real_model: {folder}: is of the other form, {'without' if args.short else 'with'} --short")
     runs = [("LoRA", "2"), ("full", "3")] if args.short else [(name, zero) for name in METHODS for zero in "23"]
     steps: dict[str, dict] = json.loads(steps_file.read_text()) if steps_file.is_file() else {}
 

@@ -163,11 +163,14 @@ def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
     ]
 
 
-def is_finished(checkpoint: str, training: dict[str, Any]) -> bool:
-    """Return whether nothing is left to train after `checkpoint`, by max_steps or else num_train_epochs.
-    Raises UserError where the checkpoint holds no Trainer's state.
+def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | None = None) -> bool:
+    """Return whether nothing is left to train after `checkpoint`, by `patience` (early_stopping_patience), max_steps or
+    else num_train_epochs. Raises UserError where the checkpoint holds no Trainer's state.
     """
     state = read_trainer_state(Path(checkpoint))
+    stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # of training/callbacks.py
+    if patience and stopping and stopping["attributes"]["early_stopping_patience_counter"] >= patience:
+        return True
     if training.get("max_steps", -1) > 0:
         return state["global_step"] >= training["max_steps"]
     return (state.get("epoch") or 0) >= training.get("num_train_epochs", 3.0)

@@ -139,8 +139,10 @@ def sample_prompts(
             )
             for text in config.generate_samples
         ]
-    prompts, number = [], min(config.generate_samples, len(held_out or ()))
-    for index in np.linspace(0, len(held_out) - 1, number).astype(int) if number else ():
+    # The last window of a text may be of a single token, before which there is no prompt.
+    prompts, usable = [], np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
+    number = min(config.generate_samples, len(usable))
+    for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)] if number else ():
         sequence = held_out[index]
         first = int(np.argmax(sequence["labels"] != IGNORED))
         if first <= 1:  # of a text all is trained

@@ -55,7 +55,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
     eval_strategy = "epoch" if options.has_held_out else "no"
     values = TRAINING_DEFAULTS | {"eval_strategy": eval_strategy} | dict(options.training)
     if options.early_stopping_patience:
-        values.setdefault("metric_for_best_model", "loss")
+        values["metric_for_best_model"] = values.get("metric_for_best_model") or "loss"
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
     values.pop("gradient_checkpointing", None)  # the plan decides

@@ -210,7 +210,10 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
 
     checkpoint, decisions, finished = distributed.on_rank_0(resume)
     if finished:
-        say(f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs to continue")
+        patience = ", or early_stopping_patience," if draft.options.early_stopping_patience else ""
+        say(
+            f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs{patience} to continue"
+        )
         return None
     # Each rank has read the options and the files that they name by itself.
     files = {f"content of {draft.options.zero}": checked.zero_file}
@@ -545,7 +548,7 @@ def resume_decisions(
         check_identity(checkpoint, {TRAINED_ELEMENTS: elements, "seed of the order": seed})
     decisions = keep_global_batch(options, checkpoint, world)
     has_final = (Path(training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
-    if has_final and is_finished(checkpoint, training):
+    if has_final and is_finished(checkpoint, training, patience=options.early_stopping_patience):
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:
         raise UserError(

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from dsft.models.lora import unwrapped
+from dsft.models.size import num_experts_of
 from dsft.perplexity.intervals import Units, in_words, ratio_interval
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
@@ -126,20 +127,23 @@ class Work:
         """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
         self.network_seconds = 0.0
         """This rank was in collectives; on a GPU also while it computed beside them."""
+        self.compiled_seconds = 0.0
+        """This rank compiled, in forward passes or elsewhere."""
         self.begun = time.perf_counter()
         """When it began, put off by what is none of its steps' time."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave an evaluation or a save inside a `with` out of the interval's time."""
-        start = time.perf_counter()
+        """Leave an evaluation or a save inside a `with` out of the interval's time, and its collectives too."""
+        start, begun, before = time.perf_counter(), self.begun, len(self.collectives)
         yield
-        self.begun += time.perf_counter() - start
+        self.begun = begun + time.perf_counter() - start  # also what was compiled in it, once
+        del self.collectives[before:]
 
     def leave_out(self, seconds: float) -> None:
-        """Leave what a forward pass took to be compiled out of the interval's time, and of this rank's own."""
+        """Leave what was compiled out of the interval's time."""
         self.begun += seconds
-        self.forward_seconds -= seconds
+        self.compiled_seconds += seconds
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and count the seconds until each is there."""
@@ -208,18 +212,23 @@ class Work:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules that send tokens to experts, where transformers names their class."""
-    recorder = getattr(type(unwrapped(model)), "_can_record_outputs", None) or {}
-    recorder = recorder.get("router_logits")
-    kind = getattr(recorder, "target_class", recorder)
-    return [module for module in model.modules() if kind is not None and isinstance(module, kind)]
+    """Lists the modules that send tokens to experts, where transformers names their class and their config says how
+    many experts there are.
+    """
+    inner = unwrapped(model)
+    recorder = (getattr(type(inner), "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorder, "target_class", recorder)  # a list of recorders in JetMoe, whose router sorts tokens
+    if not isinstance(kind, type) or not isinstance(num_experts_of(inner.config.get_text_config()), int):
+        return []
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def count_experts(routers: list[nn.Module], work: Work) -> None:
     """Add the tokens of each expert to `work.loads` while the model trains."""
 
     def count(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
-        chosen = [each for each in output if not each.is_floating_point()] if isinstance(output, tuple) else []
+        parts = output if isinstance(output, tuple) else ()
+        chosen = [each for each in parts if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
         if router.training and chosen:
             experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
             loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))

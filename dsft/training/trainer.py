@@ -67,7 +67,7 @@ from dsft.training.metrics import (
     routers_of,
 )
 from dsft.training.plan_check import PlanCheck
-from dsft.units import Batch, padded_width
+from dsft.units import Batch, in_digits, padded_width
 from dsft.watchdog import client as watchdog
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
@@ -251,6 +251,13 @@ class PerplexityTrainer(Trainer):
         started = super()._init_training_state(max_steps, *args, **kwargs)
         # Else a resumed run logs, evaluates and saves as often as the checkpoint's did.
         self.state.compute_steps(self.args, max_steps)
+        # The best so far is of the metric that was asked for then, whose values another's must not be compared to.
+        best, metric = self.state.best_metric, self.args.metric_for_best_model
+        if best is not None and metric is not None:
+            name = f"eval_{metric.removeprefix('eval_')}"
+            if math.isfinite(best) and best not in (entry.get(name) for entry in self.state.log_history):
+                say(f"note: no earlier evaluation has {in_digits(best)} as {name}: the best is looked for from here on")
+                self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return started
 
     def _prepare_for_training(
@@ -299,6 +306,7 @@ class PerplexityTrainer(Trainer):
                     group["lr"] = rate
         swap_in(engine, "train")  # a checkpoint holds the average
         self.skipped_steps.number = engine.skipped_steps
+        self.work.collectives.clear()  # those of preparing
         self.work.begin_interval()
         return prepared
 
@@ -333,13 +341,14 @@ class PerplexityTrainer(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes a micro batch's part of the step's loss (loss.py), timed and counted for all ranks."""
-        num_tokens, started = inputs.pop("num_tokens"), mark()
+        num_tokens, started, compiled = inputs.pop("num_tokens"), mark(), self.work.compiled_seconds
         # Shares have a mask of their own (`training_step`), which transformers cannot make of their positions.
         is_packed = "position_ids" in inputs and self.team.size == 1
         search = _sequence_numbers if is_packed else lambda position_ids: None
         with patches.replaced("positions_on_gpu", lambda _: search):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         done = mark()
+        self.work.forward_seconds -= self.work.compiled_seconds - compiled
         self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens, started=started, done=done)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 

@@ -140,6 +140,15 @@ def test_a_run_is_finished_by_its_steps_or_else_by_its_epochs(tmp_path, step, ep
     assert is_finished(write_checkpoint(tmp_path, step, epoch=epoch), training) is expected
 
 
+def test_a_run_that_stopped_early_is_finished_until_its_patience_is_raised(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 5, epoch=0.5)
+    state = {"attributes": {"early_stopping_patience_counter": 3}}
+    written = {"global_step": 5, "epoch": 0.5, "stateful_callbacks": {"EarlyStopping": state}}
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text(json.dumps(written))
+    finished = [is_finished(checkpoint, {"max_steps": 9}, patience=patience) for patience in (2, 3, 4, None)]
+    assert finished == [True, True, False, False]
+
+
 OTHERS = ["[]", "null", "7", '"x"', "", "{"]
 
 

@@ -13,6 +13,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
+from dsft.training.metrics import routers_of
 
 pytestmark = pytest.mark.launch
 LISTED = """
@@ -108,6 +109,14 @@ def test_the_load_of_the_experts_and_the_loss_of_their_router_are_logged(options
     assert "aux_loss" not in lines["none"] and "aux_loss" not in lines["off"]
     assert 0.1 < lines["on"]["aux_loss"] < 0.4, "at an even load the loss is the number of experts that a token takes"
     assert lines["on"]["loss"] == pytest.approx(lines["off"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "routers"), [("mixtral", 2), ("jetmoe", 0), ("aria_text", 0)])
+def test_routers_are_counted_where_there_is_one_class_of_them_and_a_number_of_experts(model_type, routers):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=64, **sizes))
+    assert len(routers_of(model)) == routers
 
 
 def test_a_model_without_a_router_has_no_auxiliary_loss(options, tmp_path):

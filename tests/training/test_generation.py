@@ -1,7 +1,9 @@
 """Samples of a training are what its model answers, on any ranks and stage, and change nothing of the training."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.zero import partition_parameters
@@ -11,6 +13,9 @@ from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.run_folder import samples_in
+from dsft.config.options import TrainConfig
+from dsft.data.batches import Sequences
+from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
 from dsft.report.runs import read_report
 from dsft.report.tables import tables
@@ -73,6 +78,14 @@ def runs(tiny, options, tmp_path_factory):
     }
     cases = [options(folder / name, **case) for name, case in cases.items()]
     return folder, on_ranks(2, train_and_count, cases)
+
+
+def test_a_window_of_a_single_token_is_no_prompt():
+    store = SimpleNamespace(tokens=np.arange(9), trained=np.ones(9, bool), weights=None, sources=())
+    held_out = Sequences([store], np.zeros(3, np.int16), np.array([0, 4, 8]), np.array([4, 8, 9]))
+    config = TrainConfig(model="model", data=["data"], generate_samples=3)
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    assert [prompt.ids for prompt in sample_prompts(config, [], tokenizer, held_out)] == [[0, 1], [4, 5]]
 
 
 def test_a_rank_waits_for_no_other_while_it_generates(runs):

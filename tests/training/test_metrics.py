@@ -5,6 +5,7 @@ import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import read_json
 from ranks import on_ranks, train, train_all
@@ -118,8 +119,15 @@ def test_a_training_ends_early_by_any_metric_and_counts_on_after_a_resume(option
         "max_steps": 8,
     }
     resume = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
-    cases = [options(tmp_path / "whole", **words), options(tmp_path / "resumed", **words | resume)]
+    other = {"metric_for_best_model": "eval_seen_perplexity"}
+    cases = [
+        options(tmp_path / "whole", **words),
+        options(tmp_path / "resumed", **words | resume),
+        options(tmp_path / "other", **words | resume | other),
+    ]
     output = train_all(1, cases, tmp_path / "log")
+    steps = read_json(tmp_path / "other" / "run.json")["results"]["steps"]
+    assert steps == 6 and output.count("as eval_seen_perplexity: the best is looked for from here on") == 1, output
     for name in ("whole", "resumed"):
         results = read_json(tmp_path / name / "run.json")["results"]
         assert results["steps"] == 4, output
@@ -127,6 +135,18 @@ def test_a_training_ends_early_by_any_metric_and_counts_on_after_a_resume(option
     best = read_json(tmp_path / "whole" / "checkpoint-4" / "trainer_state.json")["best_metric"]
     perplexities = [entry["eval_held_perplexity"] for entry in results["log"] if "eval_held_perplexity" in entry]
     assert best == min(perplexities), "the smallest perplexity is the best"
+
+
+def test_an_evaluation_that_compiles_leaves_no_seconds_and_no_collectives_in_the_interval():
+    work = Work(torch.device("cpu"))
+    work.collectives.append((1.0, 2.0))
+    begun = work.begun
+    with work.paused():
+        time.sleep(0.01)
+        work.leave_out(100.0)
+        work.collectives.append((3.0, 9.0))
+    assert begun + 0.01 <= work.begun < begun + 100 and work.forward_seconds == 0
+    assert work.collectives == [(1.0, 2.0)]
 
 
 def training_that_waits(options: dict) -> list[int]:
