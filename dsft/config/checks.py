@@ -177,7 +177,7 @@ def _check_patterns(options: TrainConfig) -> list[str]:
             except re.error as error:
                 problems.append(f"{name}: {pattern!r} is no regular expression ({error})")
     for pattern, factor in options.learning_rates.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MOST:
+        if not 0 < factor <= MOST:
             problems.append(f"learning_rates: {pattern}: {factor}: must be a number more than 0; frozen trains nothing")
     return problems
 

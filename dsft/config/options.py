@@ -151,7 +151,7 @@ class TrainedFields:
     add_tokens: list[str] = field(default_factory=list)
     """Texts that become one token each; `markers` stands for those of the chat template that the tokenizer splits.
     Embedding and head grow to a multiple of 64; LoRA trains the new rows alone."""
-    learning_rates: dict[str, Any] = field(default_factory=dict)
+    learning_rates: dict[str, float] = field(default_factory=dict)
     """Regular expression -> factor of learning_rate, such as {embed_tokens: 0.1}; the first that matches counts."""
 
 

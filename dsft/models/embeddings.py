@@ -12,6 +12,8 @@ from peft import PeftConfig
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from dsft.units import plural
+
 ROWS_MULTIPLE = 64
 """Of a grown vocabulary: products of other widths take GPUs up to a third longer."""
 
@@ -32,6 +34,12 @@ def tokens_of(adapters: PeftConfig | None) -> list[int]:
     indices = getattr(adapters, "trainable_token_indices", None) or []
     lists = indices.values() if isinstance(indices, dict) else [indices]
     return sorted({token for each in lists for token in each})
+
+
+def without_rows(adapter: str, adapters: PeftConfig, tokens: Iterable[int]) -> list[str]:
+    """Says that a saved adapter trains no rows for some new tokens; empty where it does."""
+    lost = {*tokens} - {*tokens_of(adapters)}
+    return [f"add_tokens: {adapter} has no rows for {plural(len(lost), 'token')}; train a new one"] if lost else []
 
 
 def grow_for(model: PreTrainedModel, adapters: PeftConfig) -> None:

@@ -21,14 +21,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.embeddings import grow_embeddings, new_rows, tokens_of
+from dsft.models.embeddings import grow_embeddings, new_rows, tokens_of, without_rows
 from dsft.models.lora import adapters_of, check_lora_options, saved_lora_config
 from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
 from dsft.models.trained import learning_rates, rate_problems, select_trained
 from dsft.runtime import patches
-from dsft.units import plural
 
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
@@ -222,11 +221,11 @@ def measure_model(
         raise_if_any(check_lora_options(model, options))
     as_loaded = copy.deepcopy(model.config)
     try:
-        saved = tokens_of(saved_lora_config(options.adapter)) if options.adapter and options.method != "full" else []
-        if lost := {*new_tokens} - {*saved} if options.adapter else ():
-            raise UserError(
-                f"add_tokens: {options.adapter} has no rows for {plural(len(lost), 'token')}; train a new one"
-            )
+        saved = []
+        if options.adapter and options.method != "full":
+            shape = saved_lora_config(options.adapter)
+            saved = tokens_of(shape)
+            raise_if_any(without_rows(options.adapter, shape, new_tokens))
         rows = new_rows(new_tokens, as_loaded.get_text_config().vocab_size)
         grow_embeddings(model, [*new_tokens, *saved])
         adapters, head = adapters_of(options, model, rows), model.get_output_embeddings()

@@ -61,13 +61,19 @@ def check_tokenizer(
             f"tokenizer {tokenizer.name_or_path}: has neither a pad token nor an end token to pad with; add one to its"
             " files (tokenizer.pad_token = ..., save_pretrained)"
         )
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if vocab_size and largest >= vocab_size:
-        problems.append(
-            f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for"
-            f" {vocab_size}; use the model's own tokenizer"
-        )
+    problems += ids_beyond(tokenizer, vocab_size) if vocab_size else []
     return tokenizer
+
+
+def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
+    """Says that a model of `vocab_size` rows has none for some tokens; empty where it has."""
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest < vocab_size:
+        return []
+    return [
+        f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for"
+        f" {vocab_size}; use the model's own tokenizer"
+    ]
 
 
 MARKERS = "markers"

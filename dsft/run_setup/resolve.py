@@ -49,13 +49,14 @@ from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, is_bare_config, resolve_dtype
+from dsft.models.embeddings import without_rows
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import step_folder
 from dsft.models.pickles import safe_unpickling
 from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import ModelFacts, check_positions, check_sharding, measure_model
-from dsft.models.tokenizer import add_tokens, check_tokenizer
+from dsft.models.tokenizer import add_tokens, check_tokenizer, ids_beyond
 from dsft.models.trained import learning_rates
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
 from dsft.models.usual import USUAL_MODELS, usual_config
@@ -234,7 +235,15 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     model, adapter = checked.model, draft.options.adapter
     if adapter not in (None, checked.options.adapter):  # training starts with a checkpoint's
         model = dataclasses.replace(model, adapters=saved_lora_config(adapter))
-    checked = dataclasses.replace(checked, options=draft.options, decisions=tuple(draft.decisions), model=model)
+        raise_if_any(without_rows(adapter, model.adapters, checked.new_tokens))
+    new_tokens = checked.new_tokens
+    if new_tokens and draft.options.model != checked.options.model:  # a checkpoint's, whose rows are trained already
+        saved = check_tokenizer(dataclasses.replace(draft.options, tokenizer=None), [])
+        names = checked.tokenizer.convert_ids_to_tokens(new_tokens)
+        ids = [saved and saved.get_vocab().get(name) for name in names]
+        new_tokens = tuple(token for token, known in zip(new_tokens, ids, strict=True) if token != known)
+    known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model, "new_tokens": new_tokens}
+    checked = dataclasses.replace(checked, **known)
     if (size := draft.options.sequence_parallel) > 1:
         trusted = draft.options.trust_remote_code
         failed = failed_trial(model, size=size, model=draft.options.model, trust_remote_code=trusted)
@@ -439,6 +448,8 @@ def check_run(
         if starts and training.get("output_dir") and not is_named:
             draft.problems += check_room(training["output_dir"], checkpoint_size(options, model.size, zero_file))
         model = dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
+        if tokenizer:  # a token that it had before is no new one
+            draft.problems += ids_beyond(tokenizer, model.size.vocab_size)
     if options.sequence_parallel > 1 and not scored:
         draft.problems += check_sequence_parallel(options, model, machine)
     if model and zero_file:  # before the plan, whose trace of such a model takes minutes

@@ -74,6 +74,38 @@ def test_rows_of_new_tokens_are_trained_saved_and_merged(runs, base, method, zer
     assert scored[0].nats == pytest.approx(scored[1].nats, rel=1e-5)
 
 
+@pytest.mark.launch
+def test_rows_that_a_checkpoint_has_trained_are_kept_where_its_weights_alone_are_taken(options, tmp_path):
+    rows = [{"text": f"<tool> say {number} <tool> and more of it"} for number in range(20)]
+    base = {"model": str(write_model(tmp_path / "model", vocab_size=FIRST)), "zero": "0", "optim": "sgd"}
+    base |= {"data": str(write_jsonl(tmp_path / "texts.jsonl", rows)), "add_tokens": ["<tool>"]}
+    first = options(tmp_path / "first", **base, save_strategy="steps", save_steps=2)
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    taken = {"resume_from_checkpoint": str(checkpoint), "resume_weights_only": True, "learning_rate": 0.0}
+    more = {"add_tokens": ["<tool>", "<|im_start|>"]}
+    cases = [first, first | taken | {"output_dir": str(tmp_path / "second")} | more]
+    output = train_all(1, cases, tmp_path / "log.txt")
+    assert (tmp_path / "second" / "final").is_dir(), output[-5000:]
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
+        for folder in (checkpoint, tmp_path / "second" / "final")
+    )
+    assert torch.equal(before[: FIRST + 1], after[: FIRST + 1])
+    assert torch.allclose(after[FIRST + 1], torch.cat([before[: FIRST + 1], before[FIRST + 2 :]]).mean(0), atol=1e-6)
+
+
+def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(options, tmp_path, tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "model")
+    model = write_model(tmp_path / "model", vocab_size=FIRST)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(model)
+    config = make_config(TrainConfig, options(tmp_path / "run", model=str(model), add_tokens=["<tool>"]), [])
+    (problem,) = check_run(config, this_machine(ranks_per_node=1)).problems
+    assert problem.endswith(
+        f"has ids up to {FIRST}, but the model has embeddings for {FIRST}; use the model's own tokenizer"
+    )
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_new_rows_are_the_mean_of_the_others(tmp_path, is_tied):
     model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path, tie_word_embeddings=is_tied))

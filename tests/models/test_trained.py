@@ -109,6 +109,12 @@ def test_a_pattern_that_is_none_and_a_factor_that_is_none_are_refused(options, t
     assert len(problems) == 1 and problems[0].startswith(next(iter(changes)))
 
 
+def test_a_factor_is_read_as_yaml_writes_it(options, tmp_path):
+    problems = []
+    made = make_config(TrainConfig, options(tmp_path, learning_rates={"norm": "1e-1"}), problems)
+    assert made.learning_rates == {"norm": 0.1} and not problems
+
+
 def _rates(case: dict) -> list[tuple[float, int]]:
     groups = trained(case).model_wrapped.optimizer.param_groups
     return [(group["lr"], group["initial_lr"]) for group in groups]
