@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import random
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -87,9 +88,9 @@ def train_all(world: int, cases: list[dict], log: Path) -> str:
 def run_entry(
     module: str, words: list, *, world: int = 1, folder: Path = Path(), codes: list | None = None, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Run `main()` of a module with the command line `words` in a folder, as `world` ranks; the exit code is the first
-    of a rank that is not 0, and `codes` gets all of them. For what an entry does after its start: tests of the start
-    itself take the `run` fixture.
+    """Run `main()` of a module, or a file, with the command line `words` in a folder, as `world` ranks; the exit code
+    is the first of a rank that is not 0, and `codes` gets all of them. For what an entry does after its start: tests of
+    the start itself take the `run` fixture.
     """
     with tempfile.TemporaryDirectory() as printed:
         out, err = Path(printed, "out"), Path(printed, "err")
@@ -168,7 +169,10 @@ def _as_rank(function: Callable, arguments: tuple, result: Path) -> None:
 def _entry(module: str, words: list[str], folder: Path) -> None:
     os.chdir(folder)
     sys.argv = [module, *words]
-    importlib.import_module(module).main()
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        importlib.import_module(module).main()
 
 
 def trained(options: dict):

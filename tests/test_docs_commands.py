@@ -50,6 +50,14 @@ NOT_RUN = {
     "deepspeed --num_gpus 8 dsft/train.py --config run.yaml --seq_len 131072 --sequence_parallel 8": (
         "needs 8 GPUs: tests/training/test_long_context.py"
     ),
+    **dict.fromkeys(
+        (
+            "python train_focal.py",
+            "torchrun --nproc_per_node 8 train_focal.py",
+            "deepspeed --hostfile hostfiles/2x8 train_focal.py",
+        ),
+        "tests/test_train.py",
+    ),
     "scripts/test --gpu": GPUS,
     "scripts/test --gpu --minutes 20": GPUS,
     "scripts/test --gpu --only perplexity kill": GPUS,

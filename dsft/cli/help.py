@@ -27,7 +27,14 @@ ARGUMENT_TEXTS = {
     "eval_strategy": "no, steps or epoch; by default epoch where there is held-out data.",
 }
 """Texts of fields of TrainingArguments that mean more here; none of them has a fixed default."""
-PLACEHOLDERS = {"str": "TEXT", "int": "N", "float": "NUMBER", "bool": "[true|false]", "dict": "JSON"}
+PLACEHOLDERS = {
+    "str": "TEXT",
+    "int": "N",
+    "float": "NUMBER",
+    "bool": "[true|false]",
+    "dict": "JSON",
+    "Any": "MODULE:NAME",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

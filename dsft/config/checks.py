@@ -138,6 +138,26 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
+    if options.compute_loss and training.get("label_smoothing_factor"):
+        problems.append("compute_loss and label_smoothing_factor are both set; smooth labels in your own loss")
+    problems += _check_held_out(options)
+    if training.get("load_best_model_at_end") and training.get("save_only_model"):
+        problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
+    problems += _check_patterns(options)
+    if options.method == "full" and options.adapter:
+        problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
+    halves = [(key, dtype) for key, dtype in HALF_PRECISION.items() if training.get(key)]
+    if len(halves) == 2:
+        return [*problems, "bf16 and fp16 are both true; keep one"]
+    return problems + [
+        f"dtype={options.dtype} contradicts {key}=true; keep one"
+        for key, dtype in halves
+        if options.dtype not in ("auto", dtype)
+    ]
+
+
+def _check_held_out(options: TrainConfig) -> list[str]:
+    problems, training = [], options.training
     for name in options.held_out_names:
         if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             problems.append(
@@ -153,19 +173,7 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append("early_stopping_patience needs held-out data; give eval_data or eval_fraction")
     if options.early_stopping_patience is not None and training.get("eval_strategy") == "no":
         problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
-    if training.get("load_best_model_at_end") and training.get("save_only_model"):
-        problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
-    problems += _check_patterns(options)
-    if options.method == "full" and options.adapter:
-        problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
-    halves = [(key, dtype) for key, dtype in HALF_PRECISION.items() if training.get(key)]
-    if len(halves) == 2:
-        return [*problems, "bf16 and fp16 are both true; keep one"]
-    return problems + [
-        f"dtype={options.dtype} contradicts {key}=true; keep one"
-        for key, dtype in halves
-        if options.dtype not in ("auto", dtype)
-    ]
+    return problems
 
 
 def _check_patterns(options: TrainConfig) -> list[str]:

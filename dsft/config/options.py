@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dsft.config.user_code import name_of, named
+
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` with the same meaning."""
 UNQUANTISED = "none"
@@ -175,6 +177,9 @@ class DataFields:
     chat_template: str | None = None
     """A Jinja file or a preset such as chatml (dsft/models/templates) in place of the tokenizer's own; the final model
     keeps it."""
+    map_row: Any = None
+    """Your own function as module:function: it gets each row, a dict by column, and returns the row to use, or None to
+    leave it out. See docs/python.md."""
     source_column: str | None = None
     """Column that says which source a row is of, such as domain; by default each entry of data is one. A training
     reports the loss of each; in an evaluation --group_by source splits results by it."""
@@ -264,6 +269,11 @@ class StepFields:
     tiled_loss: bool | Literal["auto"] = "auto"
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
     vocabulary of 32,000 where a trial finds the same loss and gradients."""
+    compute_loss: Any = None
+    """Your own loss as module:function: it gets logits [N, vocabulary] and labels [N] of trained tokens, and returns
+    the loss of each, [N]. See docs/python.md."""
+    callbacks: list[Any] = field(default_factory=list)
+    """Your own classes of transformers.TrainerCallback as module:class. See docs/python.md."""
     save_minutes: float | None = None
     """Longest time between two checkpoints, in minutes, beside save_strategy."""
     resume_weights_only: bool = False
@@ -453,7 +463,9 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     """Returns the options for run.json; tokens of services are left out."""
-    values = dataclasses.asdict(options)
+    code = {key: [name_of(each) for each in getattr(options, key)] for key in ("callbacks",) if hasattr(options, key)}
+    code |= {key: name_of(value) for key, value in named(options) if key not in code}
+    values = dataclasses.asdict(dataclasses.replace(options, **code))
     values |= values.pop("training", {})
     return {key: value for key, value in values.items() if not key.endswith("_token")}
 

@@ -170,8 +170,11 @@ class FormattedSource:
                 following = next(held_out_rows)
             first += len(batch.rows)
             rows = [row for index, row in enumerate(batch.rows) if (index in held_out_here) == self.held_out.wanted]
+            left_out = 0 if self.held_out.wanted else batch.left_out
             # A piece of a text is a document by itself here.
-            yield replace(batch, rows=[row._replace(starts_document=True, ends_document=True) for row in rows])
+            yield replace(
+                batch, left_out=left_out, rows=[row._replace(starts_document=True, ends_document=True) for row in rows]
+            )
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"

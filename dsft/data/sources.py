@@ -30,6 +30,7 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
+from dsft.config import user_code
 from dsft.config.options import DataFields
 from dsft.config.reader import DuplicateKey, unique_keys
 from dsft.errors import UserError, one_line
@@ -81,6 +82,8 @@ class Batch:
     """Bytes of the source read up to here; 0 where that is not known."""
     first: int = 0
     """Documents before it (evaluation)."""
+    left_out: int = 0
+    """Rows between those of `rows` that `map_row` left out."""
 
     def where(self, row: Row) -> str:
         has_lines = ending(self.place) in (".txt", ".jsonl", ".csv")
@@ -100,16 +103,22 @@ class Source:
     """(name, config, split) on the hub; None with files."""
     streaming: bool = False
     """Read from the hub without a copy on disk."""
+    map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+    """The user's own, called with each row before anything else reads it."""
 
     @property
     def identity(self) -> list[Any]:
         """What changes when the content does.
 
-        Path, size and time of change of each file; on the hub name and split, and the revision that is cached.
+        Path, size and time of change of each file; on the hub name and split, and the revision that is cached; the
+        source of `map_row`.
         """
+        mapping = [user_code.digest(self.map_row)] if self.map_row else []
         if self.files:
-            return [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
-        return [*self.hub, getattr(_load_from_hub(*self.hub, streaming=self.streaming), "_fingerprint", "")]
+            facts = [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
+        else:
+            facts = [*self.hub, getattr(_load_from_hub(*self.hub, streaming=self.streaming), "_fingerprint", "")]
+        return facts + mapping
 
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order.
@@ -122,15 +131,21 @@ class Source:
         before = 0
         for place in self.files or self.hub[:1]:
             batch: list[Row] = []
-            size = position = 0
+            size = position = left_out = 0
             for row, position in read_file(place) if self.files else hub_rows:
+                if self.map_row:
+                    where = functools.partial(Batch(rows=[], place=place).where, row)
+                    if (values := user_code.mapped(self.map_row, row.values, where)) is None:
+                        left_out += 1
+                        continue
+                    row = row._replace(values=values)
                 batch.append(row)
                 size += _characters(row.values)
                 if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
-                    yield Batch(rows=batch, place=place, position=before + position)
-                    batch, size = [], 0
-            if batch:
-                yield Batch(rows=batch, place=place, position=before + position)
+                    yield Batch(rows=batch, place=place, position=before + position, left_out=left_out)
+                    batch, size, left_out = [], 0, 0
+            if batch or left_out:
+                yield Batch(rows=batch, place=place, position=before + position, left_out=left_out)
             before += getsize(place) if self.files else 0
 
     def first_batch(self) -> Batch:
@@ -140,8 +155,9 @@ class Source:
             UserError: also where there is no row at all.
         """
         for batch in self.batches():
-            return batch
-        raise UserError(f"{self.name} holds no rows")
+            if batch.rows:
+                return batch
+        raise UserError(f"{self.name} holds no rows{', since map_row leaves all of them out' if self.map_row else ''}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +185,11 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
         problems: where paths that hold no data are reported.
     """
     sources, kinds = [], f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
+    try:
+        map_row = config.map_row and user_code.load("map_row", config.map_row)
+    except UserError as error:
+        problems += error.problems
+        return []
     for entry in entries:
         path, problem = Path(entry).expanduser(), ""
         if path.is_file():
@@ -186,15 +207,16 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
                 problem = f"{entry} does not exist (seen from {Path.cwd()})"
         if others := [file for file in files if not ending(file)]:
             problem = f"{others[0]} has none of the endings {kinds}"
+        if map_row and any(ending(file) == ".txt" for file in files):
+            problem = f"{entry} is one text, without rows that map_row could be called with"
         if problem:
             problems.append(f"{key}: {problem}")
             continue
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
         hub = None if files else (name, hub_config or config.data_name, hub_split or split)
-        sources.append(
-            Source(name=entry, key=key, files=tuple(files), hub=hub, streaming=getattr(config, "streaming", False))
-        )
+        how = {"streaming": getattr(config, "streaming", False), "map_row": map_row}
+        sources.append(Source(name=entry, key=key, files=tuple(files), hub=hub, **how))
     return sources
 
 

@@ -27,7 +27,16 @@ from dsft.errors import UserError
 
 FACTS = "facts.json"
 COUNTS = (
-    *("rows", "truncated", "split", "dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
+    *(
+        "rows",
+        "left_out_by_map_row",
+        "truncated",
+        "split",
+        "dropped_long",
+        "dropped_untrained",
+        "dropped_empty",
+        "dropped_bad",
+    ),
     *("rendered_apart", "unrendered", "empty_thinking", "trained_tokens", "weighted_tokens"),
 )
 """What is counted of every source, in the order of the data line; `tokens` and `duplicates` follow. Of chats:

@@ -136,6 +136,8 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
             for sequence in sequences:
                 builder.add(*sequence, partial(batch.where, row))
     builder.counts["rows"] = len(batch.rows)
+    if batch.left_out:
+        builder.counts["left_out_by_map_row"] = batch.left_out
     return builder.tokens()
 
 

@@ -25,7 +25,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from torch.nn import functional
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import CausalLMOutput
 
+from dsft.config.user_code import failed, name_of
+from dsft.errors import UserError
 from dsft.models.lora import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
@@ -269,6 +271,61 @@ def nats_of(
     if sources_N is None:
         return sums
     return torch.cat([sums, nats_N.new_zeros(num_sources).index_add(0, sources_N, nats_N)])
+
+
+def own_nats_of(
+    compute_loss: Callable,
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    weights_N: torch.Tensor | None = None,
+    sources_N: torch.Tensor | None = None,
+    *,
+    num_sources: int = 0,
+) -> torch.Tensor:
+    """As `nats_of`, with a loss of the user's own in the first sum; the others stay negative log-likelihoods.
+
+    Raises:
+        UserError: where `compute_loss` fails, or does not return the loss of each label.
+    """
+    where = f"compute_loss={name_of(compute_loss)}"
+    with torch.no_grad():
+        nats = nats_of(logits_NV, labels_N, None, sources_N, num_sources=num_sources)[1:]
+    try:
+        losses_N = compute_loss(logits_NV, labels_N)
+    except Exception as error:
+        if which_memory(error):
+            raise
+        raise failed(where, error) from None
+    if not torch.is_tensor(losses_N) or losses_N.shape != labels_N.shape or not losses_N.is_floating_point():
+        returned = f"a tensor {[*losses_N.shape]}" if torch.is_tensor(losses_N) else type(losses_N).__name__
+        raise UserError(f"{where} returned {returned}; expected the loss of each label, {[*labels_N.shape]}")
+    losses_N = losses_N.float()
+    return torch.cat([(losses_N if weights_N is None else losses_N * weights_N).sum().view(1), nats])
+
+
+def own_loss_problems(compute_loss: Callable, vocab_size: int) -> tuple[list[str], list[str]]:
+    """Tries a loss of the user's own on a few random logits.
+
+    Returns:
+        Problems, and notes on what it makes of the batch.
+    """
+    name, generator = f"compute_loss={name_of(compute_loss)}", torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
+    labels_N = torch.randint(vocab_size, (6,), generator=generator)
+    try:
+        total = own_nats_of(compute_loss, logits_NV, labels_N)[0]
+        cuts = [(logits_NV[part], labels_N[part]) for part in (slice(2), slice(2, 6))]
+        parts = [own_nats_of(compute_loss, *cut)[0] for cut in cuts]
+    except UserError as error:
+        return error.problems, []
+    if not total.requires_grad:
+        return [f"{name} returned losses without gradients: nothing would be trained"], []
+    if torch.allclose(total, sum(parts), rtol=1e-4):
+        return [], []
+    return [], [
+        f"{name}: the loss of a token depends on the other tokens that it is called with: accumulation, ranks and"
+        " packing then change what is trained"
+    ]
 
 
 def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:

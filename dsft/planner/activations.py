@@ -38,8 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from dsft.config.user_code import digest
 from dsft.errors import one_line
-from dsft.models.head import ROW_TILE, VOCAB_TILE, tile_rows
+from dsft.models.head import ROW_TILE, VOCAB_TILE, own_nats_of, tile_rows
 from dsft.models.size import ModelSize
 from dsft.planner.fake_model import (
     Attention,
@@ -142,7 +143,9 @@ class StepTrace:
     """Read and written by all operators but products; real tensors may take other ones than fake tensors."""
 
 
-def trace_step(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> StepTrace:
+def trace_step(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], compute_loss: Callable | None = None
+) -> StepTrace:
     """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward.
 
     `model` holds fake tensors where this is called within `fake_model`'s context, and may as well be real.
@@ -163,7 +166,12 @@ def trace_step(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> StepT
     handles = [decoder_layers(model)[-1].register_forward_hook(at_last_layer)]
     handles += [parameter.register_hook(leave_out) for parameter in model.parameters() if parameter.requires_grad]
     with log:
-        loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+        if compute_loss is None:
+            loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+        else:
+            logits_NV = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+            loss = own_nats_of(compute_loss, logits_NV, inputs["input_ids"].flatten())[0]
+            del logits_NV
         log.mark("loss")
         loss.backward()
     for handle in handles:
@@ -195,6 +203,7 @@ def trace_training(
     patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     liger: bool = False,
     tiled: bool = False,
+    compute_loss: Callable | None = None,
 ) -> list[dict[str, int]]:
     """Trace one and two layers of each kind and add up as many as there are.
 
@@ -216,7 +225,8 @@ def trace_training(
                     if checkpointing:
                         model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
                     for batch in batches:
-                        steps[number, checkpointing, batch] = trace_step(model, inputs_of(batch, seq_len, attention))
+                        inputs = inputs_of(batch, seq_len, attention)
+                        steps[number, checkpointing, batch] = trace_step(model, inputs, compute_loss)
         for batch, total in zip(batches, totals, strict=True):
             plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
             layer_input = checkpointed.kept - steps[1, True, batch].kept
@@ -407,6 +417,7 @@ def training_activations(
     adapters: LoraConfig | None = None,
     patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     liger: bool = False,
+    compute_loss: Callable | None = None,
 ) -> TrainingActivations:
     """Trace a model's training, or that of a Llama of the same widths where its code does not run over fake tensors.
 
@@ -416,12 +427,14 @@ def training_activations(
         patterns: of the parameters that are trained, and of those that are frozen.
         seq_len: the length that sequences are padded to.
         liger: with Liger's norms and feed-forwards; its own loss is "fused".
+        compute_loss: the user's own; planned as nats where it does not run over fake tensors.
     """
     if size.model_type in SCANNED and attention != "eager":  # which makes a matrix
         seq_len = min(seq_len, SCANNED_LENGTH)
     options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
     options |= {"patterns": patterns} if any(patterns) else {}
     options |= {"tiled": True} if loss == "tiled" else {}
+    options |= {"compute_loss": compute_loss} if compute_loss else {}
     traces, source = _traced(trace_training, size, model_config, attention=attention, **options)
 
     kept, inputs = (_line(traces, name, seq_len, size.num_layers) for name in ("layers_saved", "layers_input"))
@@ -485,6 +498,9 @@ def _traced(
         return _cached(trace, model_config, attention=attention, **options), "fake-tensor trace"
     except UNTRACEABLE as error:
         reason = f"since {size.model_type} could not be traced ({one_line(error)[:100]})"
+    if options.pop("compute_loss", None):
+        traces, source = _traced(trace, size, model_config, attention=attention, **options)
+        return traces, f"{source}, with nats in place of compute_loss, {reason.partition(' ')[2]}"
     llama = LlamaConfig(
         hidden_size=size.hidden_size,
         intermediate_size=size.ffn_size,
@@ -522,8 +538,9 @@ def _cached(
         "dtype": dtype,
         "code": [torch.__version__, transformers.__version__, peft.__version__, source, str(BATCHES)],
     }
+    own_loss = {"compute_loss": digest(options["compute_loss"])} if "compute_loss" in options else {}
     text = json.dumps(
-        facts | options,
+        facts | options | own_loss,
         sort_keys=True,
         # Sets in one order: their own differs from process to process.
         default=lambda value: sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value),

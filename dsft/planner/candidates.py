@@ -1,6 +1,6 @@
 """The job that is planned, and the configurations that are tried for it: ZeRO files, numbers in them, micro batches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,6 +124,9 @@ class Job:
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
 
+    compute_loss: Callable | None = None
+    """A loss of the user's own."""
+
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
         return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
 
@@ -138,7 +141,8 @@ class Job:
             seq_len=self.seq_len,
             adapters=self.adapters,
             patterns=self.patterns,
-            loss="tiled" if self.tiled_loss else "fused" if liger else "hf",
+            loss="tiled" if self.tiled_loss else "fused" if liger and not self.compute_loss else "hf",
+            compute_loss=self.compute_loss,
             liger=liger,
         )
 

@@ -27,6 +27,7 @@ STATUS = {
 NOT_REPRODUCED = ("overwrite", "resume_from_checkpoint")
 COUNTS = {
     "rows": "rows",
+    "left_out_by_map_row": "rows left out by map_row",
     "sequences": "sequences",
     "tokens": "tokens",
     "trained_tokens": "trained tokens",

@@ -159,8 +159,8 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, "as asked for")
     if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB and not training.get("use_liger_kernel"):
         return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
-    if training.get("label_smoothing_factor"):
-        return Decision("tiled_loss", False, "not with label_smoothing_factor")
+    if others := [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]:
+        return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
     if options.dtype == "float16":
         return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
     if not can_tile_loss(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):

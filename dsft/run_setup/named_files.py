@@ -5,6 +5,7 @@ the model is looked at after that: by a launch on one machine before its ranks s
 launch/supervise.py), and by all ranks together, who also see files of several machines.
 """
 
+from dsft.config import user_code
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.formats import format_rules
@@ -30,7 +31,7 @@ def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: list[st
 
 def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
     """Lists models, tokenizers, adapters and data that are not there, and files that cannot be read: the DeepSpeed
-    JSON, the chat template, the first rows of the data. What may be on the hub is left out.
+    JSON, the user's own code, the chat template, the first rows of the data. What may be on the hub is left out.
     """
     problems: list[str] = []
     models = [options.model] if isinstance(options, TrainConfig) else options.model
@@ -43,6 +44,7 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
             read_zero_file(options.zero, problems)
     else:
         named.append(("reference", options.reference))
+    problems += user_code.problems(options)
     problems += filter(None, (missing(key, name) for key, name in named if name))
     if options.chat_template:
         try:

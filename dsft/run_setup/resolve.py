@@ -35,6 +35,7 @@ from dsft.checkpoints.run_folder import (
     read_run,
     start_from_weights,
 )
+from dsft.config import user_code
 from dsft.config.deepspeed import (
     adopt,
     get_value,
@@ -50,6 +51,7 @@ from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, is_bare_config, resolve_dtype
 from dsft.models.embeddings import without_rows
+from dsft.models.head import own_loss_problems
 from dsft.models.lora import saved_lora_config
 from dsft.models.model_folder import step_folder
 from dsft.models.pickles import safe_unpickling
@@ -217,7 +219,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         )
         return None
     # Each rank has read the options and the files that they name by itself.
-    files = {f"content of {draft.options.zero}": checked.zero_file}
+    files = {f"content of {draft.options.zero}": checked.zero_file, **user_code.digests(draft.options)}
     if checkpoint:
         files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
     require_agreement({SAME_OPTIONS: common_options(draft.options), SAME_FILES: files})
@@ -394,6 +396,7 @@ def check_run(
     draft.apply(decisions, [] if is_reported else not_divisible)
     draft.apply(dtype_decisions(draft.options, auto_dtype(machine)))
     options, training = draft.options, draft.options.training
+    draft.problems += user_code.problems(options)
     draft.problems += check_machine(options, machine)
     evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
     if starts and evaluates and not options.has_held_out:
@@ -442,6 +445,11 @@ def check_run(
         draft.problems += check_weights(options, model, local=True) if starts else []
         trusted = options.trust_remote_code
         draft.problems += architecture_problems(options.model, model.config, trust_remote_code=trusted)
+        if options.compute_loss and not user_code.problems(options):
+            compute_loss = user_code.load("compute_loss", options.compute_loss)
+            problems_of_loss, notes_on_loss = own_loss_problems(compute_loss, model.size.vocab_size)
+            draft.problems += problems_of_loss
+            notes += notes_on_loss
         draft.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
         # The disk of a model of wrong sizes is not reported too.
         is_named = any(re.match("output_dir|model=", problem) for problem in draft.problems)
@@ -617,6 +625,7 @@ def job_over_data(
         fp32_reduction=options.fp32_reduction,
         compiled=bool(training.get("torch_compile")),
         samples=bool(options.generate_samples),
+        compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
     )
 
 

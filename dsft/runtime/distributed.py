@@ -8,6 +8,7 @@ torch, which takes seconds to import, is imported inside functions.
 import atexit
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -169,6 +170,18 @@ def stop_ranks() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+@functools.cache
+def stop_at_exit() -> None:
+    """Let this program stop its ranks where it comes to its end, so with exit code 0; not where an error ends it."""
+
+    def stop() -> None:
+        atexit.unregister(stop)
+        if not hasattr(sys, "last_value"):
+            stop_ranks()
+
+    atexit.register(stop)
 
 
 def raise_together(problems: list[str]) -> None:

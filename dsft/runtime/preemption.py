@@ -7,6 +7,7 @@ only while training runs; before, they end the process as usual. In a notebook C
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -18,8 +19,10 @@ _is_listening = False
 
 def listen() -> None:
     """Note SIGUSR1 from now on. It is enough that a single rank gets it: the trainer lets all ranks agree."""
-    global _is_listening
-    _is_listening = True
+    global _is_listening, _asked
+    _is_listening, _asked = "ipykernel" not in sys.modules, False
+    if threading.current_thread() is not threading.main_thread():
+        return
     signal.signal(signal.SIGUSR1, _note)
 
 

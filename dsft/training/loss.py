@@ -16,6 +16,7 @@ Shape suffixes: B batch, T time, V vocab.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.head import nats_of, next_tokens
+from dsft.models.head import nats_of, next_tokens, own_nats_of
 from dsft.models.lora import unwrapped
 from dsft.runtime.console import say
 from dsft.units import IGNORED
@@ -38,11 +39,20 @@ class TokenLoss:
     Args:
         label_smoothing: the share of the target that is spread evenly over the vocabulary.
         num_sources: whose nats are added up apart; 0 where there is one.
+        compute_loss: the user's own, in place of nats; which are counted all the same.
     """
 
-    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0, num_sources: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        label_smoothing: float = 0.0,
+        num_sources: int = 0,
+        compute_loss: Callable | None = None,
+    ):
         inner = unwrapped(model)
         self.name, self.label_smoothing, self.num_sources = type(inner).__name__, label_smoothing, num_sources
+        self.compute_loss = compute_loss
         # Tiles and Liger compute the loss without logits, and divide by `num_items_in_batch`. Liger takes no weights.
         self.is_tiled = "accepts_loss_kwargs" in vars(inner)
         self.is_liger = inner.forward.__module__.startswith("liger_kernel")
@@ -64,8 +74,8 @@ class TokenLoss:
 
         Returns:
             The loss, of which the sum over all micro batches and ranks is the step's: weighted nats per trained token,
-            and what the model adds. And the micro batch's nats alone, detached: with and without the weights, and of
-            each source, NaN where they are not known.
+            and what the model adds. And the micro batch's nats alone, detached: with the weights, or of `compute_loss`,
+            without, and of each source, NaN where they are not known.
 
         Raises:
             UserError: where the model has neither a loss that is replaced nor logits for each token.
@@ -83,7 +93,8 @@ class TokenLoss:
         share = counts[0] / step_counts[0]
         # A blank micro batch has a share of 0 and no nats.
         divisor = (step_counts[1] * share).clamp(min=1e-9)
-        if not self.label_smoothing and (self.is_tiled or (self.is_liger and weights_BT is None)):
+        is_plain = not self.label_smoothing and self.compute_loss is None
+        if is_plain and (self.is_tiled or (self.is_liger and weights_BT is None)):
             of_labels = {} if weights_BT is None else {"label_weights": weights_BT}
             if self.is_tiled and self.num_sources:
                 of_labels |= {"label_sources": sources_BT, "num_sources": self.num_sources}
@@ -144,12 +155,15 @@ class TokenLoss:
         return self._mean(logits)
 
     def _mean(self, logits_BTV: torch.Tensor) -> torch.Tensor:
-        of_labels = (None if each is None else each.flatten() for each in self._of_labels)
-        sums = nats_of(
-            logits_BTV.float().flatten(0, 1),
-            *(None if each is None else each.to(logits_BTV.device) for each in of_labels),
-            num_sources=self.num_sources,
-            label_smoothing=self.label_smoothing,
-        )
+        of_labels = [None if each is None else each.flatten().to(logits_BTV.device) for each in self._of_labels]
+        if self.compute_loss is None:
+            logits_NV = logits_BTV.float().flatten(0, 1)
+            sums = nats_of(logits_NV, *of_labels, num_sources=self.num_sources, label_smoothing=self.label_smoothing)
+        elif (trained := torch.nonzero(of_labels[0] != IGNORED).flatten()).numel():
+            logits_NV = logits_BTV.flatten(0, 1)[trained].float()
+            of_trained = (None if each is None else each[trained] for each in of_labels)
+            sums = own_nats_of(self.compute_loss, logits_NV, *of_trained, num_sources=self.num_sources)
+        else:  # a blank micro batch, which DeepSpeed takes the backward of all the same
+            sums = (0 * logits_BTV.float().sum()).expand(2 + self.num_sources)
         self._nats = sums.detach()
         return sums[0] / self._divisor

@@ -56,6 +56,8 @@ class Compute:
     """Of training a full sequence, without what activation checkpointing computes again."""
     peak_flops: float
     """Of one GPU by its data sheet, in the run's dtype; 0 where that is not known."""
+    own_loss: bool = False
+    """The first sum of nats is of the user's `compute_loss`."""
 
     @classmethod
     def of_run(cls, run: ResolvedRun) -> "Compute":
@@ -65,6 +67,7 @@ class Compute:
             num_gpus=machine.world_size if machine.has_gpu else 0,
             flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
             peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
+            own_loss=run.options.compute_loss is not None,
         )
 
 
@@ -80,7 +83,7 @@ class Sums:
     positions: float = 0.0
     """With padding."""
     weighted: float = 0.0
-    """Nats of the trained tokens, times their weights."""
+    """Nats of the trained tokens, or their losses of `compute_loss`, times their weights."""
     nats: float = 0.0
     """Of the trained tokens, without."""
     objective: float = 0.0
@@ -468,7 +471,7 @@ class Metric:
 def _more_than(line: Line, name: str, base: str) -> bool:
     """Whether a sum of the line's steps differs from another by more than rounding."""
     sums = vars(line.sums or Sums())
-    return abs(sums[name] - sums[base]) > ROUNDING * sums[base]
+    return abs(sums[name] - sums[base]) > ROUNDING * abs(sums[base])
 
 
 def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
@@ -490,8 +493,18 @@ METRICS = (
     Metric("perplexity", lambda line: exp(line.logs["loss"]) if "loss" in line.logs else None),
     Metric(
         "weighted_loss",
-        lambda line: line.sums.weighted / line.sums.trained if _more_than(line, "weighted", "nats") else None,
+        lambda line: (
+            line.sums.weighted / line.sums.trained
+            if not line.compute.own_loss and _more_than(line, "weighted", "nats")
+            else None
+        ),
         on_screen="weighted_loss",
+    ),
+    Metric(
+        "own_loss",
+        lambda line: line.sums.weighted / line.sums.trained if line.sums and line.compute.own_loss else None,
+        on_screen="own_loss",
+        in_report=InReport(chart="Loss of compute_loss", axis="per trained token", is_noisy=True),
     ),
     Metric(
         "aux_loss",

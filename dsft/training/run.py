@@ -31,6 +31,7 @@ from dsft.checkpoints.run_folder import (
     write_run,
 )
 from dsft.checkpoints.save import release_reserved_space, reserve_space
+from dsft.config import user_code
 from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
 from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
@@ -240,6 +241,9 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
         if options.early_stopping_patience
         else None,
         learning_rates=learning_rates(options),
+        compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
+        callbacks=[user_code.load("callbacks", each) for each in options.callbacks],
+        user_code=user_code.digests(options),
     )
 
 

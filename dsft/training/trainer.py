@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from dsft.checkpoints.run_folder import FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config.deepspeed import offloads, stage
 from dsft.config.options import shuffle_seed
+from dsft.config.user_code import KEYS
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
@@ -111,6 +112,9 @@ class PerplexityTrainer(Trainer):
         early_stopping: EarlyStopping | None = None,
         most_skipped: int | None = None,
         learning_rates: Mapping[str, float] | None = None,
+        compute_loss: Callable | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        user_code: Mapping[str, str] | None = None,
     ):
         """
         Args:
@@ -120,6 +124,8 @@ class PerplexityTrainer(Trainer):
             frozen_weights: a digest of the files that hold them, for the run's identity.
             most_skipped: optimizer steps in a row that may be skipped.
             learning_rates: pattern of parameters' names -> factor of the learning rate (models/trained.py).
+            compute_loss, callbacks: the user's own.
+            user_code: names and digests of all code of the user's, by option; a resume notes what has changed.
         """
         micro_batch = args.per_device_train_batch_size
         per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
@@ -144,13 +150,20 @@ class PerplexityTrainer(Trainer):
         self.team, self.sequences_per_step = team, per_step
         self.compute = compute
         self.sources, self.held_out_sets = data.sources, data.held_out_sets
-        smoothing = args.label_smoothing_factor
-        self.token_loss = TokenLoss(model, label_smoothing=smoothing, num_sources=len(data.sources))
+        self.token_loss = TokenLoss(
+            model,
+            label_smoothing=args.label_smoothing_factor,
+            num_sources=len(data.sources),
+            compute_loss=compute_loss,
+        )
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
+        # In a notebook transformers' table and bar stay, unless disable_tqdm asks for lines.
+        shows_table = any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks)
         self.learning, self.plan_check = LearningCheck(text_config.vocab_size), PlanCheck(plan)
         self.early_stopping = early_stopping
-        for callback in (ProgressLog, MetricsFile, self.learning, self.plan_check, early_stopping):
+        printers = () if shows_table else (ProgressLog,)
+        for callback in (*printers, MetricsFile, self.learning, self.plan_check, early_stopping, *callbacks):
             if callback is not None:
                 self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
@@ -202,7 +215,8 @@ class PerplexityTrainer(Trainer):
             options=unchangeable,
         )
         # As JSON has them, to be compared with those of a checkpoint.
-        self.taken_options = json.loads(json.dumps({name: getattr(args, name) for name in TAKEN}))
+        taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(KEYS) | dict(user_code or {})
+        self.taken_options = json.loads(json.dumps(taken))
 
     @property
     def totals(self) -> dict[str, float]:

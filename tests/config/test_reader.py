@@ -371,7 +371,7 @@ def values_of(hint, chance: random.Random) -> object:
         return values_of(next((each for each in members if isinstance(each, type)), members[0]), chance)
     words = ["a", "true", "1e-4", "ü", "x y", "no", "3", "a=b", "{", "null: 1"]
     plain = {bool: chance.random() < 0.5, int: chance.randint(-9, 9), float: chance.uniform(-9, 9)}
-    return (plain | {str: chance.choice(words)}).get(hint)
+    return (plain | {str: chance.choice(words), typing.Any: "my_code:name"}).get(hint)
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, EvalConfig])

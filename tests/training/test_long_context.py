@@ -18,6 +18,13 @@ pytestmark = pytest.mark.launch
 STEPS = 3
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e6}
 """Of which the weights move by the gradients themselves."""
+
+
+def focal(logits, labels):
+    nats = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return (1 - torch.exp(-nats)) ** 2 * nats
+
+
 EVERY_OTHER = {"every_n_layers": 2, "offload": True}
 KINDS = {
     "padded": {},
@@ -28,6 +35,7 @@ KINDS = {
     "checkpointed": {"activation_checkpointing": True, "packing": True},
     "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": EVERY_OTHER},
     "lora": {"method": "lora", "lora_r": 4},
+    "own": {"compute_loss": focal},
     "json": {},
 }
 RANKS = {"2": (2, 2), "4by2": (4, 2), "4": (4, 4)}
@@ -40,7 +48,7 @@ CASES = [
     *(f"{ranks}-{zero}-llama-{kind}" for ranks in ("4by2", "4") for zero in "012" for kind in ("padded", "packed")),
 ]
 """Ranks, ZeRO stage, architecture, kind."""
-QUICK = [*(f"2-3-llama-{kind}" for kind in ("padded", "packed", "tiled", "offloaded")), "2-1-llama-padded"]
+QUICK = [*(f"2-3-llama-{kind}" for kind in ("padded", "packed", "tiled", "offloaded", "own")), "2-1-llama-padded"]
 QUICK += ["2-2-llama-padded", "2-3-mixtral-packed"]
 
 
@@ -100,7 +108,7 @@ def moved(run: Path, base: Path) -> torch.Tensor:
 def test_ranks_that_share_sequences_have_the_losses_and_gradients_of_one(runs, case):
     _, _, architecture, kind = case.split("-")
     shared, alone = runs / case, runs / f"1-{architecture}-{kind}"
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", *(("own_loss",) if kind == "own" else ())):
         assert log_of(shared, name) == pytest.approx(log_of(alone, name), rel=1e-4)
     results = [read_json(run / "run.json")["results"] for run in (shared, alone)]
     for name in ("tokens_seen", "trained_tokens", "eval_tokens"):

@@ -222,6 +222,38 @@ def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, caps
     assert capsys.readouterr().out.count("Liger's loss takes no weights") == (2 if form == "liger" else 0)
 
 
+@one_thread()
+@pytest.mark.parametrize("are_shares", [False, True])
+def test_a_loss_of_one_s_own_is_summed_by_source_too_over_rows_and_shares_of_rows(are_shares):
+    """Blank micro batches have zeros of all."""
+
+    def usual(logits, labels):
+        return functional.cross_entropy(logits, labels, reduction="none")
+
+    torch.manual_seed(0)
+    model = small_model(CONFIG_MAPPING["llama"]()).eval()
+    before = "shift_" if are_shares else ""
+    counts = torch.tensor([IDS_BT.numel(), (LABELS_BT != IGNORED).sum()])
+    of_labels = {"sources": torch.arange(ROWS)[:, None].expand(ROWS, LENGTH) % 3}
+    of_labels["weights"] = 0.5 + of_labels["sources"]
+    for labels_BT, tokens in ((LABELS_BT, counts), (torch.full_like(LABELS_BT, IGNORED), torch.tensor([0, 0]))):
+        results = []
+        for compute_loss in (None, usual):
+            token_loss = TokenLoss(model, num_sources=3, compute_loss=compute_loss)
+            inputs = {"labels": labels_BT, **of_labels}
+            if are_shares:
+                inputs = {name: next_tokens(each, IGNORED * (name == "labels")) for name, each in inputs.items()}
+            inputs = {f"{before}{name}": each for name, each in inputs.items()}
+            model.zero_grad()
+            loss, nats = token_loss(model, {"input_ids": IDS_BT, "use_cache": False} | inputs, tokens, counts)
+            loss.backward()
+            results.append((loss.item(), nats, [p.grad.clone() for p in model.parameters()]))
+        (loss, nats, gradients), (own_loss, own_nats, own_gradients) = results
+        assert own_loss == pytest.approx(loss, rel=1e-6) and torch.allclose(own_nats, nats, rtol=1e-6)
+        assert nats[1].item() == pytest.approx(nats[2:].sum().item(), rel=1e-6)
+        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients, own_gradients, strict=True))
+
+
 def test_label_smoothing_is_that_of_transformers():
     from transformers.trainer_pt_utils import LabelSmoother
 

@@ -1,0 +1,144 @@
+"""The user's own code in a run: named as `module:function` in a YAML file or a flag, or given from Python as it is.
+
+Options hold what was given. It is loaded where it is needed, and what goes wrong in it is an error with its own
+traceback. Modules are those that Python finds, and files of the current folder.
+"""
+
+import hashlib
+import importlib
+import inspect
+import json
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from dsft.errors import UserError, nearest
+
+KEYS = ("map_row", "compute_loss", "callbacks")
+"""Options that hold it; callbacks is a list."""
+PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+def named(options: Any) -> Iterator[tuple[str, Any]]:
+    """Yields option and value of all user code that `options` name."""
+    for key in KEYS:
+        value = getattr(options, key, None)
+        yield from ((key, each) for each in (value if isinstance(value, list) else [value] * (value is not None)))
+
+
+def name_of(value: Any) -> str:
+    """Returns `module:function`, as an option names it."""
+    if isinstance(value, str):
+        return value
+    code = value if isinstance(value, FunctionType | type) else type(value)
+    return f"{code.__module__}:{code.__qualname__}"
+
+
+def load(key: str, value: Any) -> Any:
+    """Returns the function, or the class or object of TrainerCallback, that is `value` or that it names.
+
+    Raises:
+        UserError: there is none, or it cannot be imported.
+    """
+    code, here = value, f"{key}={name_of(value)}"
+    if isinstance(value, str):
+        module_name, colon, name = value.partition(":")
+        if not (module_name and colon and name):
+            raise UserError(f"{here}: name it as module:function, such as my_code:{key}")
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # last: a file there hides no library
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+                raise UserError(
+                    f"{here}: no module {error.name}, neither among installed packages nor in {os.getcwd()}"
+                ) from None
+            raise failed(here, error) from None
+        try:
+            code = attrgetter(name)(module)
+        except AttributeError:
+            raise UserError(f"{here}: {module_name} has no {name}{nearest(name, vars(module))}") from None
+    if key != "callbacks":
+        if not isinstance(code, FunctionType):
+            raise UserError(f"{here}: expected a function, got {type(code).__name__}")
+        return code
+    from transformers import TrainerCallback  # here: seconds
+
+    if not issubclass(code if isinstance(code, type) else type(code), TrainerCallback):
+        raise UserError(f"{here}: expected a class or an object of transformers.TrainerCallback, got {code!r}")
+    return code
+
+
+def problems(options: Any) -> list[str]:
+    """Lists what of the user code that `options` name cannot be loaded."""
+    not_loaded: list[str] = []
+    for key, value in named(options):
+        try:
+            load(key, value)
+        except UserError as error:
+            not_loaded += error.problems
+    return not_loaded
+
+
+def digest(code: Any) -> str:
+    """Hashes what a function, or the class of a callback, is made of: its file, or its cell of a notebook, since it may
+    call other functions there; default values and what it closes over.
+    """
+    if isinstance(code, FunctionType):
+        compiled = code.__code__  # too: the file may have changed since it was imported
+        constants = [each for each in compiled.co_consts if isinstance(each, str | bytes | int | float)]
+        content = "".join(linecache.getlines(compiled.co_filename)).encode()
+        content += compiled.co_code + repr((compiled.co_names, constants)).encode()
+        held = [code.__defaults__, code.__kwdefaults__, [cell.cell_contents for cell in code.__closure__ or ()]]
+    else:
+        code = code if isinstance(code, type) else type(code)
+        try:
+            content, held = Path(inspect.getsourcefile(code)).read_bytes(), []
+        except (OSError, TypeError):  # a class of a notebook has no file
+            content, held = b"", []
+    identity = json.dumps([name_of(code), held], default=name_of, sort_keys=True)
+    return hashlib.sha256(content + identity.encode()).hexdigest()[:12]
+
+
+def digests(options: Any) -> dict[str, str]:
+    """Maps each option that names user code to names and digests, in words."""
+    words: dict[str, list[str]] = {}
+    for key, value in named(options):
+        words.setdefault(key, []).append(f"{name_of(value)} (source {digest(load(key, value))})")
+    return {key: ", ".join(each) for key, each in words.items()}
+
+
+def failed(where: str, error: BaseException) -> UserError:
+    """Returns the error of user code as one of this package: what it was, and the traceback from the user's own lines
+    on.
+    """
+    frames = error.__traceback__
+    while frames.tb_next and (PACKAGE in (file := frames.tb_frame.f_code.co_filename) or "importlib" in file):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    return UserError(f"{where} raised {type(error).__name__}: {error}\n{text}")
+
+
+def mapped(map_row: Callable[[dict], Any], values: dict[str, Any], where: Callable[[], str]) -> dict[str, Any] | None:
+    """Returns what `map_row` makes of a row; None where it leaves it out.
+
+    Raises:
+        UserError: naming the row, where it fails or returns anything else.
+    """
+    try:
+        row = map_row(values)
+    except Exception as error:
+        raise failed(f"{where()}: map_row={name_of(map_row)}", error) from None
+    if row is None or (isinstance(row, dict) and all(isinstance(name, str) for name in row)):
+        return row
+    raise UserError(
+        f"{where()}: map_row={name_of(map_row)} returned {type(row).__name__}; expected a row (a dict by column), or"
+        " None to leave it out"
+    )
