@@ -497,7 +497,8 @@ class Part:
                     batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
             batch = share_of(batch, self.place, self.size) | rows
         is_token_BT, is_trained_BT = batch.pop("is_token"), batch[f"{before}labels"] != IGNORED
-        num_tokens = torch.tensor([int(is_token_BT.sum()), int(is_trained_BT.sum()), is_token_BT.numel()])
+        computed = torch.tensor(is_token_BT.numel())
+        num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), computed])
         if num_sources > 1:
             of_sources = batch[f"{before}sources"][is_trained_BT].bincount(minlength=num_sources)
             num_tokens = torch.cat([num_tokens, of_sources])
