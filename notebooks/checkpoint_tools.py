@@ -26,8 +26,8 @@ from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.launch.supervise import launch
+from dsft.models import tokenizer as models_tokenizer
 from dsft.models.build import resolve_dtype
-from dsft.models.tokenizer import generate as generate
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.documents import Documents, samples_in
@@ -217,6 +217,12 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
         texts.append(text)
         prompts.append(prompt)
     return texts, prompts
+
+
+def generate(model: Any, tokenizer: Any, prompt: str) -> str:
+    """Continue `prompt` by at most 40 tokens, always the likeliest."""
+    ids = models_tokenizer.text_ids(tokenizer, prompt)
+    return models_tokenizer.generate(model, tokenizer, ids, max_new_tokens=40)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

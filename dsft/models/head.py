@@ -354,11 +354,13 @@ class _Nats(torch.autograd.Function):
             )
             product_RV = functional.linear(hidden_RH, weight_VH, bias_V).requires_grad_()
             with torch.enable_grad():
-                logits_RV = logits_of(product_RV).float()
-                tile_sums = nats_of(logits_RV, labels_R, weights_R, sources_R, num_sources=num_sources)
+                # Without a name, the float32 logits go before their gradient is made.
+                tile_sums = nats_of(
+                    logits_of(product_RV).float(), labels_R, weights_R, sources_R, num_sources=num_sources
+                )
                 sums += tile_sums.detach()
                 (grad_RV,) = torch.autograd.grad(tile_sums[0], product_RV)
-            del product_RV, logits_RV, tile_sums
+            del product_RV, tile_sums
             if grad_hidden_NH is not None:
                 torch.mm(grad_RV, weight_VH, out=grad_hidden_NH[tile])
             if grad_weight_VH is not None:

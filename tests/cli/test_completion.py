@@ -13,7 +13,7 @@ OFFERED = {
     ("comp",): "compare completion",
     ("train", "--meth"): "--method",
     ("train", "--method", ""): "full lora qlora",
-    ("train", "--learning_r"): "--learning_rate",  # of transformers.TrainingArguments
+    ("train", "--learning_r"): "--learning_rates --learning_rate",  # of transformers.TrainingArguments
     ("train", "--packing", ""): "true false",
     ("train", "--config", "r"): "run.yaml",
     ("eval", "--mode", ""): "auto windows sliding rolling answers",
