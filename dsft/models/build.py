@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.embeddings import grow_embeddings, grow_for, new_rows
-from dsft.models.lora import add_lora, saved_lora_config, unwrapped
+from dsft.models.lora import add_lora, gathered_rows, saved_lora_config, unwrapped
 from dsft.models.model_folder import (
     MODEL_FILES,
     OPTIMIZER_FILES,
@@ -167,7 +167,8 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     if base := adapter_base(name):
         model = load_weights(base, **options)
         grow_for(model, saved_lora_config(name))
-        return PeftModel.from_pretrained(model, name)
+        with patches.replaced("token_rows", lambda _: gathered_rows):
+            return PeftModel.from_pretrained(model, name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
     name = str(folder.resolve()) if folder.is_dir() else name
     place, gguf = located(name)
@@ -218,7 +219,8 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     if base := adapter_base(str(checkpoint)):
         adapters, model = saved_lora_config(str(checkpoint)), load_weights(base, **options)
         grow_for(model, adapters)
-        model = get_peft_model(model, adapters)
+        with patches.replaced("token_rows", lambda _: gathered_rows):
+            model = get_peft_model(model, adapters)
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     else:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))

@@ -84,7 +84,7 @@ def add_lora(
     Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
     """
-    with warnings.catch_warnings(), patches.replaced("token_rows", lambda _: _gathered_rows):
+    with warnings.catch_warnings(), patches.replaced("token_rows", lambda _: gathered_rows):
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # peft's own
         if adapter:
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
@@ -95,7 +95,7 @@ def add_lora(
     return adapted
 
 
-def _gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:
+def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:
     """Rows of a sharded weight, on every rank. Collective."""
     with gather_params_ctx([weight], modifier_rank=None):
         return weight[rows].clone()

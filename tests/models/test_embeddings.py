@@ -15,6 +15,7 @@ from dsft.checkpoints.export import export
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.models.embeddings import grow_embeddings
+from dsft.models.lora import add_lora
 from dsft.models.tokenizer import add_tokens, check_tokenizer
 from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine
@@ -104,6 +105,18 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(options
     assert problem.endswith(
         f"has ids up to {FIRST}, but the model has embeddings for {FIRST}; use the model's own tokenizer"
     )
+
+
+def test_an_adapter_with_new_tokens_has_the_same_perplexity_sharded(tmp_path, tiny):
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "model", vocab_size=FIRST))
+    grow_embeddings(model, [FIRST])
+    adapted = add_lora(model, TrainConfig(method="lora", lora_target_modules=["q_proj"]), rows=range(FIRST, ROWS))
+    adapted.save_pretrained(tmp_path / "adapter")
+    options = {"data": str(tiny / "texts.jsonl"), "tokenizer": str(tiny / "model"), "seq_len": 64, "progress": False}
+    whole, sharded = (
+        evaluate_perplexity(model=str(tmp_path / "adapter"), zero=zero, **options).perplexity.nats for zero in "03"
+    )
+    assert sharded == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
