@@ -25,6 +25,7 @@ NETWORK, NODES, ITSELF = "loads from the network", "needs two nodes: tests/clust
 GPUS = "needs GPUs: tests/gpu"
 NOT_RUN = {
     "scripts/quickstart": "tests/test_quickstart.py",
+    "dsft chat runs/first": "asks at a terminal: tests/cli/test_chat.py",
     "scripts/real_model --short": NETWORK,
     "scripts/test": ITSELF,
     "scripts/test --all": ITSELF,
