@@ -25,6 +25,9 @@ NETWORK, NODES, ITSELF = "loads from the network", "needs two nodes: tests/clust
 GPUS = "needs GPUs: tests/gpu"
 NOT_RUN = {
     "scripts/quickstart": "tests/test_quickstart.py",
+    "dsft compare results --format latex --seeds 'runs/a-seed*' 'runs/b-seed*'": (
+        "needs runs of several seeds: tests/perplexity/test_model_table.py"
+    ),
     "dsft chat runs/first": "asks at a terminal: tests/cli/test_chat.py",
     "scripts/real_model --short": NETWORK,
     "scripts/test": ITSELF,
@@ -76,6 +79,7 @@ NOT_RUN = {
 }
 """Command -> why it is not run here."""
 BEGUN_WITHOUT = {
+    "docs/migrating.md": ["runs/first"],
     "README.md": ["run.yaml", "runs/first"],
     "docs/data.md": ["runs/first"],
     "docs/first_model.md": ["run.yaml", "runs/first", "results"],
