@@ -4,10 +4,10 @@ Options hold what was given. It is loaded where it is needed, and what goes wron
 traceback. Modules are those that Python finds, and files of the current folder.
 """
 
+import contextlib
 import hashlib
 import importlib
 import inspect
-import json
 import linecache
 import os
 import sys
@@ -96,15 +96,25 @@ def digest(code: Any) -> str:
         constants = [each for each in compiled.co_consts if isinstance(each, str | bytes | int | float)]
         content = "".join(linecache.getlines(compiled.co_filename)).encode()
         content += compiled.co_code + repr((compiled.co_names, constants)).encode()
-        held = [code.__defaults__, code.__kwdefaults__, [cell.cell_contents for cell in code.__closure__ or ()]]
+        held = [*(code.__defaults__ or ()), code.__kwdefaults__]
+        for cell in code.__closure__ or ():
+            with contextlib.suppress(ValueError):  # one that nothing was put into
+                held.append(cell.cell_contents)
     else:
         code = code if isinstance(code, type) else type(code)
         try:
             content, held = Path(inspect.getsourcefile(code)).read_bytes(), []
         except (OSError, TypeError):  # a class of a notebook has no file
             content, held = b"", []
-    identity = json.dumps([name_of(code), held], default=name_of, sort_keys=True)
-    return hashlib.sha256(content + identity.encode()).hexdigest()[:12]
+    from datasets.fingerprint import Hasher  # here: seconds
+
+    hashes = []
+    for value in held:
+        try:
+            hashes.append(Hasher.hash(value))  # of arrays and tables too
+        except Exception:  # whatever a value that cannot be pickled raises
+            hashes.append(name_of(value))
+    return hashlib.sha256(content + f"{name_of(code)} {hashes}".encode()).hexdigest()[:12]
 
 
 def digests(options: Any) -> dict[str, str]:

@@ -174,13 +174,21 @@ def stop_ranks() -> None:
 
 @functools.cache
 def stop_at_exit() -> None:
-    """Let this program stop its ranks where it comes to its end, so with exit code 0; not where an error ends it."""
+    """Let this program stop its ranks where it comes to its end, so with exit code 0; not where an error ends it, or
+    `sys.exit` with another code.
+    """
+    leave, codes = sys.exit, []
+
+    def exit_with(code: Any = None) -> None:
+        codes[:] = [code]  # Python tells it to nobody at exit
+        leave(code)
 
     def stop() -> None:
         atexit.unregister(stop)
-        if not hasattr(sys, "last_value"):
+        if not hasattr(sys, "last_value") and codes in ([], [None], [0]):
             stop_ranks()
 
+    sys.exit = exit_with
     atexit.register(stop)
 
 

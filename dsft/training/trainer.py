@@ -445,6 +445,8 @@ class PerplexityTrainer(Trainer):
             self.totals["nats"] += sums.nats
             of_sources = self.totals.setdefault("sources", {}) if self.sources else {}
             for source, tokens, nats in zip(self.sources, *by_source.tolist(), strict=True):
+                if math.isnan(nats):  # Liger's loss tells none of them apart
+                    continue
                 before = of_sources.get(source, {"trained_tokens": 0, "nats": 0.0})
                 of_sources[source] = {
                     "trained_tokens": before["trained_tokens"] + int(tokens),

@@ -2,7 +2,9 @@
 
 import linecache
 import sys
+import threading
 
+import numpy as np
 import pytest
 from transformers import TrainerCallback
 
@@ -78,7 +80,17 @@ def test_a_digest_changes_with_the_file_the_defaults_and_what_is_closed_over(mod
     def closing(number):
         return lambda row: number
 
-    assert user_code.digest(closing(1)) == user_code.digest(closing(1)) != user_code.digest(closing(2))
+    for value, other in ((1, 2), (np.zeros(9), np.ones(9)), ({("a", 1): 2}, {("a", 1): 3})):
+        assert user_code.digest(closing(value)) == user_code.digest(closing(value)) != user_code.digest(closing(other))
+    lock = threading.Lock()  # it cannot be pickled
+    assert user_code.digest(closing(lock)) == user_code.digest(closing(lock)) != user_code.digest(closing(1))
+
+    def refers_to_a_later_one():
+        return lambda row: later
+
+    without = user_code.digest(refers_to_a_later_one())
+    later = 1
+    assert user_code.digest(refers_to_a_later_one()) != without
     (tmp_path / "own_rows.py").write_text(CODE + "\n# changed\n")
     linecache.checkcache()
     module["double"].__kwdefaults__ = {"by": 2}

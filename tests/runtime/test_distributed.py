@@ -1,5 +1,8 @@
 """Ranks take their places in their own job alone."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,3 +64,11 @@ def test_a_job_is_known_by_its_launch_or_else_by_its_folder(monkeypatch, variabl
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"that is output_dir=another, this is {known_as};"):
         check_job(store, "runs/a", 1)
+
+
+@pytest.mark.parametrize(("ends", "code"), [("", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_a_program_of_several_ranks_keeps_the_exit_code_of_its_own(ends, code):
+    program = f"import sys, torch.distributed; from dsft.runtime import distributed; distributed.stop_at_exit(); {ends}"
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
