@@ -1,7 +1,7 @@
 """`dsft convert`: a configuration of axolotl, LLaMA-Factory or TRL becomes a run.yaml.
 
-What their options mean is data: `config/elsewhere.py`. Here a file is read, each of its options is translated, and what
-has no counterpart is named, in the file and on the screen. No model, data or GPU is needed.
+What their options mean is data: `config/elsewhere.toml`. Here a file is read, each of its options is translated, and
+what has no counterpart is named, in the file and on the screen. No model, data or GPU is needed.
 
 dsft convert axolotl.yaml --output run.yaml
 dsft convert sft.sh --from trl        # a shell script with the command line
