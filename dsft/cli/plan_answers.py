@@ -29,7 +29,7 @@ from dsft.planner.record import predicted
 from dsft.planner.step_time import TIME_RANGES
 from dsft.planner.zero_layout import bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
-from dsft.run_setup.resolve import Choice, DecidedRun, auto_dtype, choose_plan, plan_run, resolve_offline
+from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, has_gpu, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
@@ -127,7 +127,7 @@ def print_note(text: str) -> None:
     show_text(f"dsft: note: {text}", file=sys.stderr)
 
 
-def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> DecidedRun:
+def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> TrainingRun:
     """What the training would decide on this machine; what was rounded is printed."""
     problems: list[str] = []
     wanted = options.tokens_per_step
@@ -250,7 +250,7 @@ def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
     return dataclasses.asdict(machine) | carried
 
 
-def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> tuple[int, int, int] | None:
+def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int, int, int] | None:
     """Counts one epoch of the run's data, as the plan's steps take it: (tokens without padding, steps, tokens of a
     sequence in the mean, padding included); None where its tokens have not been prepared.
     """
@@ -273,7 +273,7 @@ def prepared_epoch(run: DecidedRun, plan: Plan, machine: Machine) -> tuple[int, 
     return tokens, -(-items // batch.sequences), min(options.seq_len, max(1, round(fed / items)))
 
 
-def _cost(options: PlanOptions, offline: DecidedRun, choice: Choice, machine: Machine) -> RunCost | None:
+def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: Machine) -> RunCost | None:
     """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
     plan, training = choice.plan, offline.options.training
     if not plan.has_time_estimate:

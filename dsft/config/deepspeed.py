@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsft.config.checks import check_bounds
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
-from dsft.config.reader import DuplicateKey, read_text, unique_keys
+from dsft.config.reader import DuplicateKey, check_bounds, read_text, unique_keys
 from dsft.errors import nearest, one_line
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -313,6 +312,8 @@ def _check_entry(key: str, value: Any) -> list[str]:
         return [not_an_object]
     if key in ("optimizer", "scheduler"):
         problems, value = _check_type_and_parameters(key, value), value | {"params": {}}
+        if not isinstance(value.get("type"), str):  # reported; DeepSpeed would fail at it, and leave params unread
+            value["type"] = ""
     # Stage 1, which every setting of another entry goes with; the real one is taken for all entries together.
     content = {"zero_optimization": {"stage": 1}} | {key: value}
     try:

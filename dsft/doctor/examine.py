@@ -372,7 +372,7 @@ def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config
     from dsft.planner.step_time import speeds_of
-    from dsft.run_setup.checkpoint_size import checkpoint_size
+    from dsft.run_setup.arguments import checkpoint_size
     from dsft.run_setup.resolve import plan_run, resolve_offline
 
     facts, machine, written = report.facts, machine_of(report.facts), None

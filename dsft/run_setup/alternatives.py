@@ -31,7 +31,7 @@ EIGHT_BIT = "adamw_8bit"
 """The optimizer that is proposed where the default one has no room."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alternative:
     """A change with which the training fits."""
 
@@ -42,13 +42,8 @@ class Alternative:
 
 
 def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: Attention | None) -> list[Alternative]:
-    """Changes that make a training fit which does not: another `zero`, an 8-bit optimizer, fewer trained parameters,
-    more nodes, more host memory, smaller batches, shorter sequences. The smallest of each kind that is enough; where
-    none is, one of these on top of another method.
-
-    Args:
-        options: with their decisions.
-        attention: that is planned, whatever the model would take; None for the model's.
+    """Changes that make a training fit which does not: the smallest of each kind that is enough; where none is, one of
+    these on top of another method. `attention` is planned, whatever the model would take.
     """
 
     def replanned(**changes: Any) -> Job | None:
@@ -58,7 +53,7 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
             return None
 
     def fitting(job: Job, before: dict[str, Any]) -> Iterator[Alternative]:
-        """Try one change of this job at a time, of each option the smallest first. Args: `before`: changes in it."""
+        """Tries one change of this job at a time, of each option the smallest first, on top of those `before`."""
         trials: list[tuple[dict[str, Any], Job, Machine]] = []
         if job.optimizer == DEFAULT_OPTIMIZER and not job.size.lora_r and machine.has_gpu:
             trials.append(({"optim": EIGHT_BIT}, dataclasses.replace(job, optimizer=EIGHT_BIT), machine))
@@ -86,7 +81,7 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
                 plan = choose_plan(changed_job, changed_machine).plan
                 if plan.fits:
                     solved |= change.keys()
-                    yield Alternative(change=before | change, machine=changed_machine, plan=plan)
+                    yield Alternative(before | change, changed_machine, plan)
 
     alternatives, freed = [], {}
     if options.zero != "auto":  # part of every change: what follows is planned so
@@ -94,14 +89,14 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         job = replanned() or job
         plan = choose_plan(job, machine).plan
         if plan.fits:
-            alternatives.append(Alternative(change=freed, machine=machine, plan=plan))
+            alternatives.append(Alternative(freed, machine, plan))
     # A quantised base is not sharded, that of LoRA is.
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]
     others = {method: other for method in methods if (other := replanned(method=method))}
     for method, other in others.items():
         plan = choose_plan(other, machine).plan
         if plan.fits:
-            alternatives.append(Alternative(change=freed | {"method": method}, machine=machine, plan=plan))
+            alternatives.append(Alternative(freed | {"method": method}, machine, plan))
             break
     alternatives += fitting(job, freed)
     if not alternatives:
@@ -113,9 +108,6 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
 def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
     """The same job with sequences of another length and the activations that were traced: bytes per token do not change
     where attention makes no matrix.
-
-    Args:
-        changes: of batches and checkpointing.
     """
     other = dataclasses.replace(job, seq_len=seq_len, **changes)
     if job.attention == "flash":
@@ -126,13 +118,8 @@ def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
 def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> float:
     """Returns the seconds of a step of the chosen plan where sequences have `seq_len` tokens in the mean."""
     plan = choice.plan
-    job = of_length(
-        job,
-        seq_len,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        checkpointing=plan.activation_checkpointing,
-    )
+    batch = {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation}
+    job = of_length(job, seq_len, checkpointing=plan.activation_checkpointing, **batch)
     zero_file = plan.deepspeed_config if plan.zero.endswith(".json") else None
     return choose_plan(job, machine, zero=plan.zero, zero_file=zero_file).plan.time.step_seconds
 
@@ -171,11 +158,7 @@ class Largest:
 
 
 def largest_models(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Largest]:
-    """Finds for each method of this machine the largest usual model that fits; smaller ones are taken to fit too.
-
-    Args:
-        options: of a training; model and method are put in their place.
-    """
+    """Finds for each method of this machine the largest usual model that fits; smaller ones are taken to fit too."""
     answers, names = [], list(USUAL_MODELS)
     costs = {field.name: Cost() for field in dataclasses.fields(TrainingActivations) if field.type in (Cost, "Cost")}
     with tempfile.TemporaryDirectory() as folder:
@@ -187,8 +170,9 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
                 job = resolve_offline(asked, machine, attention=attention).job
                 # Without any activations first: what does not fit so needs no trace.
                 bare = dataclasses.replace(job)
-                none = TrainingActivations(num_layers=job.size.num_layers, source="none", **costs)
-                bare.__dict__["activations"] = none
+                bare.__dict__["activations"] = TrainingActivations(
+                    num_layers=job.size.num_layers, source="none", **costs
+                )
                 if choose_plan(bare, machine).plan.fits and (plan := choose_plan(job, machine).plan).fits:
                     break
             else:

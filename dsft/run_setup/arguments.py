@@ -1,16 +1,19 @@
-"""From the options of a training to transformers' arguments: what it gets, which options it, DeepSpeed or the machine
-refuse, and which have no effect. Pure: each check returns its problems.
+"""What follows from the options of a training: what is decided in the user's place and why, transformers' arguments,
+which options it, DeepSpeed or the machine refuse, which have no effect, and the bytes on its disk. Pure: decisions and
+problems are returned, and `resolve.py` applies them.
 
-What the options show by themselves is in `config/checks.py`.
+What the options show by themselves is checked in `config/reader.py`.
 """
 
 import dataclasses
 import importlib.util
 import inspect
 import json
+import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +23,42 @@ from huggingface_hub import HfApi
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dsft.config.deepspeed import check_nvme, get_value, offloads, stage
+from dsft.checkpoints.manifest import checkpoints, files_of, read_manifest
+from dsft.config.deepspeed import check_nvme, get_value, offloads, read_zero_file, stage
 from dsft.config.options import (
     HALF_PRECISION,
     IGNORED_ARGUMENTS,
     NEW_NAMES,
     TRAINING_DEFAULTS,
+    Decision,
     LoraFields,
     TrainConfig,
+    decide,
 )
-from dsft.errors import nearest, one_line
+from dsft.errors import nearest, one_line, raise_if_any
 from dsft.models.build import resolve_dtype
+from dsft.models.head import LEAST_VOCAB
 from dsft.models.quantization import FORMATS
-from dsft.models.size import ModelSize
+from dsft.models.sequence_parallel import refused_ranks
+from dsft.models.size import ModelFacts, ModelSize
 from dsft.models.trained import learning_rates
+from dsft.models.trials import can_tile_loss
 from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.optimizers import OPTIMIZERS, optimizer_memory
 from dsft.planner.plans import Plan
 from dsft.planner.zero_layout import sums_in_fp32
+from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
+from dsft.units import DTYPE_BYTES, GB, Batch, plural
 
+STEPS_WAITED = 10
+"""Planned steps in the time of one, after which a run with NVMe is ended: disks may be as much slower than planned."""
+STEPS_BETWEEN_SAVES = 500
+"""transformers' own default of save_steps."""
+BYTES_PER_TOKEN = 200
+"""Of a tokenizer's files, at most: Llama 3's take 134."""
+SMALL_FILES_BYTES = 100_000
+"""Of the config, the model card, the training arguments and run.json."""
 REPORTERS = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "azure_ml": ("azureml",),
@@ -48,6 +67,132 @@ REPORTERS = {
     "dvclive": ("dvclive",),
 }
 """Packages of a reporter where they are not called as it is."""
+
+
+def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
+    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user named another: then both are
+    named.
+    """
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if file == "none":
+        if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in environment and options.zero == "auto":
+            return [], [
+                "accelerate's own DeepSpeed settings (zero_stage, offload ...) are not read; name a"
+                " deepspeed_config_file in its YAML, or set zero"
+            ]
+    elif options.zero == "auto":
+        return [Decision("zero", file, "it is accelerate's deepspeed_config_file")], []
+    elif read_zero_file(options.zero, []) != read_zero_file(file, []):
+        return [], [f"zero={options.zero}, but accelerate's deepspeed_config_file is {file}; keep one"]
+    return [], []
+
+
+def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
+    """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
+    total, training, shared_by = options.global_batch_size, options.training, options.sequence_parallel
+    ranks = f"{world} ranks" if shared_by == 1 else f"{world} ranks / sequence_parallel={shared_by}"
+    micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
+    if not total or (micro is not None and micro < 1) or refused_ranks(shared_by, world):  # problems of their own
+        return [], []
+    if accumulation and micro is None:
+        micro, rest = divmod(total, Batch(1, accumulation, world, shared_by).sequences)
+        reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {ranks})"
+        problem = (
+            f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {ranks};"
+            " leave gradient_accumulation_steps out"
+        )
+        return [Decision("per_device_train_batch_size", micro, reason)], [problem] if rest else []
+    if accumulation:  # both fixed, by a DeepSpeed JSON
+        problem = (
+            f"global_batch_size={total} (train_batch_size) is not per_device_train_batch_size={micro} x"
+            f" gradient_accumulation_steps={accumulation} x {ranks}; leave one to follow"
+        )
+        return [], [problem] if Batch(micro, accumulation, world, shared_by).sequences != total else []
+    # Where the micro batch is not given, the plan chooses one that divides.
+    per_step = Batch(micro or 1, 1, world, shared_by).sequences
+    if total % per_step:
+        lower = total // per_step * per_step
+        return [], [
+            f"global_batch_size={total} is not divisible by per_device_train_batch_size={micro or 1} x {ranks};"
+            f" try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another"
+            " per_device_train_batch_size"
+        ]
+    if micro is None:
+        return [], []
+    reason = f"global_batch_size={total} / (per_device_train_batch_size={micro} x {ranks})"
+    return [Decision("gradient_accumulation_steps", total // per_step, reason)], []
+
+
+def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
+    """Makes `dtype` and the flags bf16 and fp16 one decision. `auto_dtype` is what `auto` is on the run's devices."""
+    training = options.training
+    flag = next((name for name in HALF_PRECISION if training.get(name)), None)
+    if flag:
+        dtype, reason = HALF_PRECISION[flag], f"{flag}=true"
+    elif options.dtype == "auto" and "bf16" in training:
+        dtype, reason = "float32", "bf16=false"
+    else:
+        dtype = auto_dtype if options.dtype == "auto" else options.dtype
+        reason = "auto is bfloat16 on a GPU that computes in it, else float32"
+    return [Decision("dtype", dtype, reason)] + [
+        Decision(name, dtype == flagged, f"dtype={dtype}") for name, flagged in HALF_PRECISION.items()
+    ]
+
+
+def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
+    """Lets a training that resumes on another number of ranks, of all or of those that share a sequence, take as many
+    sequences per step as before, unless `global_batch_size` is set. UserError where so many ranks cannot share them.
+    """
+    manifest = read_manifest(Path(checkpoint))
+    if "run_identity" not in (manifest or {}) or options.global_batch_size:
+        return []
+    then = Batch(1, 1, manifest["world_size"], manifest.get("sequence_parallel", 1))
+    if then.sequences == Batch(1, 1, world, options.sequence_parallel).sequences:
+        return []
+    total = manifest["run_identity"]["sequences per step"]
+    shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
+    reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
+    kept = [
+        Decision("global_batch_size", total, reason),
+        Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
+    ]
+    decisions, problems = batch_decisions(decide(options, kept), world)
+    raise_if_any(
+        [
+            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows; {problem}"
+            for problem in problems
+        ]
+    )
+    return kept + decisions
+
+
+def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
+    """Decides whether the loss is computed for some tokens at a time."""
+    vocab_size, training = facts.size.vocab_size, options.training
+    if options.tiled_loss is False:
+        return Decision("tiled_loss", False, "as asked for")
+    if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB and not training.get("use_liger_kernel"):
+        return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
+    if others := [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]:
+        return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
+    if options.dtype == "float16":
+        return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
+    if not can_tile_loss(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):
+        return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
+    return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
+
+
+def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
+    """Decides how long the watchdog waits for a step: at least ten planned ones where a plan uses NVMe, whose rate is a
+    guess.
+    """
+    seconds, reason = options.step_timeout, f"{STEPS_WAITED} planned steps, with offload to NVMe"
+    if any(term.place == "nvme" for term in plan.terms):
+        seconds = max(seconds, float(math.ceil(STEPS_WAITED * plan.time.step_seconds)))
+    if options.training.get("torch_compile"):
+        # A rank that compiles for the shapes of its batch alone leaves the others waiting.
+        seconds, reason = seconds + options.compile_timeout, "a step that is compiled anew takes compile_timeout longer"
+    return Decision("step_timeout", seconds, reason)
 
 
 def with_defaults(options: TrainConfig) -> dict[str, Any]:
@@ -71,9 +216,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
 
 
 def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
-    """The option activation_checkpointing_kwargs, by either of its names, as a dict or as JSON; ValueError where it is
-    neither.
-    """
+    """The option activation_checkpointing_kwargs, by either name, a dict or JSON; ValueError where it is neither."""
     given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
     how = json.loads(given) if isinstance(given, str) else given
     if not isinstance(how, dict):
@@ -82,9 +225,8 @@ def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
 
 
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
-    """Composes transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied.
-
-    From here on transformers shards what it loads, where the plan is ZeRO-3.
+    """Composes transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied. Where the
+    plan is ZeRO-3, transformers shards what it loads from here on.
     """
     values = with_defaults(options) | {
         "per_device_train_batch_size": 1 if options.batch_tokens else plan.micro_batch,
@@ -360,3 +502,84 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
             f" {', '.join(options.lora_target_modules)} does not reach them in this architecture"
         )
     return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSize:
+    """Bytes on the disk of `output_dir`, over all ranks."""
+
+    weight_bytes: int
+    """The weights of the model, frozen ones too, or of the adapters, as safetensors; tied ones once."""
+    state_bytes: int
+    """What a checkpoint has beside them to resume from: DeepSpeed's own copy of the weights, the optimizer's state."""
+    small_bytes: int
+    """Tokenizer, configs, card."""
+    kept: int
+    """Checkpoints that lie there at once, at most: those kept, and the one that is being written."""
+
+    @property
+    def final_bytes(self) -> int:
+        return self.weight_bytes + self.small_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.weight_bytes + self.state_bytes + self.small_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.final_bytes + self.kept * self.checkpoint_bytes
+
+
+def checkpoint_size(
+    options: TrainConfig, size: ModelSize, deepspeed_config: dict[str, Any] | None = None
+) -> CheckpointSize:
+    """Counts what a training with a decided `dtype` writes; where no plan or explicit `zero` gives a config yet, by the
+    stage that writes least.
+    """
+    num_bytes = DTYPE_BYTES[options.dtype]
+    optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"), size=size)
+    zero = 3 if deepspeed_config is None else stage(deepspeed_config)
+    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
+    # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.
+    written = size.num_trainable if size.lora_r else size.num_params
+    module = (written if zero < 3 else 0) + (written - size.num_trainable if zero >= 2 else 0)
+    of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
+    states = num_bytes * module + of_optimizer * size.num_trainable
+    # How many lie there at once: those kept and the one that is being written, and no more than are saved.
+    values = with_defaults(options)
+    strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
+    every, limit = values.get("save_steps", STEPS_BETWEEN_SAVES), values.get("save_total_limit")
+    keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
+    num_kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
+    num_saved = math.inf  # unknown, also with save_minutes
+    if not options.save_minutes:
+        if strategy == "no":
+            num_saved = 0
+        elif strategy == "epoch" and max_steps <= 0:
+            num_saved = math.ceil(values.get("num_train_epochs", 3))
+        elif strategy == "steps" and every < 1:
+            num_saved = math.ceil(1 / every)  # a share of the steps
+        elif strategy == "steps" and max_steps > 0:
+            num_saved = math.ceil(max_steps / every)
+    known = min(num_kept, num_saved)
+    return CheckpointSize(
+        weight_bytes=num_bytes * written,
+        state_bytes=0 if options.training.get("save_only_model") else int(states),
+        small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
+        kept=2 if known == math.inf else int(known),
+    )
+
+
+def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
+    """Compares the free bytes of output_dir's disk with what the run will hold there at once."""
+    replaced = sum(file.stat().st_size for folder in checkpoints(output_dir) for file in files_of(folder))
+    needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
+    if free is None or free >= needed:
+        return []
+    each = f"{size.checkpoint_bytes / GB:.3g} GB"
+    and_checkpoints = f" and {plural(size.kept, 'checkpoint')} of {each}" if size.kept else ""
+    fewer = ", a smaller save_total_limit, or save_strategy: no" if size.kept else ""
+    return [
+        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB){and_checkpoints} need"
+        f" {needed / GB:.3g} GB more, but the disk has {free / GB:.3g} GB free; choose another disk{fewer}"
+    ]

@@ -1,7 +1,4 @@
-"""Finds what is wrong with an evaluation before weights load: its options, models, data sets, and their fit.
-
-Each model is measured on the meta device, and its tokenizer, data and files are looked at, as those of a training.
-"""
+"""Finds what is wrong with an evaluation before weights load: its options, models, data sets, and their fit."""
 
 import re
 from dataclasses import replace
@@ -32,20 +29,14 @@ from dsft.runtime.disk import check_writable
 from dsft.runtime.distributed import require_same_start
 from dsft.units import token_counts
 
-AS_IT_LIES = None
-"""In place of a format's name: no word that an option can have."""
-
 
 def check_evaluation(
     config: EvalConfig, problems: list[str]
 ) -> tuple[list[Candidate], Candidate | None, dict[str, FormattedSource]]:
-    """Return the models in each of their formats, the reference, and the data sets. Collective.
-
-    Args:
-        problems: of reading the options, to be raised with the others.
+    """Returns the models in each of their formats, the reference, and the data sets. Collective.
 
     Raises:
-        UserError: with all problems, on every rank.
+        UserError: with all problems, those of reading the options among them, on every rank.
     """
     if config.run or config.context_curve:
         distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be checked
@@ -105,11 +96,8 @@ def check_evaluation(
 
 
 def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> Candidate:
-    """Find what `model` means, a run's folder being its final model, and measure it, once nothing of a checkpoint has
-    changed.
-
-    Args:
-        key: the option that names it, for the messages.
+    """Finds what `model` means, a run's folder being its final model, and measures it, once nothing of a checkpoint has
+    changed. `key` is the option that names it, for the messages.
     """
     faults: list[str] = []
     config = replace(config, model=str(Path(model) / FINAL) if is_run(model) else model)
@@ -144,19 +132,16 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
 
 
 def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) -> list[Candidate]:
-    """Return the candidate in each format of the option `quantization`; alone where it is quantised on disk.
-
-    What cannot be loaded so goes to `problems`.
-    """
+    """Returns the candidate in each format of the option `quantization`; alone where it is quantised on disk."""
     if candidate.facts is None:
         return [candidate]
     config, model, size = candidate.config, candidate.config.model, candidate.facts.size
     if size.quantization or not formats:
-        formats = [AS_IT_LIES]
+        formats = [None]  # as it lies on disk
     candidates = []
     for name in formats:
         quantization = size.quantization
-        if name not in (UNQUANTISED, AS_IT_LIES, *FORMATS):
+        if name not in (UNQUANTISED, None, *FORMATS):
             problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
         elif name in FORMATS and (is_bare_config(model) or has_only_shards(model)):
             problems.append(

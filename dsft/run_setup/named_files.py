@@ -1,8 +1,6 @@
 """What is wrong with the files that options name, found in a second: torch and transformers are not loaded for it.
 
-A launch looks at them before its launcher and its ranks start, ranks of one machine before their rendezvous. What needs
-the model is looked at after that: by a launch on one machine before its ranks start (`check_as_rank_0` of
-launch/supervise.py), and by all ranks together, who also see files of several machines.
+A launch looks at them before its launcher and its ranks start, ranks of one machine before their rendezvous.
 """
 
 from dsft.config import user_code
@@ -20,11 +18,7 @@ NOT_NEEDED = ("output_dir: missing", "data: missing", "eval_strategy needs", "st
 
 
 def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: list[str]) -> None:
-    """Ends a rank with all that options and files show by themselves, where every rank sees the same: on one machine.
-
-    Args:
-        problems: of reading the options.
-    """
+    """Ends a rank with all that options and files show by themselves, where all ranks see the same: on one machine."""
     if ranks_per_node() == world_size():
         raise_if_any([*problems, *without_second_errors(check_named_files(options), problems)])
 

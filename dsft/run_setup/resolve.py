@@ -1,12 +1,9 @@
-"""From options and machine to a run that is decided and planned: every option as it will be, and the reason of each
-decision.
+"""From options and machine to a run that is decided and planned. One pipeline for all who ask, which loads no weight:
 
-    run = resolve_run(options, machine=smallest_machine())            # a training, on all of its ranks
-    run = resolve_offline(options, machine)                           # what it would decide there: plan, doctor, api
-    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file)
+    run = resolve_run(options, machine=smallest_machine())    # a training, on all of its ranks
+    run = resolve_offline(options, machine)                   # what it would decide there: plan, doctor, api
 
-One pipeline for all who ask: `check_run` -> `decide_run` -> `plan_run`. So a plan is of what would be trained, and is
-refused where that is. Nothing rewrites options afterwards, and nothing here loads a weight.
+`check_run` -> `decide_run` -> `plan_run`. So a plan is of what would be trained, and is refused where that is.
 """
 
 import copy
@@ -15,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +42,7 @@ from dsft.config.deepspeed import (
     read_zero_file,
     stage,
 )
-from dsft.config.options import Decision, TrainConfig, common_options, shuffle_seed
+from dsft.config.options import Decision, TrainConfig, common_options, decide, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
@@ -72,23 +69,20 @@ from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
 from dsft.planner.step_time import Speeds
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.arguments import (
-    check_hub,
-    check_machine,
-    check_training_arguments,
-    check_zero_file,
-    checkpointing_kwargs,
-    ignored_options,
-)
-from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
-from dsft.run_setup.decisions import (
-    Draft,
+    CheckpointSize,
     accelerate_decisions,
     batch_decisions,
+    check_hub,
+    check_machine,
+    check_room,
+    check_training_arguments,
+    check_zero_file,
+    checkpoint_size,
+    checkpointing_kwargs,
     dtype_decisions,
+    ignored_options,
     keep_global_batch,
-    packing_decisions,
     step_limit_decision,
-    tf32_decision,
     tiled_loss_decision,
 )
 from dsft.run_setup.named_files import NOT_NEEDED
@@ -111,57 +105,55 @@ WORTH_SAYING = 1.05
 """A plan so many times as fast as the chosen one is named."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedRun:
-    """What one rank knows of a run from the options and the files they name."""
+@dataclass(kw_only=True)
+class TrainingRun:
+    """A training on its way from options to a plan; what is resolved is the same on every rank."""
 
     options: TrainConfig
-    """After every decision."""
-    decisions: tuple[Decision, ...]
-    """Each option that was decided in the user's place, with its reason, in order."""
-    problems: tuple[str, ...]
-    model: ModelFacts | None
-    """None where the model cannot be measured, which is a problem."""
-    tokenizer: PreTrainedTokenizerBase | None
-    data: tuple[FormattedSource, ...]
-    """Empty where none is named, or none can be read where a plan is made."""
-    held_out: tuple[FormattedSource, ...]
-    zero_file: dict[str, Any] | None
-    """The DeepSpeed JSON of an explicit `zero`; None with auto."""
-    new_tokens: tuple[int, ...]
-    """Ids of the tokens that `add_tokens` gave the tokenizer, and the model has no rows for."""
-    notes: tuple[str, ...]
-    """What a plan takes for granted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecidedRun(CheckedRun):
-    """With what follows from how the model computes, which trials of a small one find: `options`, `decisions` and
-    `model` have packing and the attention that it needs.
-    """
-
-    job: Job
-    packing: Packing | None
-    """Whether and how samples can share rows, where that was asked for."""
-    masked: bool
-    """Whether padded batches have an attention mask."""
-    tiling: Decision
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRun(DecidedRun):
-    """A training that is decided; the same on every rank. `notes` are what the user should know: options without
-    effect, packing that is not possible.
-    """
-
+    """After every decision so far; the given ones stay as they are."""
     machine: Machine
-    plan: Plan
-    reason: str
+    decisions: list[Decision] = field(default_factory=list)
+    """Each option that was decided in the user's place, with its reason, in order."""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the user should know: options without effect, packing that is not possible, what a plan assumes."""
+
+    # What `check_run` knows from the options and the files they name.
+    model: ModelFacts | None = None
+    """None where the model cannot be measured, which is a problem."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    data: list[FormattedSource] = field(default_factory=list)
+    """Empty where none is named, or none can be read where a plan is made."""
+    held_out: list[FormattedSource] = field(default_factory=list)
+    zero_file: dict[str, Any] | None = None
+    """The DeepSpeed JSON of an explicit `zero`; None with auto."""
+    new_tokens: Sequence[int] = ()
+    """Ids of the tokens that `add_tokens` gave the tokenizer, and the model has no rows for."""
+
+    # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing and attention.
+    job: Job | None = None
+    packing: Packing | None = None
+    """Whether and how samples can share rows, where that was asked for."""
+    masked: bool | None = None
+    """Whether padded batches have an attention mask."""
+    tiling: Decision | None = None
+
+    # What `resolve_run` adds.
+    plan: Plan | None = None
+    reason: str = ""
     """Why this plan."""
-    disk: CheckpointSize
+    disk: CheckpointSize | None = None
     """What it writes to `output_dir`."""
-    checkpoint: str | None
+    checkpoint: str | None = None
     """That the run resumes from."""
+
+    def apply(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
+        """Decides options, one after the other: a later decision may give back what an earlier one took away."""
+        for decision in decisions:
+            if self.options.value(decision.name) != decision.value:
+                self.options = decide(self.options, [decision])
+                self.decisions.append(decision)
+        self.problems += problems
 
     @property
     def weights_of(self) -> str | None:
@@ -174,7 +166,7 @@ class ResolvedRun(DecidedRun):
         return self.options.training["output_dir"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Choice:
     """The plan that was chosen, among which, and why."""
 
@@ -189,96 +181,87 @@ class Choice:
     speeds: Speeds
 
 
-def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> ResolvedRun | None:
+def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
     """Checks and decides a training; None where its checkpoint is its end already. Collective.
 
-    Args:
-        machine: of all ranks; the same on each.
-        problems: of reading the options, to be raised with the others.
-
     Raises:
-        UserError: with all problems that can be found before weights load, on every rank.
+        UserError: with all problems that can be found before weights load, on every rank, and with `problems`, those of
+            reading the options.
     """
-    checked = check_run(options, machine, problems)
-    distributed.raise_together([*checked.problems])
-    distributed.raise_together(check_hub(checked.options) if distributed.rank() == 0 else [])
-    distributed.raise_together(check_weights(checked.options, checked.model, local=False))
-    draft = Draft(checked.options, checked.decisions)
+    run = check_run(options, machine, problems)
+    before = run.options
+    distributed.raise_together(run.problems)
+    distributed.raise_together(check_hub(before) if distributed.rank() == 0 else [])
+    distributed.raise_together(check_weights(before, run.model, local=False))
 
     # What depends on the disk or the clock is decided once, by rank 0.
     def resume() -> tuple[str | None, list[Decision], bool]:
-        for path in clean_up(draft.options.training["output_dir"]):
+        for path in clean_up(run.output_dir):
             say(f"removed {path}: an incomplete save")
-        return resume_decisions(draft.options, machine.world_size, checked.model)
+        return resume_decisions(run.options, machine.world_size, run.model)
 
-    checkpoint, decisions, finished = distributed.on_rank_0(resume)
+    run.checkpoint, decisions, finished = distributed.on_rank_0(resume)
     if finished:
-        patience = ", or early_stopping_patience," if draft.options.early_stopping_patience else ""
+        patience = ", or early_stopping_patience," if before.early_stopping_patience else ""
         say(
-            f"nothing left to train: {checkpoint} is its end; raise max_steps or num_train_epochs{patience} to continue"
+            f"nothing left to train: {run.checkpoint} is its end; raise max_steps or num_train_epochs{patience} to"
+            " continue"
         )
         return None
     # Each rank has read the options and the files that they name by itself.
-    files = {f"content of {draft.options.zero}": checked.zero_file, **user_code.digests(draft.options)}
-    if checkpoint:
-        files[f"{checkpoint} to resume from"] = manifest_hash(Path(checkpoint))
-    require_agreement({SAME_OPTIONS: common_options(draft.options), SAME_FILES: files})
+    files = {f"content of {before.zero}": run.zero_file, **user_code.digests(before)}
+    if run.checkpoint:
+        files[f"{run.checkpoint} to resume from"] = manifest_hash(Path(run.checkpoint))
+    require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
     # A rank that cannot compile DeepSpeed's Adam takes torch's, and so all do.
-    zero_file, notes = checked.zero_file, []
-    kind = fused_optimizer(zero_file) if zero_file is not None and has_gpu() else None
+    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
     if uncompiled := [problem for problem in distributed.from_all([nvcc_problem()]) if problem] if kind else []:
         if not kind.startswith("adam"):
             raise UserError(
                 [f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none"]
             )
-        zero_file = with_torch_adam(zero_file)
-        notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
-    draft.apply(decisions)
-    model, adapter = checked.model, draft.options.adapter
-    if adapter not in (None, checked.options.adapter):  # training starts with a checkpoint's
-        model = dataclasses.replace(model, adapters=saved_lora_config(adapter))
-        raise_if_any(without_rows(adapter, model.adapters, checked.new_tokens))
-    new_tokens = checked.new_tokens
-    if new_tokens and draft.options.model != checked.options.model:  # a checkpoint's, whose rows are trained already
-        saved = check_tokenizer(dataclasses.replace(draft.options, tokenizer=None), [])
-        names = checked.tokenizer.convert_ids_to_tokens(new_tokens)
-        ids = [saved and saved.get_vocab().get(name) for name in names]
-        new_tokens = tuple(token for token, known in zip(new_tokens, ids, strict=True) if token != known)
-    known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model, "new_tokens": new_tokens}
-    checked = dataclasses.replace(checked, **known)
-    if (size := draft.options.sequence_parallel) > 1:
-        trusted = draft.options.trust_remote_code
-        failed = failed_trial(model, size=size, model=draft.options.model, trust_remote_code=trusted)
+        run.zero_file = with_torch_adam(run.zero_file)
+        run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
+    run.apply(decisions)
+    options = run.options
+    if options.adapter not in (None, before.adapter):  # training starts with a checkpoint's
+        run.model = dataclasses.replace(run.model, adapters=saved_lora_config(options.adapter))
+        raise_if_any(without_rows(options.adapter, run.model.adapters, run.new_tokens))
+    if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
+        saved = check_tokenizer(dataclasses.replace(options, tokenizer=None), [])
+        known = saved.get_vocab() if saved else {}
+        names = run.tokenizer.convert_ids_to_tokens(run.new_tokens)
+        run.new_tokens = [token for token, name in zip(run.new_tokens, names, strict=True) if known.get(name) != token]
+    if (size := options.sequence_parallel) > 1:
+        trusted = options.trust_remote_code
+        failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
         distributed.raise_together([failed] if failed else [])
-    decided = decide_run(checked)
-    draft = Draft(decided.options, decided.decisions)
-    if draft.options.tiled_loss is True and not decided.tiling.value:
-        notes.append(f"tiled_loss: ignored, {decided.tiling.reason}")
-    draft.apply([decided.tiling])
+    decide_run(run)
+    if run.options.tiled_loss is True and not run.tiling.value:
+        run.notes.append(f"tiled_loss: ignored, {run.tiling.reason}")
+    run.apply([run.tiling])
     choice = distributed.on_rank_0(
-        lambda: plan_run(draft.options, decided.job, machine, zero_file=zero_file, checkpoint=checkpoint)
+        lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
     )
-    plan = choice.plan
-    distributed.raise_together(offload_problems(plan.deepspeed_config))  # every node compiles what it needs
-    draft.apply([step_limit_decision(draft.options, plan)])
-    disk = checkpoint_size(draft.options, decided.model.size, plan.deepspeed_config)
-    distributed.raise_together(
-        check_room(draft.options.training["output_dir"], disk) if distributed.rank() == 0 else []
-    )
-    tf32 = tf32_decision(draft.options, available=all(distributed.from_all([is_torch_tf32_available()])))
-    draft.apply(tf32)
-    notes += [f"tf32: {decision.reason}; tf32=false leaves it off" for decision in tf32]
-    notes += decided.notes
-    given, taken = get_value(zero_file or {}, BUFFER), get_value(plan.deepspeed_config, BUFFER)
+    run.plan, run.reason, config = choice.plan, choice.reason, choice.plan.deepspeed_config
+    distributed.raise_together(offload_problems(config))  # every node compiles what it needs
+    run.apply([step_limit_decision(run.options, run.plan)])
+    run.disk = checkpoint_size(run.options, run.model.size, config)
+    distributed.raise_together(check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
+    # Products of a training in float32 go over tensor cores where the GPUs of all ranks have TF32 (since Ampere).
+    has_tf32 = all(distributed.from_all([is_torch_tf32_available()]))
+    if run.options.dtype == "float32" and has_tf32 and "tf32" not in run.options.training:
+        why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
+        run.apply([Decision("tf32", True, why)])
+        run.notes.append(f"tf32: {why}; tf32=false leaves it off")
+    given, taken = get_value(run.zero_file or {}, BUFFER), get_value(config, BUFFER)
     if given is not None and given != taken:
-        notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
-    notes += ignored_options(draft.options, plan.deepspeed_config, decided.model.size)
+        run.notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
+    run.notes += ignored_options(run.options, config, run.model.size)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
-    if machine.has_gpu and offloads(plan.deepspeed_config) and is_shared:
-        notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
-    known = {"options": draft.options, "decisions": tuple(draft.decisions), "notes": tuple(notes)}
-    planned = {"machine": machine, "plan": plan, "reason": choice.reason, "disk": disk, "checkpoint": checkpoint}
-    return ResolvedRun(**vars(decided) | known | planned | {"zero_file": zero_file})
+    if machine.has_gpu and offloads(config) and is_shared:
+        run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
+    return run
 
 
 def resolve_offline(
@@ -289,91 +272,92 @@ def resolve_offline(
     starts: bool = False,
     scored: bool = False,
     problems: Sequence[str] = (),
-) -> DecidedRun:
-    """Decides what a training with these options would on a machine that need not be there. What is left out needs the
-    run itself: its folder, the weights, and a checkpoint that it resumes from.
+) -> TrainingRun:
+    """Decides what a training with these options would on a machine that need not be there, but for what needs the run
+    itself: its folder, the weights, and a checkpoint that it resumes from.
 
     Args:
         attention: that is planned, whatever the model and its data would take.
-        starts: as `check_run` takes it: folder, weights and data must be there.
-        scored: the model is evaluated, not trained.
-        problems: of reading the options.
+        starts, scored, problems: as `check_run` takes them.
 
     Raises:
         UserError: with all problems of options, DeepSpeed JSON and model that a training would have too.
     """
     if not starts:
         problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
-    checked = check_run(options, machine, problems, starts=starts, scored=scored)
-    raise_if_any(checked.problems)
-    run = decide_run(checked)
-    notes = list(run.notes)
+    run = check_run(options, machine, problems, starts=starts, scored=scored)
+    raise_if_any(run.problems)
+    decide_run(run)
     if run.options.training.get("resume_from_checkpoint"):
-        notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
+        run.notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
     on_paper = machine.has_gpu and not machine.measured and run.job.dtype != "float32"
     has_flex = getattr(run.model.architecture, "_supports_flex_attn", False)
     if run.job.attention == "eager" and not options.attn_implementation and has_flex and on_paper and not attention:
         attention = "flash"
-        notes.append(f"attention: planned as flex_attention on the GPU, since {run.model.size.model_type} has no sdpa")
-    job = dataclasses.replace(run.job, attention=attention) if attention else run.job
-    return dataclasses.replace(run, job=job, notes=tuple(notes))
+        run.notes.append(
+            f"attention: planned as flex_attention on the GPU, since {run.model.size.model_type} has no sdpa"
+        )
+    if attention:
+        run.job = dataclasses.replace(run.job, attention=attention)
+    return run
 
 
-def decide_run(checked: CheckedRun) -> DecidedRun:
+def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    draft, model, packing, notes = Draft(checked.options, checked.decisions), checked.model, None, [*checked.notes]
-    how = {"asked": draft.options.attn_implementation, "dtype": draft.options.dtype}
-    how["trust_remote_code"] = draft.options.trust_remote_code
-    if draft.options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
+    options, model = run.options, run.model
+    how = {"asked": options.attn_implementation, "dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+    if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         how["kernels"] = KERNELS[:1]
-    if draft.options.packing:
-        packing = try_packing(model.config, **how)
-        draft.apply(packing_decisions(packing))
-        model = dataclasses.replace(model, attn_implementation=packing.attn_implementation or model.attn_implementation)
-        if packing.problem:
-            notes.append(
+    if options.packing:
+        run.packing = try_packing(model.config, **how)
+        kernel, problem = run.packing.attn_implementation, run.packing.problem
+        run.apply(
+            [
+                Decision("packing", problem is None, problem or "samples in one row are kept apart"),
+                Decision("attn_implementation", kernel, "it keeps packed samples apart"),
+            ]
+        )
+        if problem:
+            run.notes.append(
                 "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
-                f" model, {packing.problem}"
+                f" model, {problem}"
             )
     elif model.attn_implementation == "eager" and not how["asked"] and has_gpu():
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
         kernel = try_packing(model.config, **how).attn_implementation
         if kernel:
-            draft.apply([Decision("attn_implementation", kernel, "eager attention would hold a matrix of all tokens")])
-            model = dataclasses.replace(model, attn_implementation=kernel)
+            run.apply([Decision("attn_implementation", kernel, "eager attention would hold a matrix of all tokens")])
         else:
-            notes.append(
+            run.notes.append(
                 f"{model.size.model_type} has no sdpa, and neither flash nor flex attention runs here: attention holds"
                 " a matrix of all tokens; pip install kernels, and triton"
             )
-    masked = distributed.on_rank_0(lambda: is_masked(draft.options, model, checked.data))
-    tiling = distributed.on_rank_0(lambda: tiled_loss_decision(draft.options, model))
-    known = {"options": draft.options, "decisions": tuple(draft.decisions), "model": model, "notes": tuple(notes)}
-    job = job_over_data(draft.options, model, checked.data, masked=masked, tiled_loss=tiling.value)
-    return DecidedRun(**vars(checked) | known, job=job, packing=packing, masked=masked, tiling=tiling)
+    else:
+        kernel = None
+    run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
+    run.masked = distributed.on_rank_0(lambda: is_masked(run.options, model, run.data))
+    run.tiling = distributed.on_rank_0(lambda: tiled_loss_decision(run.options, model))
+    run.job = job_over_data(run.options, model, run.data, masked=run.masked, tiled_loss=run.tiling.value)
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
     """Checks a training before any of its ranks starts, in an environment as rank 0's: what would end all of them
-    before weights load, but for a plan and what is on the hub.
-
-    Raises:
-        UserError: with all problems, those of reading the options among them.
+    before weights load, but for a plan and what is on the hub, is a UserError.
     """
     folder = Path(options.training.get("output_dir") or "")
     if (owner := owner_of(folder / LOCK)) and owner.is_here() and owner.is_alive():
         raise UserError(in_use(folder, owner))
     machine = this_machine(ranks_per_node=ranks_per_node())
     with safe_unpickling(trust=options.trust_checkpoint):  # as the training reads them
-        checked = check_run(options, machine, problems)
-        raise_if_any([*checked.problems])
+        run = check_run(options, machine, problems)
+        raise_if_any(run.problems)
         if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
-            resume_decisions(checked.options, machine.world_size, checked.model)
+            resume_decisions(run.options, machine.world_size, run.model)
 
 
 def check_run(
     options: TrainConfig, machine: Machine, problems: Sequence[str] = (), *, starts: bool = True, scored: bool = False
-) -> CheckedRun:
+) -> TrainingRun:
     """Finds everything that can be known wrong before weights load, and decides what needs no other rank.
 
     Args:
@@ -382,38 +366,36 @@ def check_run(
         starts: a training is to start now: its folder, weights and all of its data must be there.
         scored: the model is evaluated, not trained.
     """
-    draft, notes = Draft(options, problems=problems), []
+    run = TrainingRun(options=options, machine=machine, problems=[*problems])
     if starts and options.training.get("output_dir"):
-        check_output_dir(options, draft.problems)
-    draft.apply(*accelerate_decisions(options, os.environ))
-    zero_file = None
-    if draft.options.zero != "auto":  # its numbers become options
-        zero_file = read_sound_file(draft.options.zero, draft.problems)
-        draft.apply(*adopt(zero_file, draft.options))
-        draft.problems += check_zero_file(zero_file, draft.options, machine)
-    decisions, not_divisible = batch_decisions(draft.options, machine.world_size)
-    is_reported = any("global_batch_size" in problem for problem in draft.problems)
-    draft.apply(decisions, [] if is_reported else not_divisible)
-    draft.apply(dtype_decisions(draft.options, auto_dtype(machine)))
-    options, training = draft.options, draft.options.training
-    draft.problems += user_code.problems(options)
-    draft.problems += check_machine(options, machine)
+        check_output_dir(options, run.problems)
+    run.apply(*accelerate_decisions(options, os.environ))
+    if run.options.zero != "auto":  # its numbers become options
+        run.zero_file = read_sound_file(run.options.zero, run.problems)
+        run.apply(*adopt(run.zero_file, run.options))
+        run.problems += check_zero_file(run.zero_file, run.options, machine)
+    decisions, not_divisible = batch_decisions(run.options, machine.world_size)
+    is_reported = any("global_batch_size" in problem for problem in run.problems)
+    run.apply(decisions, [] if is_reported else not_divisible)
+    run.apply(dtype_decisions(run.options, auto_dtype(machine)))
+    options, training = run.options, run.options.training
+    run.problems += user_code.problems(options)
+    run.problems += check_machine(options, machine)
     evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
     if starts and evaluates and not options.has_held_out:
-        draft.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
-    draft.problems += check_training_arguments(options, draft.problems, here=machine.measured)
-    # The model, None where it cannot be measured, which is a problem.
-    model, tokenizer, unreadable, new_tokens = None, None, [], []
+        run.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
+    run.problems += check_training_arguments(options, run.problems, here=machine.measured)
+    tokenizer, unreadable = None, []
     named = {"model": options.model, "adapter": options.adapter} if starts and options.verify_resume else {}
     damaged = [
         f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
         for key, name in named.items()
         for error in (damage(name) if name and options.model else [])
     ]
-    draft.problems += damaged
+    run.problems += damaged
     if options.model and not damaged:
         if starts and options.method != "full" and is_bare_config(options.model):
-            draft.problems.append(
+            run.problems.append(
                 f"method={options.method} over {options.model}: an adapter is nothing without its base, and these"
                 " random weights are saved nowhere; train method full first, or save the base as a folder"
             )
@@ -422,46 +404,48 @@ def check_run(
         elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
         is_usual = not starts and options.model in USUAL_MODELS and not options.revision
         if is_usual := is_usual and not Path(options.model).exists():
-            notes.append(f"planned with the configuration of {options.model} that dsft brings along")
+            run.notes.append(f"planned with the configuration of {options.model} that dsft brings along")
         try:
             if options.add_tokens:  # the model grows by them
                 faults: list[str] = []
                 tokenizer = check_tokenizer(options, faults)
-                new_tokens = add_tokens(tokenizer, options.add_tokens, faults) if tokenizer else []
+                run.new_tokens = add_tokens(tokenizer, options.add_tokens, faults) if tokenizer else []
                 raise_if_any(faults)
-            model = measure_model(
+            run.model = measure_model(
                 dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
                 scored=scored,
                 config=usual_config(options.model) if is_usual else None,
-                new_tokens=new_tokens,
+                new_tokens=run.new_tokens,
             )
         except UserError as error:
-            draft.problems += error.problems
+            run.problems += error.problems
+    model = run.model
     if model:
         on_disk = model.size.quantization
         if on_disk and on_disk.lies_on_disk and machine.measured and not scored:
             dtype = DTYPES[resolve_dtype(options.dtype)]
-            draft.problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
-        draft.problems += check_weights(options, model, local=True) if starts else []
+            run.problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
+        run.problems += check_weights(options, model, local=True) if starts else []
         trusted = options.trust_remote_code
-        draft.problems += architecture_problems(options.model, model.config, trust_remote_code=trusted)
+        run.problems += architecture_problems(options.model, model.config, trust_remote_code=trusted)
         if options.compute_loss and not user_code.problems(options):
             compute_loss = user_code.load("compute_loss", options.compute_loss)
             problems_of_loss, notes_on_loss = own_loss_problems(compute_loss, model.size.vocab_size)
-            draft.problems += problems_of_loss
-            notes += notes_on_loss
-        draft.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
+            run.problems += problems_of_loss
+            run.notes += notes_on_loss
+        run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
         # The disk of a model of wrong sizes is not reported too.
-        is_named = any(re.match("output_dir|model=", problem) for problem in draft.problems)
+        is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
         if starts and training.get("output_dir") and not is_named:
-            draft.problems += check_room(training["output_dir"], checkpoint_size(options, model.size, zero_file))
-        model = dataclasses.replace(model, attn_implementation=asked) if elsewhere else model
+            run.problems += check_room(training["output_dir"], checkpoint_size(options, model.size, run.zero_file))
+        if elsewhere:
+            run.model = model = dataclasses.replace(model, attn_implementation=asked)
         if tokenizer:  # a token that it had before is no new one
-            draft.problems += ids_beyond(tokenizer, model.size.vocab_size)
+            run.problems += ids_beyond(tokenizer, model.size.vocab_size)
     if options.sequence_parallel > 1 and not scored:
-        draft.problems += check_sequence_parallel(options, model, machine)
-    if model and zero_file:  # before the plan, whose trace of such a model takes minutes
-        draft.problems += check_sharding(model.size, stage=stage(zero_file), model=options.model)
+        run.problems += check_sequence_parallel(options, model, machine)
+    if model and run.zero_file:  # before the plan, whose trace of such a model takes minutes
+        run.problems += check_sharding(model.size, stage=stage(run.zero_file), model=options.model)
     # Where the model is missing, its tokenizer is not reported too.
     if options.model and not options.add_tokens and (model or options.tokenizer) and (starts or options.data):
         tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
@@ -473,49 +457,32 @@ def check_run(
         )
     )
     if starts:
-        draft.problems += unreadable
+        run.problems += unreadable
         if model and tokenizer:
-            draft.problems += check_prompts(options, data, tokenizer, model.size.max_positions)
+            run.problems += check_prompts(options, data, tokenizer, model.size.max_positions)
     elif unreadable:  # of a plan, data is to come
         data, tokenizer = [], None
-        notes.append(f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}")
-    return CheckedRun(
-        options=options,
-        decisions=tuple(draft.decisions),
-        problems=(*problems, *without_second_errors(draft.problems[len(problems) :], problems)),
-        model=model,
-        tokenizer=tokenizer,
-        data=tuple(data),
-        held_out=tuple(held_out),
-        zero_file=zero_file,
-        new_tokens=tuple(new_tokens),
-        notes=tuple(notes),
-    )
+        run.notes.append(f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}")
+    run.data, run.held_out, run.tokenizer = data, held_out, tokenizer
+    run.problems = [*problems, *without_second_errors(run.problems[len(problems) :], problems)]
+    return run
 
 
 def check_sequence_parallel(options: TrainConfig, facts: ModelFacts | None, machine: Machine) -> list[str]:
     """Lists why ranks cannot share the sequences of a training, as far as options and the model's config show it."""
-    size = options.sequence_parallel
+    size, seq_len, world = options.sequence_parallel, options.seq_len, machine.world_size
     problems = [
         f"sequence_parallel={size} and {name} cannot be combined: {why}; keep one"
         for name, why in NOT_SPREAD.items()
         if options.training.get(name)
     ]
-    if refusal := refused_ranks(size, machine.world_size):
+    if refusal := refused_ranks(size, world):
         problems.append(f"sequence_parallel={size}: {refusal}")
     elif facts:
-        seq_len, attention = options.seq_len, attention_of(facts, seq_len=options.seq_len, masked=False)
-        problems.append(
-            refused_model(
-                facts,
-                size=size,
-                world=machine.world_size,
-                seq_len=seq_len,
-                attention=attention,
-                model=options.model,
-            )
-        )
-    return list(filter(None, problems))
+        how = {"seq_len": seq_len, "attention": attention_of(facts, seq_len=seq_len, masked=False)}
+        refusal = refused_model(facts, size=size, world=world, model=options.model, **how)
+        problems += [refusal] if refusal else []
+    return problems
 
 
 def auto_dtype(machine: Machine) -> str:
@@ -526,11 +493,7 @@ def auto_dtype(machine: Machine) -> str:
 
 
 def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> list[str]:
-    """Compares the weights of model and adapter with the model's config.
-
-    Args:
-        local: those that lie in a folder, else those of the hub, which are downloaded for it.
-    """
+    """Compares weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
     problems = []
     if Path(options.model).exists() == local:
         problems += weight_problems(options.model, facts, revision=options.revision)
@@ -546,9 +509,6 @@ def resume_decisions(
 
     Args:
         facts: of the model, whose trained parameters are compared with the checkpoint's; the trainer compares the rest.
-
-    Raises:
-        UserError: where the checkpoint that was named is not complete, or does not fit this run.
     """
     training = options.training
     checkpoint = last_checkpoint(options)
@@ -586,30 +546,20 @@ def job_over_data(
     masked: bool | None = None,
     tiled_loss: bool | None = None,
 ) -> Job:
-    """Composes what a training is to the planner.
-
-    Args:
-        masked: what `is_masked` returns, where that is known already.
-        tiled_loss: what `tiled_loss_decision` returns, likewise.
-    """
-    tiled_loss = tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss
+    """Composes what a training is to the planner. `masked` and `tiled_loss` are decided where they are not known."""
+    training, how, config = options.training, checkpointing_kwargs(options), copy.deepcopy(facts.config)
+    config.get_text_config().vocab_size = facts.size.vocab_size  # as grown by new tokens
     masked = is_masked(options, facts, data) if masked is None else masked
     masks = options.packing or (masked and not _in_full_windows(options, data))
-    training = options.training
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
-    if checkpointing is None and options.zero != "auto":
-        checkpointing = False
-    how = checkpointing_kwargs(options)
-    grown = copy.deepcopy(facts.config)
-    grown.get_text_config().vocab_size = facts.size.vocab_size
     return Job(
         size=facts.size,
-        model_config=grown,
+        model_config=config,
         dtype=options.dtype,
         seq_len=options.seq_len,
         attention=attention_of(facts, seq_len=options.seq_len, masked=masks),
         liger=bool(training.get("use_liger_kernel")),
-        tiled_loss=tiled_loss,
+        tiled_loss=tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss,
         adapters=facts.adapters,
         patterns=(tuple(options.trainable), tuple(options.frozen)),
         micro_batch=training.get("per_device_train_batch_size")
@@ -617,7 +567,7 @@ def job_over_data(
         accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,
-        checkpointing=checkpointing,
+        checkpointing=False if checkpointing is None and options.zero != "auto" else checkpointing,
         checkpoint_every=how.get("every_n_layers", 1),
         checkpoint_offload=how.get("offload", False),
         optimizer=training.get("optim", DEFAULT_OPTIMIZER),
@@ -654,10 +604,8 @@ def choose_plan(
     """Chooses the fastest plan that fits.
 
     Args:
-        zero: "auto" for all candidates, else the one of that name, or the path of a DeepSpeed JSON.
-        zero_file: the content of that JSON.
+        zero: "auto" for all candidates but those left out, else one of that name, or the path of a DeepSpeed JSON.
         resumes: whether `zero` is an earlier run's and not the user's word.
-        left_out: candidates that must not be taken.
     """
     speeds = speeds_for(machine, dtype=job.dtype)
     own_file = zero_file if zero.endswith(".json") else None
@@ -695,14 +643,9 @@ def choose_plan(
             )
     notes += unmodelled(job, config)
     how = {"zero": zero, "resumes": resumes}
-    return Choice(
-        plan=plan,
-        candidates=tuple(candidates),
-        sentence=reason(plan, candidates, machine, beside_table=True, **how),
-        notes=tuple(notes),
-        reason=" ".join([reason(plan, candidates, machine, **how), *notes]),
-        speeds=speeds,
-    )
+    sentence = reason(plan, candidates, machine, beside_table=True, **how)
+    whole = " ".join([reason(plan, candidates, machine, **how), *notes])
+    return Choice(plan, tuple(candidates), sentence, tuple(notes), whole, speeds)
 
 
 def plan_run(
@@ -717,7 +660,6 @@ def plan_run(
     """Chooses the plan of a training.
 
     Args:
-        zero_file: the content of the DeepSpeed JSON that `zero` names.
         checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, with
             others one is chosen that can take the checkpoint over.
         must_fit: the training is to start.
@@ -731,14 +673,9 @@ def plan_run(
         earlier = read_run(output_dir) if is_run(output_dir) else {"world_size": None}
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
-            before = earlier["plan"]
-            zero = before["zero"]
-            job = dataclasses.replace(
-                job,
-                checkpointing=before["activation_checkpointing"],
-                micro_batch=before["micro_batch"],
-                accumulation=before["accumulation"],
-            )
+            zero = earlier["plan"]["zero"]
+            same = {name: earlier["plan"][name] for name in ("micro_batch", "accumulation")}
+            job = dataclasses.replace(job, checkpointing=earlier["plan"]["activation_checkpointing"], **same)
         if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     with_nvme = machine
@@ -747,14 +684,8 @@ def plan_run(
     left_out = set(NOT_TAKEN_OVER) if checkpoint and zero == "auto" else set()
     if learning_rates(options) and zero == "auto":  # DeepSpeed's own optimizers have one rate
         left_out |= {name for name in NAMES if "optimizer" in (read_zero_file(name, []) or {})}
-    choice = choose_plan(
-        job,
-        with_nvme,
-        zero=zero,
-        zero_file=zero_file,
-        resumes=zero != options.zero,
-        left_out=left_out,
-    )
+    how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": left_out}
+    choice = choose_plan(job, with_nvme, zero=zero, **how)
     config = choice.plan.deepspeed_config
     decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
     problems = check_zero_file(config, decided, machine)

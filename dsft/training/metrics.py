@@ -27,7 +27,7 @@ from dsft.perplexity.intervals import Units, in_words, ratio_interval
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
-from dsft.run_setup.resolve import ResolvedRun
+from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, device, from_all
 from dsft.runtime.hardware import gpu_utilization, has_gpu, peak_memory_bytes
@@ -60,7 +60,7 @@ class Compute:
     """The first sum of nats is of the user's `compute_loss`."""
 
     @classmethod
-    def of_run(cls, run: ResolvedRun) -> "Compute":
+    def of_run(cls, run: TrainingRun) -> "Compute":
         machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
         is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
         return cls(

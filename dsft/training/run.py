@@ -49,7 +49,7 @@ from dsft.models.trials import length_limits
 from dsft.models.weights import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
-from dsft.run_setup.resolve import ResolvedRun, resolve_run, smaller_plan
+from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, patches, preemption
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
@@ -142,7 +142,7 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     return trainer
 
 
-def describe_plan(run: ResolvedRun) -> None:
+def describe_plan(run: TrainingRun) -> None:
     """Logs what was decided and why."""
     size, plan = run.model.size, run.plan
     say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
@@ -164,7 +164,7 @@ def describe_plan(run: ResolvedRun) -> None:
         say(f"note: {note}")
 
 
-def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
+def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
     """Loads the model into a trainer over the data, and logs what of both is not as it was."""
     options = run.options
     args = training_arguments(options, run.plan)  # before the model: ZeRO-3 shards while loading
@@ -247,7 +247,7 @@ def build_trainer(run: ResolvedRun, data: TrainingData) -> PerplexityTrainer:
     )
 
 
-def with_verified_checkpoint(run: ResolvedRun, verification: Verification, trainer: PerplexityTrainer) -> ResolvedRun:
+def with_verified_checkpoint(run: TrainingRun, verification: Verification, trainer: PerplexityTrainer) -> TrainingRun:
     """Returns the run as it resumes from a checkpoint whose content is what was written. Collective.
 
     Raises:
@@ -273,7 +273,7 @@ def with_verified_checkpoint(run: ResolvedRun, verification: Verification, train
 
 @contextlib.contextmanager
 def recorded(
-    run: ResolvedRun, data: TrainingData | None = None, trainer: PerplexityTrainer | None = None
+    run: TrainingRun, data: TrainingData | None = None, trainer: PerplexityTrainer | None = None
 ) -> Iterator[None]:
     """Keeps run.json inside a `with`: running, then stopped, preempted or failed; `finish` says done. Collective.
 
@@ -330,7 +330,7 @@ def recorded(
             release_reserved_space(run.output_dir)
 
 
-def _write_results(run: ResolvedRun, results: dict[str, Any], **sections: Any) -> None:
+def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -> None:
     """Writes how the run ended to run.json; a full disk does not change that."""
     release_reserved_space(run.output_dir)
     try:
@@ -339,7 +339,7 @@ def _write_results(run: ResolvedRun, results: dict[str, Any], **sections: Any) -
         say(f"warning: {run.output_dir}/run.json could not be written ({error})")
 
 
-def out_of_memory_explained(run: ResolvedRun, when: str) -> contextlib.AbstractContextManager[None]:
+def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractContextManager[None]:
     """Turns a failed allocation inside a `with` into one clear error on this rank: the plan, what was measured, and the
     next smaller plan.
 
@@ -376,7 +376,7 @@ def out_of_memory_explained(run: ResolvedRun, when: str) -> contextlib.AbstractC
     return memory_errors_explained(explanation)
 
 
-def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
+def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     """Logs what the training starts from, where that may not be what was expected, and trains. Collective.
 
     Raises:
@@ -422,7 +422,7 @@ def fit(trainer: PerplexityTrainer, run: ResolvedRun) -> None:
     raise Requeue(f"asked to stop (Ctrl-C or a signal) after step {trainer.state.global_step}: {kept}")
 
 
-def finish(trainer: PerplexityTrainer, run: ResolvedRun, data: TrainingData, *, start: float) -> Path:
+def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, start: float) -> Path:
     """Saves the final model with its card, and completes run.json. Collective.
 
     Raises:

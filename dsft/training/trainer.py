@@ -46,7 +46,7 @@ from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plans import Plan
-from dsft.run_setup.checkpoint_size import CheckpointSize
+from dsft.run_setup.arguments import CheckpointSize
 from dsft.runtime import distributed, patches, preemption
 from dsft.runtime.console import say
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, ProgressLog, SkippedSteps

@@ -12,8 +12,8 @@ from tiny import sentences
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dsft.config.checks import check_config
 from dsft.config.options import TrainConfig
+from dsft.config.reader import check_config
 from dsft.data import tokenization
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row

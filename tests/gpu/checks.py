@@ -29,7 +29,7 @@ def _lacks_quantisation(setting: Setting) -> str:
 
 def _lacks_disk(setting: Setting) -> str:
     from dsft.models.size import measure_model  # here: torch
-    from dsft.run_setup.checkpoint_size import checkpoint_size
+    from dsft.run_setup.arguments import checkpoint_size
 
     if not weight_bytes_in(str(setting.path("base"))):
         return ""

@@ -19,7 +19,7 @@ from dsft.models import head
 from dsft.models.head import ChunkedHead, are_same_logits, tile_loss
 from dsft.models.size import measure_model
 from dsft.models.trials import can_tile_loss, small_model
-from dsft.run_setup.decisions import tiled_loss_decision
+from dsft.run_setup.arguments import tiled_loss_decision
 from dsft.run_setup.resolve import job_over_data
 from dsft.units import IGNORED
 

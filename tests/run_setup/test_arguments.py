@@ -1,20 +1,30 @@
 """What transformers is told, and what the user is told of options without effect."""
 
 import dataclasses
+import json
 import socket
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ranks import on_ranks
 from transformers import TrainingArguments
 
-from dsft.config.checks import check_config
+from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
+from dsft.config.reader import check_config, make_config
+from dsft.errors import UserError
 from dsft.planner.optimizers import OPTIMIZERS
 from dsft.run_setup.arguments import (
+    accelerate_decisions,
+    batch_decisions,
     check_training_arguments,
     check_zero_file,
+    checkpoint_size,
+    dtype_decisions,
     ignored_options,
+    keep_global_batch,
     training_arguments,
     with_defaults,
 )
@@ -248,3 +258,175 @@ def test_experts_that_get_no_adapter_are_counted():
     size = SimpleNamespace(unadapted_expert_params=1234)
     (note,) = ignored_options(TrainConfig(method="lora", lora_target_modules=["q_proj"]), {}, size)
     assert note.startswith("1,234 parameters of experts get no adapter") and "q_proj" in note
+
+
+MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+def values(decisions) -> dict:
+    assert all(decision.reason for decision in decisions)
+    return {decision.name: decision.value for decision in decisions}
+
+
+@pytest.mark.parametrize(
+    ("total", "training", "decided"),
+    [
+        (None, {MICRO: 2}, {}),
+        (8, {MICRO: 2}, {ACCUMULATION: 2}),
+        (4, {MICRO: 2}, {ACCUMULATION: 1}),
+        (6, {}, {}),  # the plan chooses a size that divides
+        (24, {ACCUMULATION: 4}, {MICRO: 3}),
+        (24, {MICRO: 3, ACCUMULATION: 4}, {}),
+        (7, {MICRO: 0}, {}),  # its own error
+    ],
+)
+def test_batches_follow_from_the_global_one_on_2_ranks(total, training, decided):
+    options = TrainConfig(global_batch_size=total, training=training)
+    for world, shared_by in ((2, 1), (4, 2), (8, 4)):  # ranks that share sequences count once
+        decisions, problems = batch_decisions(replace(options, sequence_parallel=shared_by), world)
+        assert values(decisions) == decided and problems == []
+
+
+@pytest.mark.parametrize(
+    ("total", "training", "problem"),
+    [
+        (7, {MICRO: 2}, "not divisible by per_device_train_batch_size=2 x 2 ranks; try 4 or 8, or another"),
+        (3, {MICRO: 2}, "not divisible by per_device_train_batch_size=2 x 2 ranks; try 4, or another"),
+        (7, {}, "not divisible by per_device_train_batch_size=1 x 2 ranks; try 6 or 8, or another"),
+        (7, {ACCUMULATION: 2}, "not divisible by gradient_accumulation_steps=2 x 2 ranks; leave"),
+        (8, {MICRO: 2, ACCUMULATION: 3}, "is not per_device_train_batch_size=2 x gradient_accumulation_steps=3 x 2"),
+    ],
+)
+def test_a_global_batch_that_does_not_divide_says_what_would(total, training, problem):
+    _, problems = batch_decisions(TrainConfig(global_batch_size=total, training=training), 2)
+    assert len(problems) == 1 and f"global_batch_size={total}" in problems[0] and problem in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("float32", False, False)),  # of CPU ranks
+        ({"dtype": "float16"}, ("float16", False, True)),
+        ({"dtype": "bfloat16"}, ("bfloat16", True, False)),
+        ({"training": {"bf16": True}}, ("bfloat16", True, False)),
+        ({"training": {"fp16": True, "bf16": False}}, ("float16", False, True)),
+        ({"training": {"bf16": False}}, ("float32", False, False)),
+    ],
+)
+def test_dtype_and_its_flags_are_one_decision(options, expected):
+    assert values(dtype_decisions(TrainConfig(**options), "float32")) == dict(
+        zip(("dtype", "bf16", "fp16"), expected, strict=True)
+    )
+
+
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+def test_the_file_of_accelerate_is_the_zero_that_was_not_named():
+    (decision,), problems = accelerate_decisions(TrainConfig(), {FILE: "ds.json"})
+    assert (decision.name, decision.value, problems) == ("zero", "ds.json", [])
+    assert accelerate_decisions(TrainConfig(), {}) == ([], [])
+    assert accelerate_decisions(TrainConfig(), {FILE: "none"}) == ([], [])
+
+
+def test_two_files_with_the_same_content_agree_and_others_are_both_named(tmp_path):
+    first, same, other = (tmp_path / f"{name}.json" for name in ("first", "same", "other"))
+    for path, stage in ((first, 2), (same, 2), (other, 3)):
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    options = TrainConfig(zero=str(first))
+    assert accelerate_decisions(options, {FILE: str(same)}) == ([], [])
+    decisions, (problem,) = accelerate_decisions(options, {FILE: str(other)})
+    assert decisions == [] and f"zero={first}, but accelerate's deepspeed_config_file is {other}" in problem
+
+
+def test_settings_of_accelerate_that_would_not_be_read_are_refused_unless_zero_is_named():
+    stage = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    decisions, (problem,) = accelerate_decisions(TrainConfig(), stage)
+    assert decisions == [] and "accelerate's own DeepSpeed settings" in problem
+    assert accelerate_decisions(TrainConfig(zero="2"), stage) == ([], [])
+
+
+def checkpoint(folder: Path, manifest: dict | None) -> str:
+    if manifest is not None:
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    return str(folder)
+
+
+def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_path):
+    path = checkpoint(tmp_path, {"world_size": 2, "run_identity": {"sequences per step": 12}})
+    options = TrainConfig(training={MICRO: 2, ACCUMULATION: 3})
+    assert values(keep_global_batch(options, path, 3)) == {"global_batch_size": 12, ACCUMULATION: 2}
+    assert keep_global_batch(options, path, 2) == []
+    assert keep_global_batch(TrainConfig(global_batch_size=24), path, 3) == []
+    shared = replace(options, sequence_parallel=2)
+    assert values(keep_global_batch(shared, path, 2)) == {"global_batch_size": 12, ACCUMULATION: 6}
+    assert keep_global_batch(shared, path, 4) == []
+    of_pairs = {"world_size": 4, "sequence_parallel": 2, "run_identity": {"sequences per step": 12}}
+    (tmp_path / "of_pairs").mkdir()
+    decisions = keep_global_batch(options, checkpoint(tmp_path / "of_pairs", of_pairs), 3)
+    assert values(decisions) == {"global_batch_size": 12, ACCUMULATION: 2}
+    assert "on 4 ranks, 2 to a sequence" in decisions[0].reason
+    with pytest.raises(UserError, match=f"{path} took 12 sequences per step.*per_device_train_batch_size=2 x 5 ranks"):
+        keep_global_batch(options, path, 5)
+
+
+@pytest.mark.parametrize("manifest", [None, {"world_size": 2}])
+def test_a_checkpoint_of_another_tool_tells_no_batch(tmp_path, manifest):
+    assert keep_global_batch(TrainConfig(), checkpoint(tmp_path, manifest), 3) == []
+
+
+def size_of(options: dict, *, stage: int | None = None, dtype: str = "float32", **parameters: int):
+    problems: list[str] = []
+    config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
+    counts = {"num_trainable": 1000, "num_params": 1000, "lora_r": 0, "vocab_size": 100}
+    model = SimpleNamespace(**counts | parameters)
+    deepspeed_config = None if stage is None else {"zero_optimization": {"stage": stage}}
+    assert problems == []
+    return checkpoint_size(dataclasses.replace(config, dtype=dtype), model, deepspeed_config)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"save_strategy": "no"}, 0),
+        ({"save_strategy": "no", "save_minutes": 5}, 3),
+        ({}, 3),
+        ({"max_steps": 100}, 1),
+        ({"max_steps": 1000, "save_steps": 1}, 3),
+        ({"max_steps": 100, "save_minutes": 5}, 3),
+        ({"save_steps": 0.5, "save_total_limit": 10}, 2),
+        ({"save_strategy": "epoch", "num_train_epochs": 2, "save_total_limit": 10}, 2),
+        ({"save_total_limit": 4}, 5),
+        ({"save_total_limit": 1}, 2),
+        ({"save_total_limit": 1, "metric_for_best_model": "loss"}, 3),
+    ],
+)
+def test_the_checkpoints_that_lie_on_the_disk_at_once_are_counted(options, count):
+    assert size_of(options).kept == count
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_are_written_with_the_model_and_not_with_adapters(dtype):
+    num_bytes = 4 if dtype == "float32" else 2
+    of_model, of_frozen, of_adapters = (
+        size_of({}, dtype=dtype, stage=3, **parameters)
+        for parameters in ({}, {"num_params": 1500}, {"num_params": 1500, "lora_r": 4})
+    )
+    assert of_model.weight_bytes == of_adapters.weight_bytes == num_bytes * 1000
+    assert of_frozen.weight_bytes == num_bytes * 1500
+    assert of_model.state_bytes == of_adapters.state_bytes == of_frozen.state_bytes - num_bytes * 500 > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stage_3_writes_no_second_copy_of_the_weights_and_weights_alone_have_no_states(dtype):
+    sizes = [size_of({}, stage=stage, dtype=dtype) for stage in (1, 2, 3)]
+    assert sizes[0] == sizes[1] and sizes[1].state_bytes - sizes[2].state_bytes == sizes[0].weight_bytes
+    assert size_of({}, dtype=dtype) == sizes[2], "the stage that writes least, where none is known"
+    without = size_of({"save_only_model": True}, stage=2, dtype=dtype)
+    assert without.checkpoint_bytes == without.final_bytes == sizes[0].final_bytes
+
+
+def test_all_that_lies_there_at_once_is_the_final_model_and_the_checkpoints():
+    size = size_of({"save_total_limit": 4}, stage=2)
+    assert size.total_bytes == size.final_bytes + 5 * size.checkpoint_bytes
+    assert size_of({"save_strategy": "no"}, stage=2).total_bytes == size.final_bytes

@@ -353,7 +353,7 @@ def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
         TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems
     )
     checked = check_run(config, this_machine(nodes=1, ranks_per_node=2), problems)
-    assert checked.problems == ()
+    assert checked.problems == []
     assert checked.options.value("per_device_train_batch_size") == 3 and checked.options.value("max_grad_norm") == 0.5
     reasons = {decision.name: decision.reason for decision in checked.decisions}
     assert reasons["per_device_train_batch_size"] == f"{path} says train_micro_batch_size_per_gpu=3"

@@ -20,7 +20,7 @@ from dsft.models.build import resolve_dtype
 from dsft.perplexity import evaluation
 from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import as_dict
-from dsft.run_setup.checkpoint_size import checkpoint_size
+from dsft.run_setup.arguments import checkpoint_size
 from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.run_setup.resolve import plan_run, resolve_offline, resolve_run
 from dsft.runtime.hardware import default_ranks, this_machine

@@ -25,11 +25,12 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model
 from dsft.models.size import measure_model
+from dsft.models.trials import Packing
 from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
 from dsft.run_setup import resolve
-from dsft.run_setup.decisions import Draft, keep_global_batch
-from dsft.run_setup.resolve import check_start, resolve_run, resume_decisions
+from dsft.run_setup.arguments import keep_global_batch
+from dsft.run_setup.resolve import TrainingRun, check_start, resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
 from dsft.runtime.locks import RunLock
 from dsft.units import GB
@@ -75,6 +76,21 @@ def test_every_decision_is_in_the_options_and_says_why(resolved):
         run.options.packing = False
 
 
+def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unless_the_user_says(
+    resolved, monkeypatch
+):
+    def tf32_of(run: TrainingRun) -> list:
+        return [decision.value for decision in run.decisions if decision.name == "tf32"]
+
+    assert tf32_of(resolved(dtype="float32")) == []
+    monkeypatch.setattr(resolve, "is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: Packing(attn_implementation=None, problem="they mix"))
+    run = resolved(dtype="float32", packing=True)
+    assert tf32_of(run) == [True]
+    assert run.options.packing is False and "they mix" in [decision.reason for decision in run.decisions]
+    assert tf32_of(resolved(dtype="float32", tf32=False)) == tf32_of(resolved(dtype="bfloat16")) == []
+
+
 def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(options, tmp_path):
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     config = make_config(TrainConfig, options(tmp_path / "run", **changes), [])
@@ -82,10 +98,10 @@ def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(option
     checkpoint.mkdir()
     manifest = {"world_size": 8, "run_identity": {"sequences per step": 32}}
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    draft = Draft(config)
-    draft.apply(keep_global_batch(config, str(checkpoint), 4))
-    assert draft.options.value("global_batch_size") == 32
-    assert draft.options.value("gradient_accumulation_steps") == 4
+    run = TrainingRun(options=config, machine=EIGHT_GPUS)
+    run.apply(keep_global_batch(config, str(checkpoint), 4))
+    assert run.options.value("global_batch_size") == 32
+    assert run.options.value("gradient_accumulation_steps") == 4
 
 
 def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):

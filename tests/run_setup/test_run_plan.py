@@ -18,7 +18,7 @@ from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
 from dsft.planner.zero_layout import Term
-from dsft.run_setup.decisions import step_limit_decision
+from dsft.run_setup.arguments import step_limit_decision
 from dsft.run_setup.resolve import choose_plan, job_over_data, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GB

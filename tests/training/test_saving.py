@@ -21,7 +21,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import EXIT_CODES, Unsaved
 from dsft.models.size import measure_model
-from dsft.run_setup.checkpoint_size import CheckpointSize, check_room, checkpoint_size
+from dsft.run_setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.runtime import distributed
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
