@@ -25,7 +25,7 @@ from dsft import api
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.config.options import TrainConfig
-from dsft.models.usual import usual_config
+from dsft.models.size import usual_config
 from dsft.run_setup.resolve import choose_plan, resolve_offline
 from dsft.units import GiB
 

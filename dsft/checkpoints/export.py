@@ -53,24 +53,25 @@ from dsft.checkpoints.run_folder import (
     read_options_of_run,
 )
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import DTYPES, described_in, is_bare_config, load_weights
-from dsft.models.lora import merge_problems, not_streamable
+from dsft.models.build import DTYPES, load_weights
 from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
+    described_in,
     has_only_shards,
+    is_bare_config,
     is_gguf,
     located,
     step_folder,
     weight_bytes_in,
 )
 from dsft.models.package import names_saved
-from dsft.models.pickles import check_weight_files, safe_unpickling
+from dsft.models.pickles import ZeroShards, check_weight_files, safe_unpickling
 from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
+from dsft.models.trained import merge_problems, not_streamable
 from dsft.models.weights import files_of_tensors, load_empty, placed_adapter
-from dsft.models.zero_shards import ZeroShards
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
@@ -139,7 +140,7 @@ class ShardsSource:
 class MergedSource:
     """Gives the weights of an adapter merged into its base by peft, layer by layer.
 
-    Takes what needs no other weight than the merged one (lora.py has the list). Each tensor of the adapter belongs to
+    Takes what needs no other weight than the merged one (trained.py lists it). Each tensor of the adapter belongs to
     one weight on disk.
     """
 

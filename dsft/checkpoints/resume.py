@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.readback import trained_shapes
 from dsft.errors import UserError
-from dsft.models.zero_shards import FP32, ZeroShards
+from dsft.models.pickles import FP32, ZeroShards
 
 TAKEN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),

@@ -7,24 +7,26 @@ Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArgumen
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
+from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.embeddings import grow_embeddings, grow_for, new_rows
-from dsft.models.lora import add_lora, gathered_rows, saved_lora_config, unwrapped
 from dsft.models.model_folder import (
     MODEL_FILES,
     OPTIMIZER_FILES,
     adapter_base,
+    described_in,
     has_only_shards,
+    is_bare_config,
     is_step_folder,
     located,
     step_folder,
@@ -33,7 +35,15 @@ from dsft.models.package import auto_class, freeze_unreached, from_config, save_
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
 from dsft.models.size import load_model_config, set_router_loss
-from dsft.models.trained import select_trained
+from dsft.models.trained import (
+    add_lora,
+    gathered_rows,
+    grow_embeddings,
+    grow_for,
+    saved_lora_config,
+    select_trained,
+    unwrapped,
+)
 from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
@@ -47,19 +57,6 @@ def resolve_dtype(dtype: str) -> str:
     if dtype != "auto":
         return dtype
     return "bfloat16" if has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-
-
-def is_bare_config(model: str) -> bool:
-    """Returns whether `model` is the path of a config file, which means random weights."""
-    return model.endswith(".json") and Path(model).is_file()
-
-
-def described_in(model: str) -> str:
-    """Returns where config and tokenizer of `model` lie.
-
-    Beside a config file or a DeepSpeed `global_step` folder, else in itself.
-    """
-    return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 
 def build_model(
@@ -113,8 +110,7 @@ def build_model(
             from peft import prepare_model_for_kbit_training
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        rows = new_rows(new_tokens, model.config.get_text_config().vocab_size)
-        grow_embeddings(model, new_tokens)
+        rows = grow_embeddings(model, new_tokens)
         if method != "full":
             set_seed(seed)
             if config.adapter:
@@ -128,29 +124,28 @@ def build_model(
         set_router_loss(inner.config, coefficient)
         inner.router_aux_loss_coef = coefficient  # its constructor has taken it from the config as it was
     for name, module in model.named_modules():
+        # Every rank takes part in what ranks do with each expert, whichever its tokens reach. Experts in fused
+        # parameters are all reached anyhow.
         if name.endswith("experts") and isinstance(module, nn.ModuleList):
-            _reach_all_experts(model.get_submodule(name.rpartition(".")[0]), module)
+            block = model.get_submodule(name.rpartition(".")[0])
+            if is_deepspeed_zero3_enabled():
+                from deepspeed.utils import set_z3_leaf_module
+
+                set_z3_leaf_module(block, True)  # gathered together, else others would wait for this rank for ever
+            elif distributed.world_size() > 1:
+                block.register_forward_pre_hook(partial(_add_zeros, module))
     return model
 
 
-def _reach_all_experts(block: nn.Module, experts: nn.ModuleList) -> None:
-    """Lets every rank take part in what ranks do with each expert, whichever its tokens reach. Experts in fused
-    parameters are all reached anyhow.
+def _add_zeros(experts: nn.ModuleList, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Adds a zero of each expert to a block's inputs. ZeRO 1 and 2 add up gradients in the order in which they come:
+    those of an expert that only some ranks reach would be added to another's. Made before the block, the zeros are the
+    last that is differentiated.
     """
-    if is_deepspeed_zero3_enabled():
-        from deepspeed.utils import set_z3_leaf_module
-
-        set_z3_leaf_module(block, True)  # they are gathered together, else others would wait for this rank for ever
-    elif distributed.world_size() > 1:
-        # ZeRO 1 and 2 add up gradients in the order in which they come: those of an expert that only some ranks reach
-        # would be added to another's. A zero of each expert, made before the block, is the last that is differentiated.
-        def with_zeros(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not args or not torch.is_grad_enabled():
-                return None
-            firsts = [weight.flatten()[0] for weight in experts.parameters() if weight.requires_grad]
-            return (args[0] + 0 * torch.stack(firsts).sum().to(args[0].dtype), *args[1:]) if firsts else None
-
-        block.register_forward_pre_hook(with_zeros)
+    if not args or not torch.is_grad_enabled():
+        return None
+    firsts = [weight.flatten()[0] for weight in experts.parameters() if weight.requires_grad]
+    return (args[0] + 0 * torch.stack(firsts).sum().to(args[0].dtype), *args[1:]) if firsts else None
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
@@ -234,15 +229,9 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         raise UserError(
             f"model={folder}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
         )
-    is_sharded = is_deepspeed_zero3_enabled()
-    if is_sharded:
-        import deepspeed
     with torch.no_grad():
         for name, tensor in wanted.items():
             # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.
-            whole = (
-                deepspeed.zero.GatheredParameters([tensor], modifier_rank=0) if is_sharded else contextlib.nullcontext()
-            )
-            with whole:
+            with gather_params_ctx([tensor]):
                 tensor.copy_(state[name])
     return model

@@ -29,15 +29,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.config.user_code import failed, name_of
 from dsft.errors import UserError
-from dsft.models.lora import unwrapped
+from dsft.models.trained import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
@@ -51,7 +51,7 @@ took 0.24. A GPU wants large products.
 
 
 class BackboneOutput(tuple):
-    """Holds (hidden states,), also by name. Whatever else an architecture asks for (caches, router logits) is None."""
+    """(hidden states,), also by name. Whatever else an architecture asks for (caches, router logits) is None."""
 
     def __getattr__(self, name: str):
         return self[0] if name == "last_hidden_state" else None
@@ -92,10 +92,8 @@ class Reused:
 
 
 def exp_in_place(tile: torch.Tensor) -> torch.Tensor:
-    """Replace fp32 values by their exponentials.
-
-    On a CPU torch.exp is MKL's, which takes four times as long on an AMD one as exp2, which is SLEEF's.
-    """
+    """Replace fp32 values by their exponentials."""
+    # On a CPU torch.exp is MKL's, which takes four times as long on an AMD one as exp2, which is SLEEF's.
     return tile.exp_() if tile.is_cuda else tile.mul_(math.log2(math.e)).exp2_()
 
 
@@ -116,17 +114,16 @@ class BareLinear(nn.Module):
 
 
 def backbone_of(inner: nn.Module) -> nn.Module:
-    """Return what computes the hidden states: the base model, or, where that is the model itself (Llama 4),
-    its part beside the head.
+    """What computes the hidden states: the base model, or, where that is the model itself (Llama 4), its part beside
+    the head.
     """
     parts = [part for part in inner.children() if part is not inner.get_output_embeddings()]
     return parts[0] if inner.base_model is inner and len(parts) == 1 else inner.base_model
 
 
 def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Make a shallow copy of a model with another backbone and head.
-
-    None where it has not the usual parts: a backbone and a plain linear head in the same module.
+    """Make a shallow copy of a model with another backbone and head; None where it has not the usual parts: a backbone
+    and a plain linear head in the same module.
     """
     names = {module: name for name, module in inner._modules.items()}
     replaced = {backbone_of(inner): backbone, inner.get_output_embeddings(): head}
@@ -161,33 +158,22 @@ class ChunkedHead:
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""
         kept, options = [], {}
-        if self.shell is None:
-            handles = [
-                self.linear.register_forward_pre_hook(lambda _, args: kept.append(args[0]) or (args[0][:, -1:],))
-            ]
-        else:
-            options["logits_to_keep"] = 1
-            handles = [
-                part.register_forward_hook(lambda module, args, output: kept.append(output[0]))
-                for part in (self.backbone, getattr(self.backbone, "decoder", None))
-                if part is not None
-            ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            if self.shell is None:
+                keep_inputs = lambda _, args: kept.append(args[0]) or (args[0][:, -1:],)  # noqa: E731
+                hooks.enter_context(self.linear.register_forward_pre_hook(keep_inputs))
+            else:
+                options["logits_to_keep"] = 1
+                for part in filter(None, (self.backbone, getattr(self.backbone, "decoder", None))):
+                    keep_outputs = lambda module, args, output: kept.append(output[0])  # noqa: E731
+                    hooks.enter_context(part.register_forward_hook(keep_outputs))
             self.model(**inputs, use_cache=False, **options)
-        finally:
-            for handle in handles:
-                handle.remove()
         return kept[-1]  # the backbone's comes last; IndexError where this architecture calls none of them
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
         """Gather the head's weights on every rank under ZeRO-3. Collective: every rank enters once per batch."""
-        if is_deepspeed_zero3_enabled():
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters(list(self.linear.parameters())):
-                yield
-        else:
+        with gather_params_ctx(list(self.linear.parameters()), modifier_rank=None):
             yield
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -206,9 +192,8 @@ class ChunkedHead:
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:
-        """Compare the head on hidden states with the plain forward. Collective.
-
-        The verdict is that of all ranks together: under ZeRO-3 the two ways run other collectives.
+        """Compare the head on hidden states with the plain forward. Collective: the verdict is that of all ranks
+        together, since under ZeRO-3 the two ways run other collectives.
         """
         if not self.usable:
             return False
@@ -225,7 +210,7 @@ class ChunkedHead:
 
 
 def are_same_logits(plain_NV: torch.Tensor, other_NV: torch.Tensor) -> bool:
-    """Return whether two computations of the same logits differ by roundings alone: by four of the dtype's steps at the
+    """Whether two computations of the same logits differ by roundings alone: by four of the dtype's steps at the
     largest logit of the row. Kernels that add up otherwise differ by one or two, and by many at logits around 0.
     """
     if plain_NV.shape != other_NV.shape:
@@ -283,9 +268,7 @@ def own_nats_of(
     num_sources: int = 0,
 ) -> torch.Tensor:
     """As `nats_of`, with a loss of the user's own in the first sum; the others stay negative log-likelihoods.
-
-    Raises:
-        UserError: where `compute_loss` fails, or does not return the loss of each label.
+    Raises UserError where `compute_loss` fails, or does not return the loss of each label.
     """
     where = f"compute_loss={name_of(compute_loss)}"
     with torch.no_grad():
@@ -304,11 +287,7 @@ def own_nats_of(
 
 
 def own_loss_problems(compute_loss: Callable, vocab_size: int) -> tuple[list[str], list[str]]:
-    """Tries a loss of the user's own on a few random logits.
-
-    Returns:
-        Problems, and notes on what it makes of the batch.
-    """
+    """Tries a loss of the user's own on a few random logits; returns problems, and notes on what it makes of them."""
     name, generator = f"compute_loss={name_of(compute_loss)}", torch.Generator().manual_seed(0)
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
     labels_N = torch.randint(vocab_size, (6,), generator=generator)
@@ -334,16 +313,12 @@ def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
 
 
 class _Nats(torch.autograd.Function):
-    """Sums the negative log-likelihood of all labels as `nats_of`, with gradients of the first sum alone. Holds
-    gradients, no logits, until the backward.
-    """
+    """`nats_of` in tiles, with gradients of the first sum alone: these are held until the backward, and no logits."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, sources_N, num_sources, logits_of, rows):
-        grads = [
-            torch.zeros_like(tensor) if needed else None
-            for tensor, needed in zip((hidden_NH, weight_VH, bias_V), ctx.needs_input_grad, strict=False)
-        ]
+        inputs = zip((hidden_NH, weight_VH, bias_V), ctx.needs_input_grad, strict=False)
+        grads = [torch.zeros_like(tensor) if needed else None for tensor, needed in inputs]
         grad_hidden_NH, grad_weight_VH, grad_bias_V = grads
         sums = hidden_NH.new_zeros(2 + num_sources, dtype=torch.float32)
         for start in range(0, len(labels_N), rows):
@@ -355,9 +330,8 @@ class _Nats(torch.autograd.Function):
             product_RV = functional.linear(hidden_RH, weight_VH, bias_V).requires_grad_()
             with torch.enable_grad():
                 # Without a name, the float32 logits go before their gradient is made.
-                tile_sums = nats_of(
-                    logits_of(product_RV).float(), labels_R, weights_R, sources_R, num_sources=num_sources
-                )
+                of_labels = (labels_R, weights_R, sources_R)
+                tile_sums = nats_of(logits_of(product_RV).float(), *of_labels, num_sources=num_sources)
                 sums += tile_sums.detach()
                 (grad_RV,) = torch.autograd.grad(tile_sums[0], product_RV)
             del product_RV, tile_sums
@@ -381,11 +355,9 @@ class _Nats(torch.autograd.Function):
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     """Lets `model(shift_labels=..., num_items_in_batch=..., label_weights=..., label_sources=..., num_sources=...)`
-    return the loss of tiles, and no logits. Labels, weights and sources stand at the positions that predict them.
-
-    `labels` are those of tokens.
-    Without either it computes as before. `nats` of the outputs are without the weights, then those of each source, and
-    not divided.
+    return the loss of tiles, and no logits. Labels, weights and sources stand at the positions that predict them;
+    `labels` are those of tokens. Without either it computes as before. `nats` of the outputs are without the weights,
+    then those of each source, and not divided.
     Returns False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
     `rows`: of one tile; by default as many as `tile_rows` returns.
     """
@@ -404,12 +376,8 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         return logits_RV
 
     @functools.wraps(plain_head)
-    def head_forward(
-        hidden_BTH: torch.Tensor, labels_BT: torch.Tensor | None = None, *of_labels: torch.Tensor | int | None
-    ) -> torch.Tensor:
-        if labels_BT is None:
-            return plain_head(hidden_BTH)
-        return tiles(hidden_BTH, labels_BT, *of_labels)
+    def head_forward(hidden_BTH: torch.Tensor, *of_labels: torch.Tensor | int | None) -> torch.Tensor:
+        return tiles(hidden_BTH, *of_labels) if of_labels else plain_head(hidden_BTH)
 
     @torch.compiler.disable  # torch.compile cannot trace a gradient inside of a forward, and would break at each tile
     def tiles(hidden_BTH: torch.Tensor, labels_BT: torch.Tensor, *of_labels: torch.Tensor | int | None) -> torch.Tensor:

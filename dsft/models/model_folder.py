@@ -1,5 +1,4 @@
 """Finds what a model's name points to: a folder, a hub id, a config, an adapter, DeepSpeed's shards, a GGUF file.
-
 Imports no torch, so that a wrong path is an error at once.
 """
 
@@ -24,6 +23,16 @@ def is_step_folder(model: str) -> bool:
     return Path(model).is_dir() and Path(model).name.startswith("global_step")
 
 
+def is_bare_config(model: str) -> bool:
+    """Whether `model` is the path of a config file, which means random weights."""
+    return model.endswith(".json") and Path(model).is_file()
+
+
+def described_in(model: str) -> str:
+    """Where config and tokenizer of `model` lie: beside a config file or a `global_step` folder, else in itself."""
+    return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
+
+
 def has_only_shards(model: str) -> bool:
     """Whether the weights of `model` lie in DeepSpeed's shards: in its `global_step` folder, or it is one."""
     folder = Path(model)
@@ -33,9 +42,8 @@ def has_only_shards(model: str) -> bool:
 
 
 def step_folder(checkpoint: str | Path) -> Path | None:
-    """Find the folder of DeepSpeed's files; None without any.
-
-    It is `checkpoint` itself, or the `global_step*` in it that `latest` names, else the newest.
+    """The folder of DeepSpeed's files: `checkpoint` itself, or the `global_step*` in it that `latest` names, else the
+    newest; None without any.
     """
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
@@ -46,12 +54,12 @@ def step_folder(checkpoint: str | Path) -> Path | None:
 
 
 def number_in(path: Path) -> list[int]:
-    """Return the numbers in a file's name, by which files of ranks and steps are sorted."""
+    """The numbers in a file's name, by which files of ranks and steps are sorted."""
     return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
 def adapter_description(folder: str) -> dict[str, Any] | None:
-    """Returns the content of an adapter's adapter_config.json, or None where the folder holds no adapter.
+    """The content of an adapter's adapter_config.json; None where the folder holds no adapter.
     Raises UserError where the file describes no adapter, or names no base.
     """
     file = Path(folder) / ADAPTER_CONFIG
@@ -69,9 +77,7 @@ def adapter_description(folder: str) -> dict[str, Any] | None:
 
 
 def adapter_base(folder: str) -> str | None:
-    """Returns the base model that an adapter folder names, or None where the folder holds no adapter.
-    Raises UserError as `adapter_description`.
-    """
+    """The base model that an adapter folder names; None where it holds no adapter. Raises as `adapter_description`."""
     content = adapter_description(folder)
     return content[BASE] if content else None
 
@@ -82,7 +88,7 @@ def is_gguf(model: str) -> bool:
 
 
 def located(model: str) -> tuple[str, dict[str, str]]:
-    """Return a folder or hub id, and what from_pretrained gets beside it: the name of the GGUF file in it."""
+    """A folder or hub id, and what from_pretrained gets beside it: the name of the GGUF file in it."""
     if not is_gguf(model):
         return model, {}
     if Path(model).is_file():
@@ -94,16 +100,15 @@ def located(model: str) -> tuple[str, dict[str, str]]:
 
 
 def weight_bytes_in(model: str) -> int | None:
-    """Count the bytes of the files of weights in a folder; None where there are none here."""
+    """Bytes of the files of weights in a folder; None where there are none here."""
     folder = Path(model)
     files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     return sum(file.stat().st_size for file in files) or None
 
 
 def missing(key: str, name: str) -> str | None:
-    """The problem of the option `key` where its value can only be a path and nothing is there; else None.
-
-    It can only be one where no hub id looks so, or the folder above it exists.
+    """The problem of the option `key` where nothing is at its value, which can only be a path: no hub id looks so, or
+    the folder above it exists. Else None.
     """
     hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
     in_a_folder = "/" in name and Path(name).parent.is_dir()
@@ -134,11 +139,12 @@ def no_model(model: str, error: BaseException) -> str:
         return f"model={model}: holds no model of its own; name the one inside it, {inside}"
     if any(folder.glob("*.gguf")):
         why = f"it holds GGUF files; {NO_GGUF}, or evaluate a file by its own name"
-    way_out = (
-        "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the model"
-        " they were trained from beside them"
-    )
-    way_out = way_out if step_folder(model) is not None else ""
+    way_out = ""
+    if step_folder(model) is not None:
+        way_out = (
+            "; DeepSpeed's shards lie there without a description: copy config.json and the tokenizer's files of the"
+            " model they were trained from beside them"
+        )
     return f"model={model}: no causal language model can be built from what is there ({why}){way_out}"
 
 

@@ -6,8 +6,6 @@ layers that predict several tokens (`mtp.*`). transformers' causal-LM mapping ha
     Qwen3_5Config -> Qwen3_5ForCausalLM               the language model alone; towers stay on disk
     Gemma3Config  -> Gemma3ForConditionalGeneration   all of it
     LlavaConfig   -> none; AutoModelForImageTextToText loads all of it
-
-Every room that builds a model asks `auto_class`; what the text loss cannot reach is frozen (`freeze_unreached`).
 """
 
 from collections.abc import Iterable
@@ -66,6 +64,11 @@ def auto_class(config: PreTrainedConfig) -> type:
     raise UserError(f"its architecture {config.model_type} is {why}")
 
 
+def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns the class that loads all of a package; None where there is no other than `auto_class`'s."""
+    return next((mapping[type(config)] for _, mapping in AUTO_CLASSES[1:] if type(config) in mapping), None)
+
+
 def from_config(config: PreTrainedConfig, **options) -> PreTrainedModel:
     """Builds the model of a package with random weights, what text cannot reach frozen.
     Raises UserError as `auto_class`, and where its class cannot answer with text.
@@ -75,9 +78,7 @@ def from_config(config: PreTrainedConfig, **options) -> PreTrainedModel:
 
 def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
     """Freezes what no gradient of a text loss reaches: towers, their projectors, Mllama's cross attention, indexers.
-
     Left trainable they would get optimizer states and decay (`weight_decay`) without ever a gradient.
-    Raises UserError where no language model with a head is found in the package.
     """
     beginnings = unreached(model)
     for name, parameter in model.named_parameters():
@@ -112,11 +113,6 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
             direct = module.named_parameters(recurse=False)
             outermost += [f"{prefix}{key}" for key, parameter in direct if id(parameter) not in reached]
     return crossing + tuple(outermost)
-
-
-def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Returns the class that loads all of a package; None where there is no other than `auto_class`'s."""
-    return next((mapping[type(config)] for _, mapping in AUTO_CLASSES[1:] if type(config) in mapping), None)
 
 
 def names_saved(model: PreTrainedModel) -> set[str]:

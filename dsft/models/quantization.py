@@ -26,6 +26,7 @@ BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
 """Names of the bits of a weight in configs."""
 GROUP_SIZES = (128, 64, 32)
 """Weights that share a scale in torchao-int4wo: the first that divides the inputs of every layer."""
+_logged: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,50 +74,36 @@ class Quantization:
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
         """Return the configuration with which transformers loads it; None where the model's own config contains it."""
+        if self.format == "gguf":
+            return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
+        if self.package == "torchao":
+            from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+            from torchao.quantization.quant_primitives import MappingType
+
+            if not self.group_size:
+                return TorchAoConfig(Int8WeightOnlyConfig())
+            # The grid of Int4WeightOnlyConfig, whose kernels need particular GPUs: the same numbers on any device.
+            return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(self.group_size), MappingType.ASYMMETRIC))
+        if self.package == "bitsandbytes" and self.bits == 8:
+            # Every layer says in every forward that its inputs are cast to float16.
+            logging.getLogger("bitsandbytes.autograd._functions").addFilter(_first_time)
+            return BitsAndBytesConfig(load_in_8bit=True)
+        if self.package == "bitsandbytes":
+            return BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=self.format,
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=compute_dtype,
+                bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
+            )
+        return None
 
     def fitted(self, linear_inputs: Collection[int], *, name: str) -> "Quantization":
         """Return the format as it fits a model whose linear layers (without the head) have these inputs.
         Raises UserError where transformers would leave all layers, or some, as they are.
         """
-        return self
-
-
-_logged: set[str] = set()
-
-
-def _first_time(record: logging.LogRecord) -> bool:
-    """Lets a message through once, on rank 0."""
-    is_new = rank() == 0 and record.getMessage() not in _logged
-    _logged.add(record.getMessage())
-    return is_new
-
-
-class _BitsAndBytes(Quantization):
-    def load_config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
-        if self.bits == 8:
-            # Every layer says in every forward that its inputs are cast to float16.
-            logging.getLogger("bitsandbytes.autograd._functions").addFilter(_first_time)
-            return BitsAndBytesConfig(load_in_8bit=True)
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=self.format,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute_dtype,
-            bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
-        )
-
-
-class _TorchAo(Quantization):
-    def load_config(self, compute_dtype: torch.dtype) -> TorchAoConfig:
-        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
-        from torchao.quantization.quant_primitives import MappingType
-
-        if not self.group_size:
-            return TorchAoConfig(Int8WeightOnlyConfig())
-        # The grid of Int4WeightOnlyConfig, whose kernels need particular GPUs: the same numbers on any device.
-        return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(self.group_size), MappingType.ASYMMETRIC))
-
-    def fitted(self, linear_inputs: Collection[int], *, name: str) -> Quantization:
+        if self.package != "torchao":
+            return self
         if not linear_inputs:
             raise UserError(f"model={name}: has no linear layers, which {self.format} quantises; use nf4 or int8")
         if not self.group_size:
@@ -131,27 +118,27 @@ class _TorchAo(Quantization):
         )
 
 
-class _Gguf(Quantization):
-    def load_config(self, compute_dtype: torch.dtype) -> GgufConfig:
-        return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
+def _first_time(record: logging.LogRecord) -> bool:
+    """Lets a message through once, on rank 0."""
+    is_new = rank() == 0 and record.getMessage() not in _logged
+    _logged.add(record.getMessage())
+    return is_new
 
 
 FORMATS = {
     quantization.format: quantization
     for quantization in (
         # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
-        _BitsAndBytes(
-            format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes", trainable=True
-        ),
-        _BitsAndBytes(format="int8", bits=8, package="bitsandbytes", trainable=True),
-        _TorchAo(format="torchao-int8wo", bits=8, package="torchao"),
+        Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes", trainable=True),
+        Quantization(format="int8", bits=8, package="bitsandbytes", trainable=True),
+        Quantization(format="torchao-int8wo", bits=8, package="torchao"),
         # Four bits in a byte each; at most a scale of four bytes and a zero point of one for 32 weights.
-        _TorchAo(format="torchao-int4wo", bits=8, scale_bytes=5 / 32, package="torchao", group_size=GROUP_SIZES[0]),
+        Quantization(format="torchao-int4wo", bits=8, scale_bytes=5 / 32, package="torchao", group_size=GROUP_SIZES[0]),
     )
 }
 """By the option `quantization`: formats that are made while weights load."""
 TRAINING_FORMATS = [name for name, quantization in FORMATS.items() if quantization.trainable]
-GGUF = _Gguf(format="gguf", bits=16, read_by=("gguf",), unpacked_on=("cpu", "cuda"))
+GGUF = Quantization(format="gguf", bits=16, read_by=("gguf",), unpacked_on=("cpu", "cuda"))
 ON_DISK = {
     quantization.format: quantization
     for quantization in (
@@ -225,7 +212,7 @@ def unpacking_config(config: PreTrainedConfig) -> Any:
 
 
 def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
-    """Return a config's section on quantisation, and the method that it names."""
+    """A config's section on quantisation, and the method that it names."""
     section = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
@@ -235,11 +222,9 @@ def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
 
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32.
-
-    transformers unpacks to `dtype`, and leaves what was not packed as it lies on disk (quantizers/base.py,
-    get_new_dtype): products of both would fail.
-    """
+    """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32."""
+    # transformers unpacks to `dtype`, and leaves what was not packed as it lies on disk (quantizers/base.py,
+    # get_new_dtype): products of both would fail.
     kept = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():
         if not any(fnmatch(name, f"*{pattern}*") for pattern in kept):

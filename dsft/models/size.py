@@ -1,4 +1,6 @@
-"""Counts a model's parameters and the widths that memory formulas need, without weights (meta device)."""
+"""Counts a model's parameters and the widths that memory formulas need, without weights (meta device). Brings along the
+configurations of usual models, so that they are planned without the hub.
+"""
 
 import contextlib
 import copy
@@ -21,12 +23,19 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.embeddings import grow_embeddings, new_rows, tokens_of, without_rows
-from dsft.models.lora import adapters_of, check_lora_options, saved_lora_config
 from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
-from dsft.models.trained import learning_rates, rate_problems, select_trained
+from dsft.models.trained import (
+    adapters_of,
+    check_lora_options,
+    grow_embeddings,
+    learning_rates,
+    saved_lora_config,
+    select_trained,
+    tokens_of,
+    without_rows,
+)
 from dsft.runtime import patches
 
 CONFIG_ERRORS = (
@@ -43,6 +52,37 @@ COUNT_FROM_PADDING = (
 """Architectures whose first position is the one after the padding token's id (create_position_ids_from_input_ids in
 their modelling files): RoBERTa has 514 for 512 tokens.
 """
+MOST_MODULES = 10_000
+"""Layers, or experts of a layer: more take hours to build, and no model has them."""
+_TIED, _SHORT, _NO_WINDOW = {"tie_word_embeddings": True}, {"max_position_embeddings": 32768}, {"sliding_window": None}
+USUAL_MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    }
+    | others
+    for name, model_type, hidden, layers, heads, kv_heads, ffn, vocab, others in (
+        ("Qwen/Qwen2.5-0.5B", "qwen2", 896, 24, 14, 2, 4864, 151936, _TIED | _SHORT),
+        ("meta-llama/Llama-3.2-1B", "llama", 2048, 16, 32, 8, 8192, 128256, _TIED | {"head_dim": 64}),
+        ("meta-llama/Llama-3.2-3B", "llama", 3072, 28, 24, 8, 8192, 128256, _TIED | {"head_dim": 128}),
+        ("mistralai/Mistral-7B-v0.3", "mistral", 4096, 32, 32, 8, 14336, 32768, _NO_WINDOW | _SHORT),
+        ("meta-llama/Llama-3.1-8B", "llama", 4096, 32, 32, 8, 14336, 128256, {}),
+        ("Qwen/Qwen2.5-14B", "qwen2", 5120, 48, 40, 8, 13824, 152064, {}),
+        ("Qwen/Qwen2.5-32B", "qwen2", 5120, 64, 40, 8, 27648, 152064, {}),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral", 4096, 32, 32, 8, 14336, 32000, _NO_WINDOW | _SHORT),
+        ("meta-llama/Llama-3.1-70B", "llama", 8192, 80, 64, 8, 28672, 128256, {}),
+        ("Qwen/Qwen2.5-72B", "qwen2", 8192, 80, 64, 8, 29568, 152064, {}),
+        ("meta-llama/Llama-3.1-405B", "llama", 16384, 126, 128, 8, 53248, 128256, {}),
+    )
+}
+"""From the fewest parameters to the most; as config.json of each repository of the hub has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,32 +156,6 @@ class ModelSize:
         return self.num_heads * self.head_dim, self.kv_size * max(1, ranks // self.num_key_heads)
 
 
-@contextlib.contextmanager
-def without_zero_init() -> Iterator[None]:
-    """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
-    shard them by collectives, which the other ranks do not join.
-    """
-    with patches.replaced("no_zero_init", lambda _: None):
-        yield
-
-
-def empty_model(
-    model_config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None
-) -> PreTrainedModel:
-    """The architecture with parameters on the meta device: names and shapes, no memory."""
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    with without_zero_init(), torch.device("meta"):
-        return from_config(model_config, trust_remote_code=trust_remote_code, **options)
-
-
-def load_model_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
-    Raises OSError or ValueError as transformers does, where it is not found or of an unknown kind.
-    """
-    name, gguf = located(str(Path(name).parent) if is_step_folder(name) else name)
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **gguf)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
@@ -161,11 +175,37 @@ class ModelFacts:
     """Inputs of the linear layers without the head, which a format quantises in groups."""
 
 
-MOST_MODULES = 10_000
-"""Layers, or experts of a layer: more take hours to build, and no model has them."""
+@contextlib.contextmanager
+def without_zero_init() -> Iterator[None]:
+    """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
+    shard them by collectives, which the other ranks do not join.
+    """
+    with patches.replaced("no_zero_init", lambda _: None):
+        yield
 
 
-def check_files_here(model: str) -> None:
+def empty_model(
+    model_config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """The architecture with parameters on the meta device: names and shapes, no memory."""
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    with without_zero_init(), torch.device("meta"):
+        return from_config(model_config, trust_remote_code=trust_remote_code, **options)
+
+
+def usual_config(name: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(**USUAL_MODELS[name])
+
+
+def load_model_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
+    Raises OSError or ValueError as transformers does, where it is not found or of an unknown kind.
+    """
+    name, gguf = located(str(Path(name).parent) if is_step_folder(name) else name)
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **gguf)
+
+
+def _check_files(model: str) -> None:
     """Looks at what of a model's files would fail only while its weights load, or builds modules without end.
 
     Raises:
@@ -205,51 +245,48 @@ def measure_model(
         config: of the model, where it is known; else it is read.
         new_tokens: that it gets rows for, beside those of a saved adapter.
     """
-    if is_gguf(options.model) and not scored:
-        raise UserError(f"model={options.model}: {NO_GGUF}")
+    name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
+    if is_gguf(name) and not scored:
+        raise UserError(f"model={name}: {NO_GGUF}")
     try:
-        known = {"trust_remote_code": options.trust_remote_code}
-        check_files_here(options.model)
-        config = config or load_model_config(options.model, revision=options.revision, **known)
+        _check_files(name)
+        config = config or load_model_config(name, revision=options.revision, **known)
         set_router_loss(config, getattr(options, "router_aux_loss", None))
         model = empty_model(config, attn_implementation=options.attn_implementation, **known)
     except UserError as error:
-        raise UserError([f"model={options.model}: {problem}" for problem in error.problems]) from error
+        raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
     except CONFIG_ERRORS as error:
-        raise UserError(no_model(options.model, error)) from error
-    if options.method != "full" and not options.adapter:
+        raise UserError(no_model(name, error)) from error
+    if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))
-    as_loaded = copy.deepcopy(model.config)
+    as_loaded, saved = copy.deepcopy(model.config), []
     try:
-        saved = []
-        if options.adapter and options.method != "full":
+        if options.adapter and method != "full":
             shape = saved_lora_config(options.adapter)
-            saved = tokens_of(shape)
             raise_if_any(without_rows(options.adapter, shape, new_tokens))
-        rows = new_rows(new_tokens, as_loaded.get_text_config().vocab_size)
-        grow_embeddings(model, [*new_tokens, *saved])
+            saved = tokens_of(shape)
+        rows = grow_embeddings(model, [*new_tokens, *saved])  # those of a new adapter: then none are saved
         adapters, head = adapters_of(options, model, rows), model.get_output_embeddings()
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
-        on_disk = GGUF if is_gguf(options.model) else None
-        if not on_disk and not options.model.endswith(".json"):  # a config alone has random weights
-            num_bytes, trained = weight_bytes_in(options.model), with_adapter or not scored
-            on_disk = quantization_on_disk(config, disk_bytes=num_bytes, trained=trained)
-        if scored or (on_disk and options.method != "qlora"):
+        on_disk = GGUF if is_gguf(name) else None
+        if not on_disk and not name.endswith(".json"):  # a config alone has random weights
+            trained = with_adapter or not scored
+            on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
+        if scored or (on_disk and method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
         # QLoRA trains over what its own package has quantised.
-        may_train = options.method == "lora" or (options.method == "qlora" and on_disk and on_disk.trainable)
+        may_train = method == "lora" or (method == "qlora" and on_disk and on_disk.trainable)
         if on_disk and not scored and not may_train:
-            full = options.method == "full"
-            which = "which method=full cannot train" if full else "and method=qlora would do so again"
+            which = "which method=full cannot train" if method == "full" else "and method=qlora would do so again"
             raise UserError(
-                f"model={options.model}: its weights are quantised ({on_disk.format}), {which}; use method lora, or the"
-                " model that it was made from"
+                f"model={name}: its weights are quantised ({on_disk.format}), {which}; use method lora, or the model"
+                " that it was made from"
             )
     except UserError:
         raise  # it names its option
     except AttributeError as error:
-        raise UserError(f"model={options.model}: its architecture cannot be measured ({one_line(error)})") from error
+        raise UserError(f"model={name}: its architecture cannot be measured ({one_line(error)})") from error
     except (ValueError, OSError, TypeError) as error:  # of peft: what it cannot adapt, an adapter that is not there
         named = "lora_options" if options.lora_options else "lora_target_modules"
         problem = no_adapter(options.adapter, error) if options.adapter else f"{named}: {one_line(error)}"
@@ -272,9 +309,7 @@ def num_experts_of(text: PreTrainedConfig) -> int | None:
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
     """Lets a model add so much of its router's auxiliary loss, or none with 0; None leaves it as it is.
-
-    Raises:
-        UserError: where its architecture has none.
+    Raises UserError where its architecture has none.
     """
     text = config.get_text_config()
     if coefficient is None:
@@ -288,19 +323,20 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     """Neither a quantised model nor one that changes its weights inside a forward can be sharded."""
     if stage < 3:
         return []
-    if size.quantization and (size.quantization.lies_on_disk or not size.lora_r):
+    if (quantization := size.quantization) and (quantization.lies_on_disk or not size.lora_r):
+        unpacked = ", or dsft export, which writes a folder of unpacked weights"
         return [
-            f"model={model}: its weights are quantised ({size.quantization.format}), and transformers loads such a"
-            " model whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"
-            + ", or dsft export, which writes a folder of unpacked weights"
-            * size.quantization.unpacked_by_export
+            f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model"
+            " whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"
+            + unpacked
+            * quantization.unpacked_by_export
         ]
-    if size.model_type != "rwkv":
-        return []
-    return [
-        f"model={model}: RWKV rescales its weights inside a forward (rescale_every), which shards of ZeRO-3 do not"
-        " allow; use zero 0, in training also 1 or 2"
-    ]
+    if size.model_type == "rwkv":
+        return [
+            f"model={model}: RWKV rescales its weights inside a forward (rescale_every), which shards of ZeRO-3 do not"
+            " allow; use zero 0, in training also 1 or 2"
+        ]
+    return []
 
 
 def check_positions(facts: ModelFacts, *, seq_len: int, model: str, key: str = "seq_len") -> list[str]:
@@ -346,8 +382,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         with_adapter = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
         experts = {name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad}
         unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
-    problems = select_trained(model, options.trainable, options.frozen)
-    raise_if_any(problems or rate_problems(model, learning_rates(options)))
+    raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]
     numels, trainable_numels = (
         tuple(sorted(Counter(p.numel() for p in parameters).items())) for parameters in (model.parameters(), trained)

@@ -10,12 +10,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import one_line, raise_if_any
-from dsft.models.build import described_in
 from dsft.models.chat_template import load_template
-from dsft.models.model_folder import adapter_base, located, missing, model_inside
+from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, missing, model_inside
 from dsft.models.size import CONFIG_ERRORS, max_positions
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
+MARKERS = "markers"
+"""Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
@@ -32,9 +33,14 @@ def check_tokenizer(
     config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
-    revision = config.revision if not config.tokenizer else None
     try:
         name, gguf = located(config.tokenizer or tokenizer_folder(config.model))
+        # An adapter that trained rows of new tokens lies beside the only tokenizer that has these.
+        adapter = getattr(config, "adapter", None)
+        if adapter and not config.tokenizer and _has_tokenizer(adapter):
+            trains_rows = (adapter_description(adapter) or {}).get("trainable_token_indices")
+            name, gguf = (adapter, {}) if trains_rows else (name, gguf)
+        revision = config.revision if not config.tokenizer else None
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
         )
@@ -65,6 +71,18 @@ def check_tokenizer(
     return tokenizer
 
 
+def tokenizer_folder(model: str) -> str:
+    """Returns where the tokenizer of `model` lies: of an adapter without files of one, with its base."""
+    folder = described_in(model)
+    if not _has_tokenizer(folder) and (base := adapter_base(folder)):
+        return tokenizer_folder(base)
+    return folder
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
     """Says that a model of `vocab_size` rows has none for some tokens; empty where it has."""
     largest = max(tokenizer.get_vocab().values(), default=0)
@@ -76,19 +94,14 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
     ]
 
 
-MARKERS = "markers"
-"""Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
-
-
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:
     """Makes each text one token of the tokenizer; returns the ids of those that it had not. Markers are special: they
     are no part of an answer's text.
     """
-    known, texts = tokenizer.get_vocab(), [text for text in wanted if text != MARKERS]
+    known, texts, markers = tokenizer.get_vocab(), [text for text in wanted if text != MARKERS], []
     if blank := [text for text in texts if not text.strip()]:
         problems.append(f"add_tokens: {blank[0]!r} is no text")
         return []
-    markers = []
     if MARKERS in wanted and tokenizer.chat_template:
         markers = split_tokens(tokenizer, tokenizer.chat_template)
     elif MARKERS in wanted:
@@ -99,15 +112,6 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*known, *markers)])
     return sorted(number for text, number in tokenizer.get_vocab().items() if text not in known)
-
-
-def tokenizer_folder(model: str) -> str:
-    """Returns where the tokenizer of `model` lies: of an adapter without files of one, with its base."""
-    folder = described_in(model)
-    if any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES):
-        return folder
-    base = adapter_base(folder)
-    return tokenizer_folder(base) if base else folder
 
 
 def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
@@ -162,9 +166,8 @@ def generate(
 
 
 def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
-    """Adds the tokens that `ends` trained answers to those at which `model` stops; returns what was added.
-
-    The generation configuration is saved with the model, and servers read it.
+    """Adds the tokens that `ends` trained answers to those at which `model` stops, which are saved with it and read by
+    servers; returns what was added.
     """
     known = model.generation_config.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]

@@ -1,25 +1,415 @@
-"""Which parameters are trained, and at what share of the learning rate, by patterns of their names.
-
-A pattern is a regular expression that is found anywhere in a name, as `named_parameters` of the model in transformers
-has it, without peft's wrappers: `layers\\.(0|1)\\.`, `norm`, `lora_B`. A tied head has its own name and the
-embedding's.
+"""What of a model is trained: LoRA adapters through peft, rows of new tokens, and parameters by patterns of names.
+Also which of the adapters that peft saves dsft can score and merge.
 """
 
+import contextlib
+import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+import typing
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
+import torch
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import gather_params_ctx
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
 
-from dsft.config.options import TrainConfig
+from dsft.config.options import LoraFields, TrainConfig
+from dsft.config.reader import convert
+from dsft.errors import UserError, nearest, one_line
+from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
+from dsft.models.package import unreached
+from dsft.runtime import patches
+from dsft.units import plural
 
+ALL_LINEAR = "all-linear"
+LINEAR = (nn.Linear, Conv1D)
+MERGEABLE = frozenset(
+    (
+        *("ADALORA", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3"),
+        *("LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
+        *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+    )
+)
+"""Types whose merge by peft computes what base and adapter do (each in tests/checkpoints/test_export_adapters.py)."""
+SCORABLE = MERGEABLE | {"BEFT", "LILY"}
+"""Types that change modules inside the base, whose tensors can be compared with it before its weights are loaded."""
+STREAMABLE_FIELDS = frozenset(
+    (
+        *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
+        *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "layers_to_transform"),
+        *("layers_pattern", "init_lora_weights", "eva_config", "runtime_config", "qalora_group_size"),
+    )
+)
+"""Fields of LoRA with which a weight's merge needs nothing but that weight and the adapter's own tensors."""
+LORA_FIELDS = STREAMABLE_FIELDS | {"trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"}
+STREAMABLE_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+LORA_STARTS = (*STREAMABLE_STARTS, "mica", "pissa", "olora")
+"""Of `init_lora_weights`: the last two change the base, and peft does so again each time it loads the adapter."""
+NEW_STARTS = tuple(start for start in LORA_STARTS if start not in (None, "eva"))
+"""Of an adapter that is made here."""
+NO_START = {
+    **dict.fromkeys(("eva", "corda"), "it needs passes over the data before the weights are sharded"),
+    "lora_ga": "it needs gradients of the data before the weights are sharded",
+    "loftq": "it changes the base, which cannot be repeated from what is saved",
+    "pissa_niter": "it draws random numbers, and changes the base, which cannot be repeated from what is saved",
+}
+"""Other starts that peft has -> why not."""
+OWN_OPTIONS = {
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    **{name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")},
+}
+"""Field of peft.LoraConfig -> the option of dsft that sets it."""
+PATTERNS = ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters")
+"""Fields that name modules or parameters."""
+ROWS_MULTIPLE = 64
+"""Of a grown vocabulary: products of other widths take GPUs up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 LORA_PLUS = r"\.lora_(embedding_)?B\."
 """The matrices that start at zero (arXiv 2402.12354)."""
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model of transformers, without the wrapper that peft puts around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def add_lora(
+    model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None, rows: Sequence[int] = ()
+) -> PeftModel:
+    """Returns `model` with trainable adapters by the options and for new `rows` of its embedding, or with those of the
+    folder `adapter`.
+    """
+    # Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
+    # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
+    with warnings.catch_warnings(), patches.replaced("token_rows", lambda _: gathered_rows):
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # peft's own
+        if adapter:
+            adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
+        else:
+            adapted = get_peft_model(model, lora_config(options, model, rows), autocast_adapter_dtype=False)
+    if tokens_of(adapted.peft_config["default"]):  # their rows are all that is saved of the embedding
+        patches.replace("adapter_embedding", lambda save: partial(save, save_embedding_layers=False), on=adapted)
+    return adapted
+
+
+def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:
+    """Rows of a sharded weight, on every rank. Collective."""
+    with gather_params_ctx([weight], modifier_rank=None):
+        return weight[rows].clone()
+
+
+def saved_lora_config(adapter: str) -> PeftConfig:
+    """Reads the shape of a saved adapter of any type, to be trained on, scored or merged.
+
+    Raises:
+        UserError: where its type or a field of it is unknown, or dsft cannot compute with it.
+        OSError, ValueError: where there is none.
+    """
+    folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
+    content = adapter_description(folder)
+    if content is None:
+        raise ValueError(f"it has no {ADAPTER_CONFIG}")
+    file, kind = f"{adapter}/{ADAPTER_CONFIG}", content["peft_type"]
+    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise UserError(f"{file}: peft_type {kind!r} is unknown to the installed peft; a newer one may know it")
+    kind_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    if kind not in SCORABLE:
+        adds_tokens = issubclass(kind_class, PromptLearningConfig)
+        why = " adds tokens to the model's input" if adds_tokens else ", which dsft cannot compare with its base"
+        raise UserError(f"{file}: an adapter of type {kind}{why}; it is not supported, use peft itself")
+    known = {field.name for field in dataclasses.fields(kind_class)}
+    # peft drops what it does not know; a number or a word may be a new default, a switch or a list is in use.
+    if unknown := sorted(k for k, v in content.items() if k not in known and v and isinstance(v, bool | list | dict)):
+        raise UserError(f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one")
+    if content.get("task_type") not in (None, "CAUSAL_LM"):
+        raise UserError(f"{file}: task_type {content['task_type']} is of no causal language model")
+    start = content.get("init_lora_weights", True)
+    if kind == "LORA" and start not in LORA_STARTS:
+        raise UserError(
+            f"{file}: init_lora_weights {start!r} changed the base at its start, which cannot be repeated from what"
+            " was saved; save it with peft's path_initial_model_for_weight_conversion"
+        )
+    try:
+        config = PeftConfig.from_pretrained(folder)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        raise UserError(f"{file}: cannot be read by peft ({one_line(error)})") from None
+    if kind == "LORA" and (foreign := sorted(_set_fields(config) - LORA_FIELDS)):
+        raise UserError(f"{file}: LoRA with {', '.join(foreign)} is not supported; load it with peft")
+    config.inference_mode = False  # as saved, it would freeze the adapter
+    return config
+
+
+def merge_problems(adapted: PeftModel) -> list[str]:
+    """Lists why the adapter of a model cannot be merged into its base; the meta device is enough."""
+    config = adapted.peft_config["default"]
+    if config.peft_type not in MERGEABLE:
+        return [f"an adapter of type {config.peft_type.value} cannot be merged; evaluate or serve it over its base"]
+    if getattr(config, "lora_bias", False) and any(
+        layer.get_base_layer().bias is None for layer in adapted.modules() if isinstance(layer, LoraLayer)
+    ):
+        return ["lora_bias has a bias for layers without one, which cannot take it; evaluate or serve it over its base"]
+    return []
+
+
+def not_streamable(config: PeftConfig) -> str | None:
+    """Explains why an adapter cannot be merged into one weight at a time; None where it can."""
+    if config.peft_type != "LORA":
+        return f"an adapter of type {config.peft_type.value} is merged by peft"
+    if others := sorted(_set_fields(config) - STREAMABLE_FIELDS):
+        return f"the adapter has {', '.join(others)}"
+    if config.init_lora_weights not in STREAMABLE_STARTS:
+        return f"the adapter changed the base at its start ({config.init_lora_weights})"
+    return None
+
+
+def _set_fields(config: LoraConfig) -> set[str]:
+    """Fields of LoRA itself that are not as peft has them by default."""
+    default = LoraConfig()
+    names = {field.name for field in dataclasses.fields(LoraConfig)} - {f.name for f in dataclasses.fields(PeftConfig)}
+    return {name for name in names if getattr(config, name) and getattr(config, name) != getattr(default, name)}
+
+
+def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int] = ()) -> LoraConfig:
+    """Composes peft's configuration from the lora_* options for a model, whose embedding and head have new `rows` that
+    are trained; the meta device is enough.
+
+    Raises:
+        ValueError, TypeError, ImportError: of peft, where fields contradict each other.
+    """
+    given = dict(options.lora_options)
+    # Left out: linear layers that are none, and towers that no text token passes through.
+    names, towers, asked = _not_linear(model), unreached(model), given.pop("exclude_modules", None) or []
+    pattern, names = (asked, names) if isinstance(asked, str) else (None, [*names, *asked])
+    excluded: list[str] | str | None = names or None
+    if towers or pattern:
+        parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
+        parts += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers]
+        excluded = "|".join(parts + ([f"(?:{pattern})"] if pattern else []))
+    targets, layers = options.lora_target_modules, given.get("layers_to_transform")
+    if targets == [ALL_LINEAR]:
+        experts = fused_experts(model)
+        if layers is not None:  # peft heeds these for modules that are named alone
+            layers = [layers] if isinstance(layers, int) else layers
+            experts = [name for name in experts if int(re.search(r"\.(\d+)\.", name)[1]) in layers]
+            head, modules = model.get_output_embeddings(), model.named_modules()
+            linear = (name for name, module in modules if isinstance(module, LINEAR) and module is not head)
+            targets = sorted({name.rpartition(".")[2] for name in linear})
+        else:  # one name for all layers
+            experts = sorted({".".join(name.split(".")[-3:]) for name in experts})
+            targets = ALL_LINEAR
+        if experts:
+            given.setdefault("target_parameters", experts)
+    if rows:
+        names = {module: name for name, module in model.named_modules()}
+        is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # peft ties the head's rows
+        given["trainable_token_indices"] = {names[end]: [*rows] for end in _ends(model)[: 1 if is_tied else 2]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=options.lora_r,
+            lora_alpha=options.lora_alpha,
+            lora_dropout=options.lora_dropout,
+            target_modules=targets,
+            exclude_modules=excluded,
+            modules_to_save=options.lora_modules_to_save or None,
+            use_dora=options.use_dora,
+            use_rslora=options.use_rslora,
+            **given,
+        )
+
+
+def fused_experts(model: PreTrainedModel) -> list[str]:
+    """Names the parameters that hold all experts of a layer, which transformers keeps in three dimensions."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+    ]
+
+
+def _ends(model: PreTrainedModel) -> list[nn.Module]:
+    """The embedding, and the head where there is one."""
+    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+
+
+@torch.no_grad()
+def _not_linear(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers of which an architecture made a class that computes something else, as Llama 4 of its
+    router, which returns two tensors: peft would take them for the output of a linear layer.
+    """
+    kinds_by_name = {
+        ".".join(name.split(".")[-2:]): type(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__module__ == type(model).__module__
+    }
+    computes = {}
+    for kind in set(kinds_by_name.values()):
+        layer, inputs = nn.Linear(4, 3, device="cpu"), torch.ones(2, 4, device="cpu")
+        expected, output = layer(inputs), None
+        layer.__class__ = kind
+        with contextlib.suppress(Exception):  # of what its own __init__ would have made
+            output = layer(inputs)
+        is_tensor = isinstance(output, torch.Tensor) and output.shape == expected.shape
+        computes[kind] = is_tensor and torch.allclose(output, expected)
+    return sorted(name for name, kind in kinds_by_name.items() if not computes[kind])
+
+
+def adapters_of(options: TrainConfig, model: PreTrainedModel, rows: Sequence[int] = ()) -> PeftConfig | None:
+    """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones."""
+    if options.method == "full":
+        return None
+    return saved_lora_config(options.adapter) if options.adapter else lora_config(options, model, rows)
+
+
+def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str]:
+    """Lists what of the lora_* options is unknown, not supported, or matches nothing of `model`, on the meta device."""
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    types, given, problems = typing.get_type_hints(LoraConfig), options.lora_options, []
+    for name, value in given.items():
+        if name not in fields:
+            problems.append(f"{name} is no field of peft.LoraConfig{nearest(name, fields)}")
+        elif name in OWN_OPTIONS:
+            problems.append(f"{name} is set by the option {OWN_OPTIONS[name]}")
+        elif name not in LORA_FIELDS or name in ("eva_config", "runtime_config", "qalora_group_size"):
+            problems.append(f"{name} is not supported: dsft could not plan, evaluate and merge such an adapter")
+        elif name == "init_lora_weights" and value not in NEW_STARTS:
+            start = str(value).partition("_niter")[0] + "_niter" * ("_niter" in str(value))
+            why = f" ({NO_START[start]})" if start in NO_START else ""
+            problems.append(
+                f"init_lora_weights={value} is not supported{why}; choose from {', '.join(map(str, NEW_STARTS))}"
+            )
+        else:
+            try:
+                convert(value, types[name])
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+    if problems:
+        return [f"lora_options: {problem}" for problem in problems]
+    named, others, towers = dict(model.named_modules()), tuple(_not_linear(model)), unreached(model)
+    text = model.config.get_text_config()
+    everything = [*named, *(name for name, _ in model.named_parameters())]
+    for field in PATTERNS:
+        value = given.get(field) or ()
+        for pattern in [value] if isinstance(value, str) else value:
+            try:
+                if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in everything):
+                    problems.append(f"lora_options: {field}: {pattern!r} matches nothing in {options.model}")
+            except re.error as error:
+                problems.append(f"lora_options: {field}: {pattern!r} is no regular expression ({error})")
+    layers, indices = given.get("layers_to_transform"), given.get("trainable_token_indices") or ()
+    layers = [layers] if isinstance(layers, int) else layers or ()
+    rows = indices.values() if isinstance(indices, dict) else [indices]
+    for field, kind, number, chosen in (
+        ("layers_to_transform", "layers", text.num_hidden_layers, layers),
+        ("trainable_token_indices", "tokens", text.vocab_size, {token for tokens in rows for token in tokens}),
+    ):
+        problems += [
+            f"lora_options: {field}: {options.model} has {kind} 0 to {number - 1}, no {each}"
+            for each in chosen
+            if not 0 <= each < number
+        ]
+    if given.get("target_parameters") or (options.lora_target_modules == [ALL_LINEAR] and fused_experts(model)):
+        # peft's ParamWrapper refuses the first ones; the last read a `weight` that fused experts do not have.
+        start = given.get("init_lora_weights", True)
+        refused = [f"{name}={options.value(name)}" for name in ("lora_dropout", "use_dora") if options.value(name)]
+        refused += [f"{name}={given[name]}" for name in ("lora_bias", "fan_in_fan_out") if given.get(name)]
+        refused += [f"init_lora_weights={start}"] if start not in (True, False, "gaussian") else []
+        if refused:
+            problems.append(
+                f"{refused[0]}: peft cannot adapt experts that are one parameter with it; leave it out, or name the"
+                " other layers in lora_target_modules"
+            )
+    if options.add_tokens:
+        ends = [name for name, module in named.items() if module in _ends(model)]
+        set_too = ["lora_options: trainable_token_indices"] * ("trainable_token_indices" in given)
+        set_too += [
+            f"lora_modules_to_save: {target}"
+            for target in options.lora_modules_to_save
+            if any(f".{end}".endswith(f".{target}") for end in ends)
+        ]
+        problems += [f"{other}: add_tokens trains the rows of new tokens; leave one out" for other in set_too]
+    if options.method == "qlora" and given.get("init_lora_weights") in ("mica", "pissa", "olora"):
+        problems.append(
+            f"lora_options: init_lora_weights={given['init_lora_weights']} needs the base's own weights, and qlora"
+            " keeps them quantised; use method lora"
+        )
+    leaves = [
+        name
+        for name, module in named.items()
+        if isinstance(module, (*LINEAR, nn.Embedding))
+        and not name.endswith(others)
+        and not f"{name}.".startswith(towers)
+    ]
+    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if isinstance(named[name], LINEAR)})
+    problems += [
+        f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear layers"
+        f" are {', '.join(linear)}"
+        for target in options.lora_target_modules
+        if options.lora_target_modules != [ALL_LINEAR] and not any(f".{name}".endswith(f".{target}") for name in leaves)
+    ]
+    return problems + [
+        f"lora_modules_to_save: {target!r} matches no module of {options.model}"
+        for target in options.lora_modules_to_save
+        if not any(f".{name}".endswith(f".{target}") for name in named)
+    ]
+
+
+def tokens_of(adapters: PeftConfig | None) -> list[int]:
+    """Returns the tokens whose rows an adapter trains: it needs a base that has these."""
+    indices = getattr(adapters, "trainable_token_indices", None) or []
+    lists = indices.values() if isinstance(indices, dict) else [indices]
+    return sorted({token for each in lists for token in each})
+
+
+def without_rows(adapter: str, adapters: PeftConfig, tokens: Iterable[int]) -> list[str]:
+    """Says that a saved adapter trains no rows for some new tokens; empty where it does."""
+    lost = {*tokens} - {*tokens_of(adapters)}
+    return [f"add_tokens: {adapter} has no rows for {plural(len(lost), 'token')}; train a new one"] if lost else []
+
+
+def grow_for(model: PreTrainedModel, adapters: PeftConfig) -> None:
+    """Gives a base the rows that its adapter trains and it has not. Collective."""
+    vocab_size = model.config.get_text_config().vocab_size
+    grow_embeddings(model, [token for token in tokens_of(adapters) if token >= vocab_size])
+
+
+@torch.no_grad()
+def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
+    """Gives embedding and head rows for `tokens`, and returns all that are new; the meta device is enough. Collective.
+
+    They begin at the mean of the others, so that a new token is as likely as an average one: also what is rounded up
+    to a multiple of ROWS_MULTIPLE. transformers draws random rows, others on each rank.
+    """
+    tokens, before = [*tokens], model.config.get_text_config().vocab_size
+    needed = max(tokens, default=0) + 1
+    grown = before if needed <= before else -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    if grown > before:
+        model.resize_token_embeddings(grown, mean_resizing=False)
+    if rows := sorted({*tokens, *range(before, grown)}):
+        for parameter in {p: None for end in _ends(model) for p in end.parameters()}:  # tied ones once
+            with gather_params_ctx([parameter]):
+                if parameter.device.type != "meta":
+                    is_old = torch.ones(len(parameter), dtype=torch.bool, device=parameter.device)
+                    is_old[rows] = False
+                    parameter[rows] = parameter[is_old].float().mean(0).to(parameter.dtype)
+    return rows
+
+
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Maps each trained parameter to its names."""
+    """Each trained parameter -> its names as `named_parameters` of the model in transformers has them, without peft's
+    wrappers. A tied head has its own name and the embedding's.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -28,15 +418,16 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _is_found(pattern: str, names: Iterable[str]) -> bool:
+    """A pattern is a regular expression that is found anywhere in a name: `layers\\.(0|1)\\.`, `norm`, `lora_B`."""
     return any(re.search(pattern, name) for name in names)
 
 
-def select_trained(model: nn.Module, trainable: Collection[str], frozen: Collection[str]) -> list[str]:
+def select_trained(
+    model: nn.Module, trainable: Collection[str], frozen: Collection[str], rates: Iterable[str] = ()
+) -> list[str]:
     """Freezes what of the trained parameters no pattern of `trainable` finds, where there is one, or one of `frozen`
-    does. Returns the problems: patterns that find nothing, nothing left.
+    does. Returns the problems: patterns that find nothing, also those of `rates` in what is left, and nothing left.
     """
-    if not (trainable or frozen):
-        return []
     names = _names(model)
     problems = _unmatched("trainable", trainable, names) + _unmatched("frozen", frozen, names)
     for parameter, aliases in names.items():
@@ -44,33 +435,23 @@ def select_trained(model: nn.Module, trainable: Collection[str], frozen: Collect
         parameter.requires_grad_(is_chosen and not any(_is_found(pattern, aliases) for pattern in frozen))
     if names and not problems and not any(parameter.requires_grad for parameter in names):
         problems.append("trainable and frozen leave nothing to train; take a pattern away")
-    return problems
+    return problems or _unmatched("learning_rates", rates, _names(model))
 
 
 def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> list[str]:
-    known = [name for aliases in names.values() for name in aliases]
-    return [
-        f"{option}: {pattern!r} finds no parameter that is trained{_like(pattern, known)}"
-        for pattern in patterns
-        if not _is_found(pattern, known)
-    ]
-
-
-def _like(pattern: str, names: list[str]) -> str:
-    """Names what the model has instead: the parameter whose name is most alike, else the first."""
-    alike = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3) or names[:1]
-    return f"; such as {alike[0]}" if alike else ""
+    known, problems = [name for aliases in names.values() for name in aliases], []
+    for pattern in patterns:
+        if not _is_found(pattern, known):  # the parameter whose name is most alike is named, else the first
+            alike = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3) or known[:1]
+            like = f"; such as {alike[0]}" if alike else ""
+            problems.append(f"{option}: {pattern!r} finds no parameter that is trained{like}")
+    return problems
 
 
 def learning_rates(options: TrainConfig) -> dict[str, float]:
     """Returns pattern -> factor of the learning rate; the first that finds a parameter counts."""
     plus = {LORA_PLUS: options.loraplus_lr_ratio} if options.loraplus_lr_ratio and options.method != "full" else {}
     return dict(options.learning_rates) | plus
-
-
-def rate_problems(model: nn.Module, rates: Mapping[str, float]) -> list[str]:
-    """Lists patterns of learning rates that find nothing which is trained."""
-    return _unmatched("learning_rates", rates, _names(model))
 
 
 def rate_factors(model: nn.Module, rates: Mapping[str, float]) -> dict[nn.Parameter, float]:

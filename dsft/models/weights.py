@@ -10,6 +10,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,18 @@ import transformers
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import _IncompatibleKeys
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from dsft.config.options import EvalConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.embeddings import grow_for
-from dsft.models.lora import saved_lora_config
-from dsft.models.model_folder import has_only_shards, located
+from dsft.models.model_folder import adapter_base, described_in, has_only_shards, located
 from dsft.models.package import save_as_on_disk, whole_class
 from dsft.models.pickles import load_pickle
 from dsft.models.size import ModelFacts, empty_model, load_model_config
+from dsft.models.trained import grow_for, saved_lora_config
 from dsft.runtime import patches
 from dsft.units import plural
 
@@ -67,6 +68,43 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
     return loading_problems(model, info)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model to score, as far as it is known before its weights are loaded."""
+
+    config: EvalConfig
+    """The options with `model` being the one folder or hub id that is loaded."""
+    tokenizer: PreTrainedTokenizerBase | None
+    facts: ModelFacts | None
+    """Of the model, of its base where it is an adapter, with the format that it is loaded in."""
+
+    @property
+    def name(self) -> str:
+        """Of the model in results: a format that is made while it loads follows a colon."""
+        quantization = self.facts.size.quantization
+        is_made = quantization is not None and not quantization.lies_on_disk
+        return f"{self.config.model}:{quantization.format}" if is_made else self.config.model
+
+
+def with_bases(model: str) -> Iterator[str]:
+    """Yield the model, and the base of each adapter down to a full model."""
+    yield model
+    if base := adapter_base(described_in(model)):
+        yield from with_bases(base)
+
+
+def check_weights(candidate: Candidate, *, local: bool) -> list[str]:
+    """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
+    config, facts = candidate.config, candidate.facts
+    base, problems = adapter_base(described_in(config.model)), []
+    if Path(base or config.model).exists() == local:
+        problems += weight_problems(base or config.model, facts, revision=config.revision)
+    if base and local:
+        trust = config.trust_remote_code
+        problems += adapter_problems(config.model, facts.config, key="model", trust_remote_code=trust)
+    return problems
+
+
 def load_empty(package: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
     """Returns the model of a package on the meta device, with the names on disk that its loading reports."""
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
@@ -81,15 +119,9 @@ def _load_empty(
     architecture: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Loads empty tensors; returns the model and transformers' report."""
+    options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with quiet_report(bar=False):
-        return architecture.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(tensors),
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        return architecture.from_pretrained(None, config=config, state_dict=dict(tensors), **options)
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
@@ -97,28 +129,25 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
     problems = []
     if missing := info["missing_keys"]:
         problems.append(
-            f"model={model}: {_tensors(missing, 'of the model missing from its weights')}; random numbers would stand"
-            " there. Copy or download the model again"
+            f"{_tensors(missing, 'of the model missing from its weights')}; random numbers would stand there. Copy or"
+            " download the model again"
         )
     problems += [
-        f"model={model}: {name} is {list(shape)} in its weights, {list(expected)} by its config;"
-        " are both of the same model?"
+        f"{name} is {list(shape)} in its weights, {list(expected)} by its config; are both of the same model?"
         for name, shape, expected in sorted(info["mismatched_keys"])[:1]
     ]
     if unexpected := info["unexpected_keys"]:
         problems.append(
-            f"model={model}: {_tensors(unexpected, NO_PLACE)}; is its config of another model? Where they may"
-            " go, load and save it once with transformers (from_pretrained, save_pretrained)"
+            f"{_tensors(unexpected, NO_PLACE)}; is its config of another model? Where they may go, load and save it"
+            " once with transformers (from_pretrained, save_pretrained)"
         )
-    return problems
+    return [f"model={model}: {problem}" for problem in problems]
 
 
 def adapter_problems(
     adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
 ) -> list[str]:
-    """Lists the problems of an adapter over the base of `config`.
-    `key`: the option that names it.
-    """
+    """Lists the problems of an adapter over the base of `config`; the option `key` names it."""
     if has_only_shards(adapter):
         return []
     try:
@@ -178,13 +207,9 @@ def placed_adapter(
 
 
 def _raise_of_integers(tensors: dict[str, torch.Tensor]) -> None:
-    """Weights in whole numbers would be cast, without the scales that they need, to other weights.
-    Raises UserError naming the first.
-    """
-    names = sorted(
-        name for name, tensor in tensors.items() if name.endswith("weight") and not tensor.is_floating_point()
-    )
-    if names:
+    """Weights in whole numbers would be cast, without the scales that they need, to other weights."""
+    integers = (name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    if names := sorted(name for name in integers if name.endswith("weight")):
         dtype = str(tensors[names[0]].dtype).removeprefix("torch.")
         raise UserError(
             f"{_tensors(names, f'hold {dtype}')}, and its config describes no quantization; take the model that it was"
@@ -202,12 +227,9 @@ def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) 
     """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
     Raises UserError, naming the index that cannot be read, or the file that it names and that is not there.
     """
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     with _named(name):
-        paths = (
-            cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
-            for file in candidates
-        )
-        path = next((path for path in paths if path), None)
+        path = next(filter(None, (cached_file(name, file, **options) for file in candidates)), None)
     if path is None or not path.endswith(".json"):
         return [path] if path else []
     with _named(path):
@@ -219,18 +241,17 @@ def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) 
 
 def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
     """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
-    files = _files(model, WEIGHT_FILES[:2], revision)
     names = {}
-    for file in files:
+    for file in _files(model, WEIGHT_FILES[:2], revision):
         with _named(file), safe_open(file, framework="pt") as tensors:
             names |= dict.fromkeys(tensors.keys(), file)
     return names
 
 
 def weights_digest(model: str, revision: str | None = None) -> str | None:
-    """Hash a package's weights by samples, without reading them in full: of safetensors name, dtype, shape and
-    3 x SAMPLE_BYTES of every tensor, the same however they are split into files; of other formats evenly spread blocks
-    of every file. None where there are no such files, as in a folder with DeepSpeed's shards alone.
+    """Hash a package's weights by samples: of safetensors name, dtype, shape and 3 x SAMPLE_BYTES of every tensor, the
+    same however they are split into files; of other formats evenly spread blocks of every file. None where there are no
+    such files, as in a folder with DeepSpeed's shards alone.
     """
     folder, gguf = located(model)
     candidates = ([gguf["gguf_file"]],) if gguf else (WEIGHT_FILES[:2], WEIGHT_FILES[2:])

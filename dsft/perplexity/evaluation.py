@@ -34,12 +34,12 @@ from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import build_model, described_in, is_bare_config, resolve_dtype
-from dsft.models.candidate import Candidate, check_weights, with_bases
-from dsft.models.model_folder import has_only_shards, is_step_folder, located
+from dsft.models.build import build_model, resolve_dtype
+from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
 from dsft.models.quantization import PACKAGES, Quantization
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.size import check_sharding
+from dsft.models.weights import Candidate, check_weights, with_bases
 from dsft.perplexity.breakdown import Breakdown, grouping
 from dsft.perplexity.documents import build_windows
 from dsft.perplexity.kl import ChangeHistogram, divergence_of

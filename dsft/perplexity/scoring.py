@@ -31,8 +31,8 @@ from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
-from dsft.models.lora import unwrapped
 from dsft.models.sequence_parallel import ALONE, Team
+from dsft.models.trained import unwrapped
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.kl import compare_logits
 from dsft.perplexity.results import COLUMNS, Recorder

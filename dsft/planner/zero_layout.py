@@ -117,7 +117,7 @@ class ZeroLayout:
     packed: "Quantization | None"
     """Format of the base where its weights stay in it on this device."""
     weight_bytes: int
-    """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/lora.py), and DeepSpeed
+    """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/trained.py), and DeepSpeed
     accumulates and communicates in the model's unless it is set otherwise.
     """
     sum_bytes: int

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.usual import USUAL_MODELS, usual_config
+from dsft.models.size import USUAL_MODELS, usual_config
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention

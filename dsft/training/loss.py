@@ -25,7 +25,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
 from dsft.models.head import nats_of, next_tokens, own_nats_of
-from dsft.models.lora import unwrapped
+from dsft.models.trained import unwrapped
 from dsft.runtime.console import say
 from dsft.units import IGNORED
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from dsft.models.lora import unwrapped
 from dsft.models.size import num_experts_of
+from dsft.models.trained import unwrapped
 from dsft.perplexity.intervals import Units, in_words, ratio_interval
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus

@@ -38,10 +38,10 @@ from dsft.config.user_code import KEYS
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
+from dsft.models.pickles import mapped_resume
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
 from dsft.models.trained import rate_factors
-from dsft.models.zero_shards import mapped_resume
 from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences

@@ -15,7 +15,7 @@ from dsft.checkpoints.readback import SafetensorsFiles, check_export, readback_e
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.lora import add_lora
+from dsft.models.trained import add_lora
 
 
 @pytest.fixture

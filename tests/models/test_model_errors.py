@@ -16,8 +16,8 @@ from dsft.cli.commands import PreviewOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.lora import add_lora, lora_config
 from dsft.models.size import COUNT_FROM_PADDING, max_positions
+from dsft.models.trained import add_lora, lora_config
 from dsft.models.trials import small_model
 from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine

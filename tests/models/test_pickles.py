@@ -22,8 +22,7 @@ from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.pickles import load_pickle, safe_unpickling
-from dsft.models.zero_shards import ZeroShards
+from dsft.models.pickles import ZeroShards, load_pickle, safe_unpickling
 from dsft.run_setup.resolve import check_start
 
 STEP = "checkpoint-2/global_step2"
@@ -145,7 +144,7 @@ def test_poisoned_weights_of_a_model_or_an_adapter_are_refused(tmp_path, weights
 
     from dsft.config.options import TrainConfig
     from dsft.models.build import build_model
-    from dsft.models.lora import add_lora
+    from dsft.models.trained import add_lora
 
     folder, trace = tmp_path / weights, tmp_path / "trace"
     write_model(tmp_path / "model")

@@ -9,7 +9,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from dsft.errors import UserError
 from dsft.models.model_folder import has_only_shards, step_folder
-from dsft.models.zero_shards import ZeroShards
+from dsft.models.pickles import ZeroShards
 
 
 def write_shards(folder, parameters: dict[str, torch.Tensor], *, world: int, stage: int) -> None:

@@ -131,7 +131,7 @@ def _build(case: dict[str, Any]):
     from transformers.integrations import HfDeepSpeedConfig
 
     from dsft.config.options import TrainConfig
-    from dsft.models.lora import add_lora
+    from dsft.models.trained import add_lora
 
     keep = HfDeepSpeedConfig(case["config"])
     dtype = getattr(torch, case["dtype"])

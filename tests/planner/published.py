@@ -10,8 +10,8 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config,
 
 from dsft.config.deepspeed import compose, read_zero_file
 from dsft.config.options import TrainConfig
-from dsft.models.lora import adapters_of
 from dsft.models.size import ModelSize, empty_model, model_size
+from dsft.models.trained import adapters_of
 from dsft.planner.activations import TrainingActivations, training_activations
 from dsft.planner.gpus import GPUS
 from dsft.planner.step_time import Speeds, StepTime, speeds_of, step_time

@@ -17,9 +17,9 @@ from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
 from dsft.models import head
 from dsft.models.head import VOCAB_TILE, ChunkedHead
-from dsft.models.lora import add_lora
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import empty_model, model_size
+from dsft.models.trained import add_lora
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
 from dsft.planner.activations import (

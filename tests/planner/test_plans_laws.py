@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from dsft.config.options import TrainConfig
-from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
+from dsft.models.trained import adapters_of
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job, candidate_names
 from dsft.planner.gpus import GPUS

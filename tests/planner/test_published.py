@@ -14,8 +14,8 @@ from conftest import grid
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from dsft.config.options import TrainConfig
-from dsft.models.lora import adapters_of
 from dsft.models.size import empty_model, model_size
+from dsft.models.trained import adapters_of
 from dsft.planner.activations import training_activations
 from dsft.planner.plans import FRAGMENTATION, HOST_SHARE, MEMORY_ERROR, RESERVE_BYTES, add_up, with_room
 from dsft.planner.states import quantised_room, state_terms

@@ -16,7 +16,7 @@ from dsft.data.batches import PaddedToFullSteps
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials
-from dsft.models.usual import USUAL_MODELS
+from dsft.models.size import USUAL_MODELS
 from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
 from dsft.run_setup import resolve
