@@ -106,7 +106,8 @@ class Mxfp4Source(SafetensorsFiles):
         for packed in [name for name in self.shapes if name.endswith("_blocks")]:
             experts, outputs, blocks, num_bytes = self.shapes.pop(packed)
             name = packed.removesuffix("_blocks")
-            del self.shapes[f"{name}_scales"]
+            if self.shapes.pop(f"{name}_scales", None) is None:
+                raise UserError(f"{folder}: {packed} has no {name}_scales beside it; copy or download it again")
             self.shapes[name] = (experts, 2 * blocks * num_bytes, outputs)  # two weights in a byte
 
     def read(self, name: str) -> torch.Tensor:

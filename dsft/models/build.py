@@ -1,7 +1,5 @@
-"""Builds the model, with adapters or a quantised base where asked.
-
-Under ZeRO-3 the DeepSpeed configuration must be registered (by `TrainingArguments` or `HfDeepSpeedConfig`) before
-`build_model`: only then are the weights sharded while they load, instead of filling every rank's memory.
+"""Builds the model, with adapters or a quantised base where asked. Under ZeRO-3 the DeepSpeed configuration must be
+registered before (by `TrainingArguments` or `HfDeepSpeedConfig`): only then are weights sharded while they load.
 """
 
 import contextlib
@@ -100,9 +98,8 @@ def build_model(
             if is_unpacked and method != "qlora":
                 cast_weights(model, compute_dtype)
             # On CPUs with AVX512-BF16 bitsandbytes packs its 4-bit layers again at the first product in evaluation:
-            # that computes in bf16 whatever the dtype, fails where 64 does not divide a layer's inputs or 32 its
-            # outputs, and has no gradients (bitsandbytes 0.50, nn/modules.py, Linear4bit.forward). So it unpacks
-            # them for each product, as on any other device.
+            # that computes in bf16 whatever the dtype, fails for some widths, and has no gradients (bitsandbytes 0.50,
+            # nn/modules.py, Linear4bit.forward). So it unpacks them for each product, as on any other device.
             for module in model.modules():
                 if hasattr(module, "support_avx512bf16_for_cpu"):
                     module.support_avx512bf16_for_cpu = False
@@ -149,10 +146,8 @@ def _add_zeros(experts: nn.ModuleList, _: nn.Module, args: tuple[Any, ...]) -> t
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
-    """Loads the model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged).
-
-    A checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), or such a `global_step`
-    folder, is read from these.
+    """Loads the model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged); of a
+    checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), from these.
     Raises UserError where a weight would not be what it is on disk, on every rank.
     """
     folder = Path(name)
@@ -196,7 +191,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
 
 def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[[torch.Tensor], tuple[int, int]]:
-    """A function that counts inputs and outputs of a weight by its full shape, which ZeRO-3 keeps as `ds_shape`."""
+    """Counts inputs and outputs of a weight by its full shape, which ZeRO-3 keeps as `ds_shape`."""
     return lambda tensor: fans(torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta"))
 
 

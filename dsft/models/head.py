@@ -12,10 +12,10 @@ given hidden states and the head is another one. So the architecture's softcap, 
 - Scoring (`ChunkedHead`): some rows of hidden states, one tile of the vocabulary at a time. A model that is built
   otherwise, such as BERT, is taken at its output layer: that gets one position, and its inputs are kept. Either way is
   compared once with the plain forward; where they differ, plain logits are used.
-- Training (`tile_loss`): all of the vocabulary for some rows at a time. The plain loss holds logits, their softmax and
-  its gradient in fp32, 12 bytes per token and entry of the vocabulary. Here each tile's gradients are computed right
-  after its logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss), so nothing is computed twice. The
-  head is called once as a module, with ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles.
+- Training (`tile_loss`): all of the vocabulary for some rows at a time, and each tile's gradients right after its
+  logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
+  and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
+  ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles.
 
 Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab, W one tile of the vocabulary.
 """

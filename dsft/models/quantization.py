@@ -33,28 +33,19 @@ _logged: set[str] = set()
 class Quantization:
     """How a model's linear layers are stored; embedding and head stay as they are on disk."""
 
-    format: str
-    """As the option `quantization` names it, or as the config or the file on disk does."""
-    bits: int = 8
-    """Of one weight in memory, without scales."""
-    scale_bytes: float = 0.0
-    """Of one weight, its part of the scales."""
-    package: str = ""
-    """That makes it while weights load; empty where it lies on disk."""
-    read_by: tuple[str, ...] = ()
-    """Packages that compute with it, where it lies on disk."""
-    trainable: bool = False
-    """Method qlora trains adapters over it."""
-    group_size: int | None = None
-    """Weights that share a scale, where the model decides it (torchao-int4wo)."""
+    format: str  # as the option `quantization` names it, or as the config or the file on disk does
+    bits: int = 8  # of one weight in memory, without scales
+    scale_bytes: float = 0.0  # of one weight, its part of the scales
+    package: str = ""  # that makes it while weights load; empty where it lies on disk
+    read_by: tuple[str, ...] = ()  # packages that compute with it, where it lies on disk
+    trainable: bool = False  # method qlora trains adapters over it
+    group_size: int | None = None  # weights that share a scale, where the model decides it (torchao-int4wo)
     unpacked_on: tuple[Literal["cpu", "cuda"], ...] = ()
     """Devices for which transformers unpacks the weights to the model's dtype while it loads them."""
     unpacked_in_training: bool = False
     """Where adapters are trained or evaluated over it, it is unpacked on every device, while it loads."""
-    unpacked_by_export: bool = False
-    """`dsft export` writes it unpacked, which ZeRO-3 shards while it loads."""
-    disk_bytes: int | None = None
-    """Of all weights, where they lie on disk in this format and on this machine."""
+    unpacked_by_export: bool = False  # `dsft export` writes it unpacked, which ZeRO-3 shards while it loads
+    disk_bytes: int | None = None  # of all weights, where they lie on disk in this format and on this machine
 
     @property
     def weight_bytes(self) -> float:

@@ -1,20 +1,18 @@
-"""Spreads each row over a team of ranks, by DeepSpeed's Ulysses attention, and refuses models that cannot be.
+"""Spreads each row over a team of ranks, by DeepSpeed's Ulysses attention, and refuses models for which that fails.
 
 A rank of a team of N holds T / N neighbouring tokens of every row, in training and in evaluation. Within attention the
 ranks exchange positions for heads, so that each computes H / N heads over all T positions:
 
     hidden [B, T/N, H] -> q, k, v -> all_to_all -> [B, H/N, T] attention all_to_all -> [B, T/N, H] -> ... -> nats
 
-The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), which also runs over gloo.
-Its `register_with_transformers` fixes the number of rows and reads heads from the config, so here one is made for each
-shape that attention sees. Positions are passed to the model; its masks are dropped, since attention is causal and
-packed rows have one of their own. So a model must mix tokens nowhere else, which is tried on a small one with random
-weights before weights are loaded, and its attention must see all tokens before.
+The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), also over gloo; one is made
+for each shape that attention sees. Positions are passed to the model; its masks are dropped, since attention is causal
+and packed rows have one of their own. So a model must mix tokens nowhere else, which is tried on a small one with
+random weights before weights are loaded, and its attention must see all tokens before.
 
-DeepSpeed's engine knows nothing of it: to it each rank has other tokens, as in plain data parallelism, and the exchange
-of positions for heads and back is the only thing that is differentiated across ranks. So gradients are right in every
-ZeRO stage. accelerate's `ParallelismConfig` tells the engine, which under ZeRO 1 and 2 then divides by too few ranks
-(transformers#46775).
+To DeepSpeed's engine each rank has other tokens, as in plain data parallelism, and the exchange is all that is
+differentiated across ranks: gradients are right in every ZeRO stage. accelerate's `ParallelismConfig` would tell the
+engine, which under ZeRO 1 and 2 then divides by too few ranks (transformers#46775).
 
 Shape suffixes: B batch, T time, N scored tokens of a batch, K columns.
 """
@@ -43,17 +41,14 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """Holds the ranks that share each row: neighbours, so that they lie in one node where they can."""
+    """The ranks that share each row: neighbours, so that they lie in one node where they can."""
 
     size: int = 1
-    group: Any = None
-    """Process group; None for a team of one."""
+    group: Any = None  # process group; None for a team of one
 
     def position(self) -> tuple[int, int, int]:
-        """Return (which of the teams this rank is in, its place in that team, number of teams).
-
-        Ranks are those of the process group, by which sums are added up: a launcher's variables alone make none.
-        """
+        """(Which of the teams this rank is in, its place in that team, number of teams)."""
+        # Ranks of the process group, by which sums are added up: a launcher's variables alone make none.
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return rank // self.size, rank % self.size, world // self.size
 
@@ -90,30 +85,25 @@ class Team:
             samples_BT = (rows_BT == 0).cumsum(dim=1)
             mask_B1TT = (samples_BT[:, None, :, None] == samples_BT[:, None, None, :]).tril_()
 
-        def exchanging(function: Callable) -> Callable:
-            def attention(module: nn.Module, query, key, value, _mask, **options):  # [B, H, T, D] each
-                ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
-                # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and
-                # leaves it.
-                groups = vars(module).get("num_key_value_groups")
-                try:
-                    output, weights = ulysses(module, query, key, value, mask_B1TT, **options)
-                    return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
-                finally:
-                    if groups is not None:
-                        module.num_key_value_groups = groups
-
-            return attention
+        def exchanging(function: Callable, module: nn.Module, query, key, value, _mask, **options):
+            """Computes with query, key and value [B, H, T, D]."""
+            ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+            # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and keeps it.
+            groups = vars(module).get("num_key_value_groups")
+            try:
+                output, weights = ulysses(module, query, key, value, mask_B1TT, **options)
+                return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
+            finally:
+                if groups is not None:
+                    module.num_key_value_groups = groups
 
         names = {model.config.get_text_config()._attn_implementation for model in models}  # as transformers has them
         functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
-        for name, function in functions.items():
-            ALL_ATTENTION_FUNCTIONS[name] = exchanging(function)
+        ALL_ATTENTION_FUNCTIONS.update({name: functools.partial(exchanging, functions[name]) for name in names})
         try:
             yield
         finally:
-            for name, function in functions.items():
-                ALL_ATTENTION_FUNCTIONS[name] = function
+            ALL_ATTENTION_FUNCTIONS.update(functions)
 
 
 ALONE = Team()
@@ -167,9 +157,7 @@ MOVING_ROPES = ("longrope", "dynamic")
 
 
 def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
-    """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty where they can. Key heads may
-    also be repeated.
-    """
+    """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty where they can."""
     numbers = [number for number in range(1, world + 1) if world % number == 0]
     if size > 1 and size not in numbers:  # what is below 1 is a problem of the options
         return f"must divide the number of ranks, which is {world}; use {one_of(numbers)}"
@@ -177,7 +165,7 @@ def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
         return ""
     heads, key_heads = model.num_heads, model.num_key_heads
 
-    def shares(number: int) -> bool:
+    def shares(number: int) -> bool:  # key heads may also be repeated
         return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
 
     if shares(size):
@@ -188,35 +176,31 @@ def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
 
 def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:
     """Return why rows of `model` cannot be spread over `size` ranks, by its config; empty where they may.
-
-    Args:
-        attention: of the planner (`attention_of`), for rows without a mask.
+    `attention`: of the planner (`attention_of`), for rows without a mask.
     """
-    text, where = facts.config.get_text_config(), f"sequence_parallel={size} for {model}"
+    text, implementation = facts.config.get_text_config(), facts.attn_implementation
+    positions, why = facts.size.max_positions, ""
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
     moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
     if others:
-        kinds = ", ".join(others)
-        return f"{where}: its layers of kind {kinds} pass tokens on outside of attention, or need a mask; {WAY_OUT}"
-    if moving:
-        return f"{where}: its rotary angles ({moving[0]}) depend on the longest position that a rank sees; {WAY_OUT}"
-    implementation = facts.attn_implementation
-    if implementation != "sdpa" and "flash" not in implementation:
-        return f"{where}: attn_implementation {implementation} is not supported; use sdpa or flash_attention_2"
-    if heads := refused_ranks(size, world, facts.size):
-        return f"{where}: {heads}"
-    if attention != "flash":
-        return (
-            f"{where}: a sliding window of {text.sliding_window:,} tokens needs a mask with sdpa, which Ulysses drops;"
-            f" use attn_implementation flash_attention_2, or seq_len below {text.sliding_window:,}"
+        why = f"its layers of kind {', '.join(others)} pass tokens on outside of attention, or need a mask; {WAY_OUT}"
+    elif moving:
+        why = f"its rotary angles ({moving[0]}) depend on the longest position that a rank sees; {WAY_OUT}"
+    elif implementation != "sdpa" and "flash" not in implementation:
+        why = f"attn_implementation {implementation} is not supported; use sdpa or flash_attention_2"
+    elif heads := refused_ranks(size, world, facts.size):
+        why = heads
+    elif attention != "flash":
+        why = (
+            f"a sliding window of {text.sliding_window:,} tokens needs a mask with sdpa, which Ulysses drops; use"
+            f" attn_implementation flash_attention_2, or seq_len below {text.sliding_window:,}"
         )
-    positions = facts.size.max_positions
-    if positions and -(-seq_len // size) * size > positions:
-        return (
-            f"{where}: rows are padded to a multiple of {size}, and the model has {positions:,} positions; use seq_len"
+    elif positions and -(-seq_len // size) * size > positions:
+        why = (
+            f"rows are padded to a multiple of {size}, and the model has {positions:,} positions; use seq_len"
             f" {positions // size * size:,} or less"
         )
-    return ""
+    return f"sequence_parallel={size} for {model}: {why}" if why else ""
 
 
 @torch.no_grad()

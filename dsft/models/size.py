@@ -160,19 +160,13 @@ class ModelSize:
 class ModelFacts:
     """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
 
-    config: PreTrainedConfig
-    """Of the package, as it lies on disk."""
+    config: PreTrainedConfig  # of the package, as it lies on disk
     size: ModelSize
-    attn_implementation: str
-    """That transformers takes: the one asked for, else its own choice for this architecture."""
-    adapters: PeftConfig | None
-    """Of LoRA, new or saved; None in full finetuning."""
-    architecture: type[PreTrainedModel]
-    """Class that is loaded: of a package the language model's, where there is one."""
-    architecture_config: PreTrainedConfig
-    """That this class takes."""
-    linear_inputs: frozenset[int]
-    """Inputs of the linear layers without the head, which a format quantises in groups."""
+    attn_implementation: str  # that transformers takes: the one asked for, else its own choice for this architecture
+    adapters: PeftConfig | None  # of LoRA, new or saved; None in full finetuning
+    architecture: type[PreTrainedModel]  # class that is loaded: of a package the language model's, where there is one
+    architecture_config: PreTrainedConfig  # that this class takes
+    linear_inputs: frozenset[int]  # inputs of the linear layers without the head, which a format quantises in groups
 
 
 @contextlib.contextmanager

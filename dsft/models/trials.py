@@ -56,7 +56,7 @@ LARGEST_TRIED = 100_000_000
 
 
 class TooLarge(Exception):
-    """With how many parameters the small model would have."""
+    """Has how many parameters the small model would have."""
 
 
 @contextlib.contextmanager
@@ -78,10 +78,8 @@ def small_model(
     heads: int = SMALL["num_attention_heads"],
     **options,
 ) -> PreTrainedModel:
-    """Builds the architecture of `config` with narrow layers, few of them but one of each kind.
-
-    Args:
-        heads: of attention; an even number.
+    """Builds the architecture of `config` with narrow layers, few of them but one of each kind, and an even number of
+    attention `heads`.
 
     Raises:
         TooLarge: where it would have more than LARGEST_TRIED parameters.
@@ -138,22 +136,21 @@ NOT_CAUSAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowRules:
-    """Decides which rows may share a batch without changing each other's logits."""
+    """Which rows may share a batch without changing each other's logits."""
 
     limits: tuple[int, ...] = ()
     """Lengths beyond which the model computes otherwise, or not at all, ascending. A batch lies on one side of each,
     with its padding."""
-    alone: bool = False
-    """Every row is a batch of its own, without padding."""
+    alone: bool = False  # every row is a batch of its own, without padding
     multiple: int = 1
     """Every batch is padded to a multiple of this length, also alone, and beyond a limit where there is no other."""
 
     def joined(self, other: "RowRules") -> "RowRules":
-        """Return the rules of two models that see the same batches."""
+        """The rules of two models that see the same batches."""
         return RowRules(limits=tuple(sorted({*self.limits, *other.limits})), alone=self.alone or other.alone)
 
     def width(self, longest: int) -> int:
-        """Return the padded length of a batch, of at least one token: a document of one token feeds none."""
+        """The padded length of a batch, of at least one token: a document of one token feeds none."""
         longest = max(1, int(longest))
         shortest = -(-longest // self.multiple) * self.multiple
         if self.alone:
@@ -164,7 +161,7 @@ class RowRules:
         return shortest if any(limit < width for limit in limits) else width
 
     def share(self, longest: int, length: int) -> bool:
-        """Return whether a row of `length` may join a batch whose longest row has `longest`."""
+        """Whether a row of `length` may join a batch whose longest row has `longest`."""
         return not self.alone and not any(length <= limit < longest for limit in self.limits)
 
     def sides(self, lengths: np.ndarray) -> np.ndarray:
@@ -176,11 +173,9 @@ NO_RULES = RowRules()
 
 
 def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the lengths beyond which a model of `config` computes otherwise, or not at all.
-
-    transformers takes the factors of a longrope by the longest row of a batch, and grows a dynamic RoPE with it
-    (modeling_rope_utils.py, dynamic_rope_update).
-    """
+    """Return the lengths beyond which a model of `config` computes otherwise, or not at all."""
+    # transformers takes the factors of a longrope by the longest row of a batch, and grows a dynamic RoPE with it
+    # (modeling_rope_utils.py, dynamic_rope_update).
     text = config.get_text_config()
     of_longrope = rope_types(text).get("longrope", {}).get("original_max_position_embeddings")
     return tuple(sorted({limit for limit in (max_positions(text), of_longrope) if limit}))
@@ -211,9 +206,7 @@ def row_rules(model: nn.Module) -> RowRules:
 
 @one_thread()
 def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
-    """Explain why an architecture can be neither trained nor scored on text; nothing where no small model can be tried.
-    `model`: its name, for the message.
-    """
+    """Explain why text can neither train nor be scored by an architecture; nothing where no small one can be tried."""
     if auto_class(config) is not AutoModelForCausalLM:  # only a class for images or sound loads it: is text enough?
         try:
             small = small_model(config, trust_remote_code=trust_remote_code).train()
@@ -242,7 +235,7 @@ def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -
 
 @torch.no_grad()
 def _differences(model: nn.Module) -> tuple[float, float]:
-    """Return by how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
+    """By how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
     length = min([16, *length_limits(model.config)])  # the logits of the first half are compared
     ids = random_tokens(model, 2, length)
     later, neighbour = ids.clone(), ids.clone()
@@ -271,10 +264,8 @@ def needs_mask(
 ) -> bool:
     """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
     and without one whatever the padding contains.
-
-    Flash attention gets one, since it leaves padding out. Other kinds than sdpa have nothing to gain.
     """
-    if attn_implementation != "sdpa":
+    if attn_implementation != "sdpa":  # flash attention leaves padding out by it; others have nothing to gain
         return True
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
@@ -298,10 +289,8 @@ def needs_mask(
 class Packing:
     """Whether and how samples share rows."""
 
-    problem: str | None
-    """Why they cannot, in this architecture."""
-    attn_implementation: str | None
-    """That can keep them apart; None for what transformers picks."""
+    problem: str | None  # why they cannot, in this architecture
+    attn_implementation: str | None  # that can keep them apart; None for what transformers picks
 
     @property
     def flash(self) -> bool:
@@ -339,8 +328,7 @@ def try_packing(
             problems = distributed.from_all([isolation_problem(config, **options)])
         else:
             problems = [distributed.on_rank_0(lambda of_cpu=options: isolation_problem(config, **of_cpu))]
-        problem = next(filter(None, problems), None)
-        if problem is None:
+        if (problem := next(filter(None, problems), None)) is None:
             break
     return Packing(problem=problem, attn_implementation=implementation)
 
@@ -392,22 +380,16 @@ def isolation_problem(
 
 
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
-    """Makes the arguments by which a model finds the sequences of one row.
-
-    position_ids [1, T] restart at each; from them transformers makes its block mask
-    (masking_utils.find_packed_sequence_indices). Flash attention also gets the bounds, for its varlen form.
+    """Makes the arguments by which a model finds the sequences of one row: position_ids [1, T] that restart at each, of
+    which transformers makes its block mask (masking_utils.find_packed_sequence_indices), and for flash attention's
+    varlen form the bounds.
     """
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     if not flash:
         return {"position_ids": position_ids}
     bounds, longest = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device), max(lengths)
-    return {
-        "position_ids": position_ids,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    spans = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {"position_ids": position_ids} | spans
 
 
 @one_thread()
@@ -421,9 +403,8 @@ def can_tile_loss(
             # What names layers, and tokens beyond a small vocabulary, changes neither head nor embedding.
             fields = adapters.to_dict() | {"layers_to_transform": None, "layers_pattern": None}
             if tokens := fields.get("trainable_token_indices"):
-                fields["trainable_token_indices"] = (
-                    {key: [0, 1] for key in tokens} if isinstance(tokens, dict) else [0, 1]
-                )
+                kept = [0, 1]
+                fields["trainable_token_indices"] = dict.fromkeys(tokens, kept) if isinstance(tokens, dict) else kept
             if names := fields.get("target_parameters"):
                 fields["target_parameters"] = [re.sub(r"^.*\.\d+\.", "", name) for name in names]
             model = get_peft_model(model, LoraConfig(**fields))
@@ -440,7 +421,6 @@ def can_tile_loss(
 
 
 def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.Tensor]:
-    """Computes the loss of a batch and the gradients of all parameters."""
     model.zero_grad()
     loss = model(use_cache=False, **batch).loss
     loss.backward()
@@ -448,7 +428,7 @@ def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.T
 
 
 def _all_close(tensors: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE) -> bool:
-    """Returns whether no element differs by more than `noise` of its tensor's largest."""
+    """Whether no element differs by more than `noise` of its tensor's largest."""
     return all(
         bool((tensor - reference).abs().max() <= noise * reference.abs().max())
         for tensor, reference in zip(tensors, references, strict=True)

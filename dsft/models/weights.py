@@ -72,11 +72,9 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
 class Candidate:
     """A model to score, as far as it is known before its weights are loaded."""
 
-    config: EvalConfig
-    """The options with `model` being the one folder or hub id that is loaded."""
+    config: EvalConfig  # the options with `model` being the one folder or hub id that is loaded
     tokenizer: PreTrainedTokenizerBase | None
-    facts: ModelFacts | None
-    """Of the model, of its base where it is an adapter, with the format that it is loaded in."""
+    facts: ModelFacts | None  # of the model, of its base where it is an adapter, with the format that it is loaded in
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ TEMPLATE = (
 )
 CHATS = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for question, answer in zip(sentences(10, seed=1, longest=5), sentences(10, seed=2, longest=8), strict=True)
+    for question, answer in zip(sentences(4, seed=1, longest=5), sentences(4, seed=2, longest=8), strict=True)
 ]
 
 pytestmark = pytest.mark.launch
@@ -36,14 +36,14 @@ def trained(tmp_path_factory):
         "data": str(data),
         "chat_template": str(folder / "template.jinja"),
         "seq_len": 64,
-        "global_batch_size": 10,
-        "per_device_train_batch_size": 10,
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 4,
         "lr_scheduler_type": "cosine",
         "save_strategy": "no",
         "disable_tqdm": True,
         "zero": "0",
     }
-    full = common | {"output_dir": str(folder / "full"), "learning_rate": 1e-2, "max_steps": 80}
+    full = common | {"output_dir": str(folder / "full"), "learning_rate": 1e-2, "max_steps": 50}
     log = train_all(1, [full], folder / "log")
     assert f"trained answers end with {TURN_END}, which the model's generation_config did not stop at" in log
     shutil.copytree(folder / "full" / "final", folder / "base")  # knows the answers, and not that it stops after them

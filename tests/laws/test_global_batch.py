@@ -67,7 +67,7 @@ def logs(request, options, tiny, tmp_path_factory):
     on 1. Only what selected tests need is trained.
     """
     folder = tmp_path_factory.mktemp("global-batch")
-    pairs = {"data": str(tiny / "pairs.jsonl"), "eval_data": str(tiny / "pairs.jsonl")}
+    pairs = {"data": str(tiny / "pairs.jsonl")}
     kinds = {
         "padded": pairs,
         "packed": pairs | {"packing": True},
@@ -78,13 +78,14 @@ def logs(request, options, tiny, tmp_path_factory):
             "eval_fraction": 0.1,
         },
         "text": {"data": str(tiny / "texts.jsonl")},
-        "own-loss": pairs | {"model": str(write_own_loss(tiny)), "trust_remote_code": True},
-        "unshifted": pairs | {"model": str(write_bart(tiny))},
+        "own-loss": pairs | {"eval_data": pairs["data"], "model": str(write_own_loss(tiny)), "trust_remote_code": True},
+        "unshifted": pairs | {"eval_data": pairs["data"], "model": str(write_bart(tiny))},
         "router": pairs | {"model": str(write_router(tiny))},
     }
 
     def case(name: str, kind: str, micro: int, accumulation: int, **more) -> dict:
-        saves = {"save_strategy": "steps", "save_steps": SAVED_AT, "save_total_limit": 9}
+        is_resumed = name.endswith("-2-1")  # this run's checkpoint is where the others go on
+        saves = {"save_strategy": "steps", "save_steps": SAVED_AT, "save_total_limit": 9} if is_resumed else {}
         return options(
             folder / name,
             zero="2",
@@ -113,7 +114,7 @@ def logs(request, options, tiny, tmp_path_factory):
     )
     resumed = [
         case(
-            f"{kind}-resumed", kind, 2, 4, resume_from_checkpoint=str(folder / f"{kind}-2-4" / f"checkpoint-{SAVED_AT}")
+            f"{kind}-resumed", kind, 2, 4, resume_from_checkpoint=str(folder / f"{kind}-2-1" / f"checkpoint-{SAVED_AT}")
         )
         for kind in DATA
     ]
@@ -174,7 +175,7 @@ def steps(log: list[dict], name: str) -> list[float]:
     ("kind", "shape"),
     grid(
         product(DATA, SHAPES),
-        [("padded", "2-1"), ("streamed", "1-2"), ("streamed", "2-4"), ("streamed", "2-1"), ("unshifted", "2-1")],
+        [("padded", "2-1"), ("streamed", "1-2"), ("streamed", "2-1"), ("unshifted", "2-1")],
     ),
 )
 def test_ranks_accumulation_and_batch_size_can_be_exchanged(logs, kind, shape):
@@ -185,11 +186,11 @@ def test_ranks_accumulation_and_batch_size_can_be_exchanged(logs, kind, shape):
         assert steps(shared, name) == pytest.approx(steps(alone, name), rel=2e-5), name
 
 
-@pytest.mark.cases("{kind}-resumed", "{kind}-2-4")
+@pytest.mark.cases("{kind}-resumed", "{kind}-2-1")
 @pytest.mark.parametrize("kind", grid(DATA, QUICK))
 def test_a_run_goes_on_at_its_sequence_on_another_number_of_ranks(logs, kind):
     assert steps(logs[f"{kind}-resumed"], "loss")[-(STEPS - SAVED_AT) :] == pytest.approx(
-        steps(logs[f"{kind}-2-4"], "loss")[SAVED_AT:], rel=2e-5
+        steps(logs[f"{kind}-2-1"], "loss")[SAVED_AT:], rel=2e-5
     )
 
 

@@ -129,10 +129,11 @@ def losses(request, options, tiny, tmp_path_factory):
 
 CHANGES = [("two-to-one", "two"), ("one-to-two", "one"), ("two-to-three", "two")]
 QUICK_CHANGES = [
-    ("two-to-one", "two", "3", "lora"),
-    ("one-to-two", "one", "2", "full"),
-    ("two-to-three", "two", "1", "full"),
+    ("two-to-one", "two", "3", "full"),
+    ("one-to-two", "one", "1", "full"),
+    ("two-to-three", "two", "2", "lora"),
 ]
+"""These and the changes of stages begin with the same three runs."""
 
 
 @pytest.mark.cases("{change}-{method}-{zero}", "{uninterrupted}-{method}-{zero}")
@@ -152,7 +153,7 @@ def test_a_training_resumes_on_other_ranks(losses, change, uninterrupted, method
     ("then", "now", "method"),
     grid(
         [(*stages, method) for stages, method in product([("3", "2"), ("2", "3"), ("1", "3")], METHODS)],
-        [("3", "2", "full"), ("2", "3", "full")],
+        [("3", "2", "full"), ("2", "3", "lora")],
     ),
 )
 def test_a_training_resumes_in_another_stage(losses, then, now, method):
@@ -168,14 +169,14 @@ OTHERS = [
 
 
 @pytest.mark.cases("{change}", "{uninterrupted}")
-@pytest.mark.parametrize(("change", "uninterrupted", "bound"), grid(OTHERS, OTHERS[1:]))
+@pytest.mark.parametrize(("change", "uninterrupted", "bound"), grid(OTHERS, [OTHERS[1], OTHERS[3]]))
 def test_a_training_resumes_with_another_offload_or_in_half_precision(losses, change, uninterrupted, bound):
     assert losses[0][change] == pytest.approx(losses[0][uninterrupted], rel=bound)
 
 
-@pytest.mark.cases("one-full-2", "two-full-2")
+@pytest.mark.cases("one-full-1", "two-full-3")
 def test_all_ranks_take_the_same_sequences(losses):
-    assert losses[0]["one-full-2"] == pytest.approx(losses[0]["two-full-2"], rel=1e-4)
+    assert losses[0]["one-full-1"] == pytest.approx(losses[0]["two-full-3"], rel=1e-4)
 
 
 @pytest.mark.cases("best-of-two", "best-on-one")
@@ -192,9 +193,7 @@ def test_the_best_checkpoint_is_found_again_though_other_ranks_saved_it(losses):
     )
 
 
-@pytest.mark.cases(
-    "two-lora-3", "two-to-one-lora-3", "two-full-3", "3-becomes-2-full", "two-plain", "offload-begins-3-offload"
-)
+@pytest.mark.cases("two-full-3", "two-to-one-full-3", "3-becomes-2-full", "two-plain", "offload-begins-3-offload")
 def test_the_change_is_logged(losses):
     assert (
         "resharded (ranks 2 -> 1)" in losses[1]

@@ -40,8 +40,10 @@ VARIANTS = [
     "chat",
 ]
 STAGES = VARIANTS[4:10]
-OF_OTHERS = ["stage-1", "offload"]
-"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well."""
+OF_OTHERS = ["stage-1", "offload", "offload-partial", "checkpointing"]
+"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, and dora
+recomputes activations.
+"""
 CONTINUES = {
     "resumed": "uninterrupted",
     "lora-resumed": "lora-uninterrupted",
@@ -55,8 +57,10 @@ def runs(request, tiny, options, tmp_path_factory):
     """Folder with one run per case that a selected test needs; all trained by the same ranks."""
     folder = tmp_path_factory.mktemp("runs")
     cases = []
+    needed = needed_cases(request)
     for architecture in ARCHITECTURES:
-        write_model(folder / f"model-{architecture}", architecture)
+        if any(name.startswith(f"{architecture}-") for name in needed):
+            write_model(folder / f"model-{architecture}", architecture)
     for architecture, method, zero in KINDS:
         lora = {"lora_r": 4} if method == "lora" else {}
         cases.append(
@@ -68,98 +72,38 @@ def runs(request, tiny, options, tmp_path_factory):
                 **lora,
             )
         )
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 5, "max_steps": 4, "logging_steps": 1}
     held_out = {"eval_data": str(tiny / "held_out.jsonl"), "eval_on_start": True}
-    cases += [
-        options(folder / "eval-small-batches", zero="3", per_device_eval_batch_size=1, **held_out),
-        options(folder / "eval-large-batches", zero="2", per_device_eval_batch_size=16, **held_out),
-        options(
-            folder / "accumulate-1",
-            zero="2",
-            per_device_train_batch_size=4,
-            data=str(tiny / "pairs.jsonl"),
-            logging_steps=1,
-        ),
-        options(
-            folder / "accumulate-4",
-            zero="2",
-            per_device_train_batch_size=1,
-            global_batch_size=8,
-            data=str(tiny / "pairs.jsonl"),
-            logging_steps=1,
-        ),
-        options(
-            folder / "uninterrupted",
-            zero="3",
-            max_steps=6,
-            save_strategy="steps",
-            save_steps=3,
-            save_total_limit=5,
-            logging_steps=1,
-        ),
-        options(
-            folder / "resumed",
-            zero="3",
-            max_steps=6,
-            save_strategy="steps",
-            save_steps=3,
-            logging_steps=1,
-            resume_from_checkpoint=str(folder / "uninterrupted" / "checkpoint-3"),
-        ),
-        options(
-            folder / "lora-uninterrupted",
-            zero="2",
-            method="lora",
-            max_steps=6,
-            save_strategy="steps",
-            save_steps=3,
-            save_total_limit=5,
-            logging_steps=1,
-        ),
-        options(
-            folder / "lora-resumed",
-            zero="2",
-            method="lora",
-            max_steps=6,
-            logging_steps=1,
-            resume_from_checkpoint=str(folder / "lora-uninterrupted" / "checkpoint-3"),
-        ),
-        options(
-            folder / "best",
-            zero="2",
-            max_steps=4,
-            learning_rate=0.3,
-            lr_scheduler_type="constant",
-            load_best_model_at_end=True,
-            eval_strategy="steps",
-            eval_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-            report_to="tensorboard",
-            eval_data=str(tiny / "held_out.jsonl"),
-        ),
-        options(
-            folder / "dora",
-            zero="3",
-            method="lora",
-            use_dora=True,
-            use_rslora=True,
-            lora_target_modules=["q_proj", "down_proj"],
-            lora_modules_to_save=["lm_head"],
-        ),
-        options(
-            folder / "adapter-continued", zero="3", method="lora", adapter=str(folder / "lora-uninterrupted" / "final")
-        ),
-        options(folder / "checkpointing", zero="3", activation_checkpointing=True, method="lora"),
-        options(folder / "bf16", zero="3", bf16=True, gradient_accumulation_steps=2),
-        options(folder / "stage-0", zero="0"),
-        options(folder / "stage-1", zero="1"),
-        options(folder / "own-file", zero=str(ROOT / "ds_configs" / "zero2.json")),
-        options(folder / "offload", zero="3-offload"),
-        options(folder / "offload-param", zero="3-offload-param"),
-        options(folder / "offload-partial", zero="3-offload-partial"),
-        options(folder / "chat", model=str(tiny / "chat"), data=str(_chats(folder / "chats.jsonl"))),
-    ]
-    needed = needed_cases(request)
+    small, large = ({"per_device_eval_batch_size": size} | held_out for size in (1, 16))
+    pairs = {"data": str(tiny / "pairs.jsonl"), "logging_steps": 1, "zero": "2"}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "report_to": "tensorboard"}
+    best |= {"learning_rate": 0.3, "lr_scheduler_type": "constant", "eval_data": held_out["eval_data"]}
+    dora = {"use_dora": True, "use_rslora": True, "lora_target_modules": ["q_proj", "down_proj"]}
+    dora |= {"lora_modules_to_save": ["lm_head"], "activation_checkpointing": True}
+    others = {
+        "accumulate-1": pairs | large | {"per_device_train_batch_size": 4},
+        "accumulate-4": pairs | {"per_device_train_batch_size": 1, "global_batch_size": 8},
+        "uninterrupted": saves | small | {"zero": "3"},
+        "resumed": saves | small | {"zero": "3"},
+        "lora-uninterrupted": saves | {"zero": "2", "method": "lora"},
+        "lora-resumed": saves | {"zero": "2", "method": "lora"},
+        "best": best | {"zero": "2", "max_steps": 4, "save_strategy": "steps", "save_steps": 1},
+        "dora": dora | {"zero": "3", "method": "lora"},
+        "adapter-continued": {"zero": "3", "method": "lora", "adapter": str(folder / "lora-uninterrupted" / "final")},
+        "checkpointing": {"zero": "3", "activation_checkpointing": True, "method": "lora"},
+        "bf16": {"zero": "3", "bf16": True, "gradient_accumulation_steps": 2},
+        "stage-0": {"zero": "0"},
+        "stage-1": {"zero": "1"},
+        "own-file": {"zero": str(ROOT / "ds_configs" / "zero2.json")},
+        "offload": {"zero": "3-offload"},
+        "offload-param": {"zero": "3-offload-param"},
+        "offload-partial": {"zero": "3-offload-partial"},
+        "chat": {"model": str(tiny / "chat"), "data": str(_chats(folder / "chats.jsonl"))},
+    }
+    for name, source in CONTINUES.items():
+        if name.endswith("resumed"):
+            others[name]["resume_from_checkpoint"] = str(folder / source / "checkpoint-2")
+    cases += [options(folder / name, **changes) for name, changes in others.items()]
     needed |= {CONTINUES[name] for name in needed & CONTINUES.keys()}
     cases = [case for case in cases if Path(case["output_dir"]).name in needed]
     assert {Path(case["output_dir"]).name for case in cases} == needed
@@ -210,7 +154,7 @@ def test_every_architecture_trains_saves_and_loads_in_plain_transformers(runs, a
 @pytest.mark.cases("{architecture}-{method}-2", "{architecture}-{method}-3")
 @pytest.mark.parametrize(
     ("architecture", "method"),
-    grid([(a, m) for a, m, zero in KINDS if zero == "2"], [("llama", "full"), ("qwen2_moe", "lora")]),
+    grid([(a, m) for a, m, zero in KINDS if zero == "2"], [("qwen2_moe", "lora")]),
 )
 def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
     """In as many floating-point operations, though parameters of stage 3 are empty."""
@@ -220,25 +164,25 @@ def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
     assert flos[0] == flos[1] > 0
 
 
-@pytest.mark.cases("eval-small-batches", "eval-large-batches")
+@pytest.mark.cases("uninterrupted", "accumulate-1")
 def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tiny):
     from dsft.api import evaluate_perplexity
 
     alone = evaluate_perplexity(
         model=str(tiny / "model"), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False
     ).perplexity
-    for name in ("eval-small-batches", "eval-large-batches"):
+    for name in ("uninterrupted", "accumulate-1"):
         first = next(entry for entry in read_json(runs / name / "run.json")["results"]["log"] if "eval_loss" in entry)
         assert first["eval_tokens"] == alone.tokens
         assert first["eval_loss"] == pytest.approx(alone.loss, rel=1e-6)
         assert first["eval_perplexity"] == pytest.approx(alone.perplexity, rel=1e-5)
 
 
-@pytest.mark.cases("eval-small-batches")
+@pytest.mark.cases("uninterrupted")
 def test_the_last_evaluation_is_that_of_the_saved_model(runs, tiny):
     from dsft.api import evaluate_perplexity
 
-    folder = runs / "eval-small-batches"
+    folder = runs / "uninterrupted"
     alone = evaluate_perplexity(model=str(folder), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
     assert read_json(folder / "run.json")["results"]["eval_loss"] == pytest.approx(alone.perplexity.loss, rel=1e-6)
 
@@ -261,13 +205,13 @@ def test_accumulation_can_be_exchanged_for_batch_size(runs):
 
 
 @pytest.mark.cases("{prefix}uninterrupted", "{prefix}resumed")
-@pytest.mark.parametrize("prefix", ["", "lora-"])
+@pytest.mark.parametrize("prefix", grid(["", "lora-"], [""]))
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
     uninterrupted, resumed = (
         read_json(runs / f"{prefix}{name}" / "run.json")["results"]["log"] for name in ("uninterrupted", "resumed")
     )
     losses = [{entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in (uninterrupted, resumed)]
-    assert losses[0] == losses[1] and set(losses[0]) == {1, 2, 3, 4, 5, 6}
+    assert losses[0] == losses[1] and set(losses[0]) == {1, 2, 3, 4}
     assert torch.equal(trained_logits(runs / f"{prefix}uninterrupted"), trained_logits(runs / f"{prefix}resumed"))
 
 
@@ -346,7 +290,7 @@ def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     from dsft.api import evaluate_perplexity
 
     options = {"data": str(tiny / "held_out.jsonl"), "seq_len": 64, "zero": zero, "progress": False}
-    shards = evaluate_perplexity(model=str(runs / name / "checkpoint-6" / "global_step6"), **options).perplexity
+    shards = evaluate_perplexity(model=str(runs / name / "checkpoint-4" / "global_step4"), **options).perplexity
     assert shards.nats == pytest.approx(
         evaluate_perplexity(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6
     )
@@ -354,7 +298,7 @@ def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
 
 @pytest.mark.cases("uninterrupted")
 def test_shards_alone_can_be_exported(runs, tmp_path):
-    source = shutil.copytree(runs / "uninterrupted" / "checkpoint-6", tmp_path / "shards")
+    source = shutil.copytree(runs / "uninterrupted" / "checkpoint-4", tmp_path / "shards")
     (source / "model.safetensors").unlink()
     shards, final = weights(export(str(source), str(tmp_path / "out"))), weights(runs / "uninterrupted" / "final")
     assert all(torch.equal(shards[name], final[name]) for name in final)

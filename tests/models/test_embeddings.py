@@ -23,7 +23,7 @@ TOKENS = ["<tool>", "<|im_start|>"]
 FIRST, ROWS = 349, 384
 """Tokens of the tests' tokenizer, and of it with two more, rounded up to a multiple of 64."""
 CASES = [(base, method, zero) for base in ("untied", "tied", "gpt2") for method in ("full", "lora") for zero in "0123"]
-QUICK = [("untied", "full", "3"), ("tied", "lora", "3"), ("tied", "full", "2"), ("untied", "lora", "2")]
+QUICK = [("untied", "full", "3"), ("tied", "lora", "2")]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,19 @@ def test_rows_that_a_checkpoint_has_trained_are_kept_where_its_weights_alone_are
     )
     assert torch.equal(before[: FIRST + 1], after[: FIRST + 1])
     assert torch.allclose(after[FIRST + 1], torch.cat([before[: FIRST + 1], before[FIRST + 2 :]]).mean(0), atol=1e-6)
+
+
+@pytest.mark.launch
+def test_an_adapter_that_is_trained_further_keeps_its_tokens(options, tmp_path):
+    rows = [{"text": f"<tool> say {number} <tool> and more of it"} for number in range(20)]
+    base = {"model": str(write_model(tmp_path / "model", vocab_size=FIRST)), "zero": "0", "method": "lora"}
+    base |= {"data": str(write_jsonl(tmp_path / "texts.jsonl", rows))}
+    first = options(tmp_path / "first", **base, add_tokens=["<tool>"])
+    second = options(tmp_path / "second", **base, adapter=str(tmp_path / "first" / "final"))
+    output = train_all(1, [first, second], tmp_path / "log.txt")
+    assert (tmp_path / "second" / "final").is_dir(), output[-5000:]
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / name / "final") for name in ("first", "second"))
+    assert before.get_vocab() == after.get_vocab() and after.get_vocab()["<tool>"] == FIRST
 
 
 def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(options, tmp_path, tiny):

@@ -39,7 +39,7 @@ SHAPES = {
 STARTS = [("biased" if shape == "bias" else "llama", shape) for shape in SHAPES]
 EXPERTS = [(base, shape) for base in ("mixtral", "qwen3_moe", "qwen2_moe") for shape in ("plain", "layers")]
 CASES = [(base, shape, zero) for base, shape in STARTS + EXPERTS for zero in "23"]
-QUICK = [("llama", "pissa", "3"), ("llama", "tokens", "3"), ("mixtral", "plain", "2"), ("qwen3_moe", "layers", "3")]
+QUICK = [("llama", "pissa", "3"), ("llama", "tokens", "2"), ("qwen3_moe", "layers", "3")]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def runs(request, options, tmp_path_factory) -> Path:
     folder, needed, cases = tmp_path_factory.mktemp("adapters"), needed_cases(request), []
     for name, (kind, values) in BASES.items():
         ARCHITECTURES.setdefault(name, (kind, values))
-        write_model(folder / f"model-{name}", name)
+        if any(case.startswith(f"{name}-") for case in needed):
+            write_model(folder / f"model-{name}", name)
     for base, shape, zero in CASES:
         changes = {"model": str(folder / f"model-{base}"), "method": "lora", "lora_r": 4, "zero": zero}
         cases.append(options(folder / f"{base}-{shape}-{zero}", lora_options=SHAPES[shape], **changes))

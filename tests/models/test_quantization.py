@@ -121,6 +121,10 @@ def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
         expected = loaded.get_parameter(adapted if "q_proj.weight" in name else named)
         torch.testing.assert_close(weight, expected.bfloat16(), rtol=0, atol=0)
     assert not measure_model(dataclasses.replace(options, model=str(tmp_path / "plain"))).size.quantization
+    del tensors[f"{next(iter(packed))}_scales"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="_blocks has no .*_scales beside it"):
+        export(model, str(tmp_path / "damaged"))
 
 
 @pytest.mark.parametrize("section", [{"quant_method": "fp8", "weight_block_size": [16, 16]}, {"quant_method": "mxfp4"}])
