@@ -14,14 +14,13 @@ from rich.text import Text
 from dsft.cli.commands import DoctorOptions
 from dsft.config.options import EvalConfig
 from dsft.config.reader import field_types, read_flags, training_types
-from dsft.doctor.examine import Report, examine
-from dsft.doctor.links import in_rate
-from dsft.doctor.machine_checks import differences
+from dsft.doctor.examine import Report, SshNodes, examine
+from dsft.doctor.findings import differences, in_rate
 from dsft.errors import EXIT_USER_ERROR, nearest, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.launchers import hosts_of, number_problems
 from dsft.runtime.console import show_table, show_text
-from dsft.runtime.launcher_env import Node, map_launcher_variables
+from dsft.runtime.launcher_env import DEFAULT_PORT, LOOPBACK, Node, map_launcher_variables
 from dsft.units import GiB, in_columns, plural
 
 COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -53,7 +52,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     problems += [f"{name}: unknown key{nearest(name, known)}" for name in flags if name not in known]
     raise_if_any(problems)
     if is_launched:
-        from dsft.doctor.launched import examine_launched  # imports torch
+        from dsft.doctor.smoke import examine_launched  # imports torch
 
         # Does not come back.
         examine_launched(argv=run_words, quick=options.quick, deliver=deliver)
@@ -62,14 +61,20 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         problems.append("--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one")
     raise_if_any(problems)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print
-        report = examine(
-            hosts_of(options) if options.hostfile else [Node(name="localhost", slots=options.num_gpus)],
-            argv=run_words,
-            quick=options.quick,
-            master_port=options.master_port,
-            master_addr=options.master_addr or "",
-            variables=remote_environment(os.environ) if options.hostfile else None,
-        )
+        listed = hosts_of(options) if options.hostfile else [Node(name="localhost", slots=options.num_gpus)]
+        nodes = SshNodes(listed, remote_environment(os.environ) if options.hostfile else None)
+        try:
+            report = examine(
+                nodes,
+                listed,
+                argv=run_words,
+                quick=options.quick,
+                port=options.master_port or DEFAULT_PORT,
+                port_asked=options.master_port is not None,
+                master=options.master_addr or "" if options.hostfile else LOOPBACK,
+            )
+        finally:
+            nodes.end()
     deliver(report)
     if report.has_errors:
         sys.exit(EXIT_USER_ERROR)
@@ -136,7 +141,7 @@ def show(report: Report, *, only_findings: bool) -> None:
         lines += [f"plan: {report.plan}"] if report.plan else []
         for line in lines:
             show_text(line)
-    for finding in report.sorted_findings():
+    for finding in report.findings:
         if not (only_findings and finding.severity == "note"):
             head = f"{finding.severity}: {finding.where}: {finding.message}  [{finding.code}]"
             head = in_columns(head, is_terminal=console.is_terminal)

@@ -1,3 +1,1 @@
-"""`dsft doctor`: examines machines before a run starts on them. Facts of each node -> checks -> findings -> screen; see
-`examine.py`.
-"""
+"""`dsft doctor`: examines machines before a run starts on them. Facts of each node -> checks -> findings -> screen."""

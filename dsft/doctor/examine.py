@@ -1,13 +1,11 @@
 """Examines the nodes of a launch: three phases on all of them, whose answers become findings.
 
-    report = examine(read_hosts("hostfile"), argv=["--config", "run.yaml"], quick=True)
-
-    facts    what each node is, by itself                      -> checks
-    reach    who reaches whom, and the run's files             -> checks
-    measure  the smoke test: sums and rates between all ranks  -> links
+    facts    what each node is, by itself
+    reach    who reaches whom, and the run's files
+    measure  the smoke test: sums and rates between all ranks
 
 and a plan of the run for these nodes, where one is named. This is the head's side; each node's is `phases.py`. Nothing
-is started that outlives this call, and nothing is left on the nodes.
+is started that outlives the examination, and nothing is left on the nodes.
 """
 
 import contextlib
@@ -15,44 +13,47 @@ import dataclasses
 import importlib
 import io
 import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.doctor.facts import NodeFacts, typed
-from dsft.doctor.findings import Finding, finding, join
-from dsft.doctor.links import (
-    Measured,
+from dsft.doctor.findings import (
+    Finding,
     check_answers,
     check_assumed,
-    check_measured,
-    combine,
-    neighbours,
-    ring_rounds,
-    some_rounds,
-)
-from dsft.doctor.machine_checks import (
-    RunFiles,
     check_clocks,
     check_disk,
     check_files,
     check_interfaces,
     check_master,
+    check_measured,
     check_names,
     check_network,
     check_node,
     check_patches,
     check_versions,
+    finding,
+    join,
     read_run_files,
 )
-from dsft.doctor.phases import Reached
-from dsft.doctor.ssh_nodes import SshNodes
+from dsft.doctor.links import Measured, combine, neighbours, ring_rounds, some_rounds
+from dsft.doctor.phases import MARK, NodeFacts, Reached, typed
 from dsft.errors import UserError, one_line
 from dsft.runtime.hardware import Machine, cpu_rank_bytes, has_gpu, job_machine
-from dsft.runtime.launcher_env import DEFAULT_PORT, LOOPBACK, Node
+from dsft.runtime.launcher_env import LOOPBACK, Node
 from dsft.runtime.patches import active_patches
+from dsft.runtime.ssh import ssh_command, ssh_problem
 from dsft.units import GiB
 
 GROUP_SECONDS = 15  # a rank gives up waiting for another after so long
@@ -66,7 +67,7 @@ class Report:
     """Everything about one examination."""
 
     nodes: list[str]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # errors first, else in the order they were noticed
     facts: dict[str, NodeFacts] = field(default_factory=dict)
     """By node, of those that answered, in the order of `nodes`."""
     links: Measured | None = None  # None where the smoke test did not run to its end
@@ -85,10 +86,6 @@ class Report:
     def has_errors(self) -> bool:
         return any(finding.severity == "error" for finding in self.findings)
 
-    def sorted_findings(self) -> list[Finding]:
-        """Errors first, else in the order they were noticed."""
-        return sorted(self.findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
-
     def as_dict(self) -> dict[str, Any]:
         """For --json: nodes and ranks by name."""
         rates, names = None, list(self.facts)
@@ -99,88 +96,77 @@ class Report:
                 "flops_of_ranks": list(self.links.flops.values()),
                 "collective_seconds": self.links.collective_seconds,
             }
-        return {
-            "ok": not self.has_errors,
-            "nodes": self.nodes,
-            "slots": self.slots,
-            "findings": [dataclasses.asdict(finding) for finding in self.sorted_findings()],
-            "facts": {node: dataclasses.asdict(facts) for node, facts in self.facts.items()},
-            "links": rates,
-            "quick": self.quick,
-            "plan": self.plan,
-            "patches": self.patches,
-            "seconds": round(self.seconds, 2),
-        }
+        known = {"ok": not self.has_errors, "nodes": self.nodes, "slots": self.slots}
+        return known | dataclasses.asdict(self) | {"links": rates, "seconds": round(self.seconds, 2)}
 
 
 def examine(
-    nodes: list[Node],
-    *,
-    argv: list[str] = (),
-    quick: bool = False,
-    master_port: int | None = None,
-    master_addr: str = "",
-    variables: dict[str, str] | None = None,
-) -> Report:
-    """Examine `nodes` and measure the links between them.
-
-    Args:
-        argv: options of the run as `dsft train` takes them; its files are compared, and in the full examination it is
-            planned. Empty: no run.
-        quick: for every launch: without plan, compiling and the links of every pair (a ring of neighbours instead).
-        master_port: the port rank 0 will listen on; None: DeepSpeed's default, and that it is busy is only a warning.
-        master_addr: as `--master_addr` of DeepSpeed; empty: the first address of the first node.
-        variables: those that a launch sets on the other nodes; None: this machine alone, without ssh.
-    """
-    report, port = Report(nodes=[node.name for node in nodes], quick=quick), master_port or DEFAULT_PORT
-    master = LOOPBACK if variables is None else master_addr
-    connected = SshNodes(nodes, variables)
-    try:
-        examine_through(
-            connected, report, nodes, argv=list(argv), port=port, port_asked=master_port is not None, master=master
-        )
-    finally:
-        connected.end()
-    return report
-
-
-def examine_through(
     nodes: Any,
-    report: Report,
     listed: list[Node],
     *,
     argv: list[str],
+    quick: bool,
     port: int | None,
     master: str,
     port_asked: bool = False,
-) -> None:
-    """The examination, whoever runs its phases. Fills `report`.
+) -> Report:
+    """Examine `listed` and measure the links between them, whoever runs the phases.
 
     Args:
-        nodes: `ssh_nodes.SshNodes`, or `launched.LaunchedNodes`, which has the same methods.
-        port: rank 0's to come; None where the launch has begun.
+        nodes: `SshNodes`, or `smoke.LaunchedNodes`, which has the same methods.
+        argv: options of the run as `dsft train` takes them; its files are compared, and in the full examination it is
+            planned. Empty: no run.
+        quick: for every launch: without plan, compiling and the links of every pair (a ring of neighbours instead).
+        port: that rank 0 will listen on; None where the launch has begun.
         master: address of rank 0; empty: the first of the first node that answers.
+        port_asked: the user has named the port; else that it is busy is only a warning.
     """
-    start = time.monotonic()
-    files = read_run_files(argv)
-    imports = threading.Thread(target=_import_plan, daemon=True)
-    if not report.quick:  # what the plan imports takes seconds: while the nodes are asked
+    start, files = time.monotonic(), read_run_files(argv)
+    report = Report(nodes=[node.name for node in listed], quick=quick)
+
+    def import_plan() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("dsft.run_setup.resolve")
+
+    imports = threading.Thread(target=import_plan, daemon=True)
+    if not quick:  # what the plan imports takes seconds: while the nodes are asked
         imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
-    inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not report.quick}
+    inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not quick}
     answers = nodes.run("facts", {node.name: inputs | {"slots": node.slots} for node in listed})
     report.facts = facts = _typed(NodeFacts, answers, report)
     if facts:
-        first = next(iter(facts))
-        master = master or facts[first].address or LOOPBACK
-        taken = facts[first].master_port_taken
-        reached = _reach(nodes, report, files, master, None if taken else port)
+        first, names = next(iter(facts)), list(facts)
+        master, taken = master or facts[first].address or LOOPBACK, facts[first].master_port_taken
+
+        # Every node connects to others, of many to a sample, and to the master's port where it is free. The first
+        # connects to all: it compares their clocks.
+        inputs = {}
+        for number, name in enumerate(names):
+            targets = []
+            if port and not taken and name != first:
+                targets.append({"kind": "master", "name": first, "address": master, "port": port})
+            numbers = range(1, len(names)) if name == first else neighbours(len(names), number)
+            for other in [names[i] for i in numbers]:
+                address = master if other == first else facts[other].address or other
+                target = {"name": other, "port": facts[other].open_port}
+                targets += [target | {"kind": "open", "address": address}, target | {"kind": "name", "address": other}]
+            inputs[name] = {
+                "targets": targets,
+                "names": [other for other in report.nodes if other != name],
+                "master": master,
+                "sources": [*files.data, *files.models],
+                "hub_names": files.hub_names,
+                "config": files.config,
+                "probe": facts[first].probe if name != first else "",
+            }
+        reached = _typed(Reached, nodes.run("reach", inputs), report)
         nodes.end("facts")
 
         # The interface that leads to the others, by node.
         ways = {name: master if name == first else answer.outgoing for name, answer in reached.items()}
         used = {name: facts[name].interface_of(address) for name, address in ways.items()}
-        # The first node connects to all others: it compares their clocks.
         seen = reached[first].connections if first in reached else []
         clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
         unkept = [name for name, node in facts.items() if not node.clock_synchronized]
@@ -189,7 +175,7 @@ def examine_through(
             *check_network(facts, reached),
         ]
         for name, node in facts.items():
-            report.findings += check_node(name, node, quick=report.quick, nvme=files.nvme)
+            report.findings += check_node(name, node, quick=quick, nvme=files.nvme)
         report.findings += [
             *check_versions(facts),
             *check_clocks(clocks, not_synchronized=unkept),
@@ -217,53 +203,22 @@ def examine_through(
             report.findings += _measure(nodes, report, devices, reached, used, master, free_port)
 
         written_bytes = speeds = None
-        if not report.quick:
+        if not quick:
             imports.join()
             written_bytes, speeds = plan_on(report, argv)
         if files.output_dir:
             report.findings += check_disk(files, facts, written_bytes)
         if report.links and speeds:
-            report.findings += check_assumed(report.links, list(facts), speeds)
-    if not report.quick:  # on this node; that the others have the same versions is checked above
+            report.findings += check_assumed(report.links, names, speeds)
+    if not quick:  # on this node; that the others have the same versions is checked above
         patches = active_patches()
         for name, patch in patches.items():
             report.patches.setdefault(patch.library, []).append(name)
         report.findings += check_patches(report.nodes[0], patches.values())
-    report.findings = [*nodes.lost.values(), *nodes.failures, *report.findings]
+    noticed = [*nodes.lost.values(), *nodes.failures, *report.findings]
+    report.findings = sorted(noticed, key=lambda entry: ("error", "warning", "note").index(entry.severity))
     report.seconds = time.monotonic() - start
-
-
-def _import_plan() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("dsft.run_setup.resolve")
-
-
-def _reach(nodes: Any, report: Report, files: RunFiles, master: str, port: int | None) -> dict[str, Reached]:
-    """Let every node connect to others, of many to a sample, and to the master's port where it is free, and look at the
-    run's files. The first connects to all: it compares their clocks.
-    """
-    facts, first, inputs = report.facts, next(iter(report.facts)), {}
-    names = list(facts)
-    for number, name in enumerate(names):
-        targets = []
-        if port and name != first:
-            targets.append({"kind": "master", "name": first, "address": master, "port": port})
-        numbers = range(1, len(names)) if name == first else neighbours(len(names), number)
-        for other in [names[i] for i in numbers]:
-            address = master if other == first else facts[other].address or other
-            target = {"name": other, "port": facts[other].open_port}
-            targets += [target | {"kind": "open", "address": address}, target | {"kind": "name", "address": other}]
-        inputs[name] = {
-            "targets": targets,
-            "names": [other for other in report.nodes if other != name],
-            "master": master,
-            "sources": [*files.data, *files.models],
-            "hub_names": files.hub_names,
-            "config": files.config,
-            "probe": facts[first].probe if name != first else "",
-        }
-    return _typed(Reached, nodes.run("reach", inputs), report)
+    return report
 
 
 def _typed(kind: Any, answers: dict[str, dict[str, Any]], report: Report) -> dict[str, Any]:
@@ -291,22 +246,11 @@ def _measure(
     """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
     `report.links`, and keeps its rates for plans.
     """
+    facts, names, limits = report.facts, list(report.facts), {"grace_seconds": GRACE_SECONDS}
     # A launcher may have dealt the ranks to the nodes in turn; the doctor's own go node by node.
-    ends = zip(report.facts.values(), itertools.accumulate(report.slots.values()), strict=True)
-    ranks = [facts.ranks or list(range(end - facts.slots, end)) for facts, end in ends]
-    names, limits = list(report.facts), {"grace_seconds": GRACE_SECONDS}
+    ends = zip(facts.values(), itertools.accumulate(report.slots.values()), strict=True)
+    ranks = [node.ranks or list(range(end - node.slots, end)) for node, end in ends]
     node_of = {rank: name for name, of_node in zip(names, ranks, strict=True) for rank in of_node}
-    stages: dict[int, str] = {}  # by rank, the last one that began
-    failures: list[tuple[int, str]] = []
-    measured: dict[int, dict[str, Any]] = {}
-
-    def hear(event: dict[str, Any]) -> None:
-        if "failed" in event:
-            failures.append((event["rank"], event["failed"]))
-        elif "stage" in event:
-            stages[event["rank"]] = event["stage"]
-            if "measured" in event:
-                measured[event["rank"]] = event["measured"]
 
     ready = nodes.ready(names, timeout_seconds=IMPORT_SECONDS, **limits)
     not_started = {name: words for name, words in ready.items() if words}
@@ -315,51 +259,53 @@ def _measure(
         others = {rank: "done" for rank, name in node_of.items() if name in ready}
         return check_answers(others, [], node_of, not_started)
     own_name = any(entry.code == "own-name" for entry in report.findings)
-    common = {
-        "nodes": ranks,
-        "rounds": (ring_rounds if report.quick else some_rounds)(len(names)) if len(names) > 1 else [],
-        "master": master,
-        "port": port,
-        "group_seconds": GROUP_SECONDS,
-    }
     inputs = {
-        name: common
-        | {
+        name: {
             "node": number,
-            "gpu": bool(report.facts[name].usable_gpus),
-            "devices": devices[name] if report.facts[name].usable_gpus else [],
+            "nodes": ranks,
+            "rounds": (ring_rounds if report.quick else some_rounds)(len(names)) if len(names) > 1 else [],
+            "master": master,
+            "port": port,
+            "group_seconds": GROUP_SECONDS,
+            "gpu": bool(facts[name].usable_gpus),
+            "devices": devices[name] if facts[name].usable_gpus else [],
             # gloo has to be told which one to use where a node's own name leads elsewhere.
             "interface": used.get(name, "") if own_name else "",
         }
         for number, name in enumerate(names)
     }
-    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=hear, **limits)
+    events: list[dict[str, Any]] = []
+    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=events.append, **limits)
+    measured = {event["rank"]: event["measured"] for event in events if "measured" in event}
     if len(measured) < len(node_of):
+        stages = {event["rank"]: event["stage"] for event in events if "stage" in event}  # the last one that began
+        failures = [(event["rank"], event["failed"]) for event in events if "failed" in event]
         spoke = {node_of[rank] for rank in stages}
         ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
         not_started = {name: words for name, words in ended.items() if name not in spoke}
         return check_answers(stages, failures, node_of, not_started)
-    report.links = combine([measured[rank] for rank in sorted(measured)], ranks)
-    if not any(node.usable_gpus for node in report.facts.values()):
+
+    report.links = links = combine([measured[rank] for rank in sorted(measured)], ranks)
+    if not any(node.usable_gpus for node in facts.values()):
         # Between CPU ranks the time of the smallest message is that of a plain socket (see `exchange_rate`).
         connections = [(name, other) for name, answer in reached.items() for other in answer.connections]
-        for pair, rates in report.links.pairs.items():
+        for pair, rates in links.pairs.items():
             ends = {names[node] for node in pair}
             between = [link.seconds for name, link in connections if link.kind == "open" and {name, link.name} == ends]
             rates["seconds"] = min(between, default=rates["seconds"])
-    if report.links.pairs:
+    if links.pairs:
         # with torch, which DeepSpeed's reader of host files has loaded
         from dsft.planner.calibration import keep, links_key
 
         rates = {
-            "network_bytes": report.links.network_bytes,
-            "link_bytes": min(report.links.inside.values(), default=0.0),
-            "collective_seconds": report.links.collective_seconds,
+            "network_bytes": links.network_bytes,
+            "link_bytes": min(links.inside.values(), default=0.0),
+            "collective_seconds": links.collective_seconds,
         }
         # For later plans, under the hosts' own names and under those of the host file.
-        for hosts in {tuple(node.host for node in report.facts.values()), tuple(report.facts)}:
+        for hosts in {tuple(node.host for node in facts.values()), tuple(names)}:
             keep("links", links_key(hosts), rates)
-    return list(check_measured(report.links, node_of, report.facts, used))
+    return list(check_measured(links, node_of, facts, used))
 
 
 def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
@@ -420,23 +366,163 @@ def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
 def machine_of(facts: dict[str, NodeFacts]) -> Machine:
     """The smallest of the nodes, as the planner takes it."""
     gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
-    return job_machine(
-        [
-            Machine(
-                nodes=1,
-                ranks_per_node=node.slots,
-                device_bytes=min(
-                    (gpu.memory_bytes - gpu.used_bytes for gpu in node.usable_gpus),
-                    default=cpu_rank_bytes(node.host_bytes, node.slots),
-                ),
-                host_bytes=node.host_bytes,
-                has_gpu=bool(gpus),
-                gpu_type=gpus[0].name if gpus else "",
-                cores=node.cores,
-                measured=True,
-                memlock_bytes=node.locked_bytes,
-                host_names=(node.host,),
-            )
-            for node in facts.values()
-        ]
-    )
+    machines = []
+    for node in facts.values():
+        free = [gpu.memory_bytes - gpu.used_bytes for gpu in node.usable_gpus]
+        machine = Machine(
+            nodes=1,
+            ranks_per_node=node.slots,
+            device_bytes=min(free, default=cpu_rank_bytes(node.host_bytes, node.slots)),
+            host_bytes=node.host_bytes,
+            has_gpu=bool(gpus),
+            gpu_type=gpus[0].name if gpus else "",
+            cores=node.cores,
+            measured=True,
+            memlock_bytes=node.locked_bytes,
+            host_names=(node.host,),
+        )
+        machines.append(machine)
+    return job_machine(machines)
+
+
+class PhaseCommand:
+    """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder, with
+    `variables` through ssh; without them here.
+    """
+
+    def __init__(self, node: str, phase: str, variables: dict[str, str] | None):
+        words = [sys.executable, "-m", "dsft.doctor.phases", phase]
+        if variables is not None:
+            words = ssh_command(node, words, variables)
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            errors="replace",
+            env=os.environ | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))},
+            start_new_session=True,
+        )
+        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()  # what it says, and None at its end
+
+        def read() -> None:
+            for line in self.process.stdout:
+                if line.startswith(MARK):
+                    self.lines.put(json.loads(line[len(MARK) :]))
+            self.lines.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def close(self) -> None:
+        """The phase exits when its input ends; ssh is given a moment to pass that on."""
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
+
+
+class SshNodes:
+    """Runs the phases on all nodes of a host file, side by side: one ssh connection per host and phase, with
+    `variables` there; without these, plain processes of this machine.
+    """
+
+    def __init__(self, nodes: list[Node], variables: dict[str, str] | None):
+        self._names, self._variables = [node.name for node in nodes], variables
+        self._commands: dict[tuple[str, str], PhaseCommand] = {}  # by phase and node
+        self._until = self._grace = 0.0
+        self.lost: dict[str, Finding] = {}  # nodes that did not answer
+        self.failures: list[Finding] = []  # of nodes that could not do what they were asked
+
+    def start(self, phase: str) -> None:
+        """Start a phase on all nodes ahead of its input."""
+        for name in self._names:
+            self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+
+    def end(self, phase: str | None = None) -> None:
+        """End a phase that has answered, or all: its ports are closed, its probe is gone."""
+        commands = [self._commands.pop(key) for key in list(self._commands) if phase in (None, key[0])]
+        if commands:
+            with ThreadPoolExecutor(max_workers=len(commands)) as pool:
+                list(pool.map(PhaseCommand.close, commands))
+
+    def ready(self, names: Iterable[str], **limits: float) -> dict[str, str]:
+        """Wait until `measure` has its imports. Returns "" by node, or its last words where it exited instead."""
+
+        def wait(name: str) -> str | None:
+            line = self._next_line("measure", name)
+            return "" if "event" in line else line["answer"]["last_words"] if "answer" in line else None
+
+        return self._side_by_side(wait, names, **limits)
+
+    def run(
+        self,
+        phase: str,
+        inputs: dict[str, dict[str, Any]],
+        *,
+        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        **limits: float,
+    ) -> dict[str, Any]:
+        """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered."""
+
+        def ask(name: str) -> Any:
+            if (phase, name) not in self._commands:
+                self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+            stdin = self._commands[phase, name].process.stdin
+            with suppress(OSError):  # its last words say why
+                stdin.write(json.dumps(inputs[name]) + "\n")
+                stdin.flush()
+            while "event" in (line := self._next_line(phase, name)):
+                on_event(line["event"])
+            return line.get("answer")
+
+        return self._side_by_side(ask, inputs, **limits)
+
+    def _side_by_side(
+        self,
+        ask: Callable[[str], Any],
+        names: Iterable[str],
+        *,
+        timeout_seconds: float = 30.0,
+        grace_seconds: float = float("inf"),
+    ) -> dict[str, Any]:
+        """Args: `grace_seconds`: how much longer than the first to answer the others may take."""
+        names = [name for name in names if name not in self.lost]
+        self._until, self._grace = time.monotonic() + timeout_seconds, grace_seconds
+        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
+            answers = dict(zip(names, pool.map(ask, names), strict=True))
+        return {name: answer for name, answer in answers.items() if answer is not None}
+
+    def _next_line(self, phase: str, name: str) -> dict[str, Any]:
+        """What a phase says next: {"event"} or {"answer"}; else nothing, and a finding says why: it failed, the
+        connection has ended (with the last words of ssh or Python), or nothing came in time.
+        """
+        command, lost = self._commands[phase, name], f"no answer to {phase!r} in time"
+        exit_code = None
+        while (left := self._until - time.monotonic()) > 0:
+            try:
+                line = command.lines.get(timeout=min(0.5, left))  # the first answer ends the wait sooner
+            except queue.Empty:
+                continue
+            if line is None:
+                with suppress(subprocess.TimeoutExpired):
+                    exit_code = command.process.wait(timeout=5)
+                command.errors.seek(0)
+                lost = command.errors.read().strip() or f"the connection ended with exit code {exit_code}"
+                break
+            if "failed" in line:
+                words = f"{phase}: {line['failed']}"[:300]
+                self.failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
+                return {}
+            if "answer" in line or "ready" in line["event"]:
+                self._until = min(self._until, time.monotonic() + self._grace)
+            return line
+        if not lost.startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
+            why = ssh_problem(name, lost, exit_code)
+            self.lost[name] = finding(why.code, name, why.message, why.fix)
+        return {}

@@ -27,8 +27,7 @@ FORWARDED = re.compile(
     r"OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
 )
 OF_ONE_START = (VARIABLE, processes.VARIABLE)  # variables of a launcher's process and its own ranks
-OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, JOB, SENT_FILES)
-"""Variables of a launch, which a file that accelerate has written may hold from an earlier one."""
+OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, JOB, SENT_FILES)  # a file of accelerate's may hold an earlier one's
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
 """In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
 PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
@@ -65,17 +64,13 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that `dsft launch --hostfile` and `dsft doctor --hostfile` set on the other nodes, for an
-    environment here: those that are forwarded, the accelerator, and the lines of `.deepspeed_env`.
-    """
+    """The variables that `dsft launch --hostfile` and `dsft doctor --hostfile` set on the other nodes."""
     return forwarded(environment) | accelerator() | _own_lines()
 
 
 def accelerator() -> dict[str, str]:
-    """The variables by which DeepSpeed knows that there is no GPU, and torch that this is no news.
-
-    Raises:
-        UserError: where there are GPUs that torch does not see.
+    """The variables by which DeepSpeed knows that there is no GPU, and torch that this is no news. Raises UserError:
+    there are GPUs that torch does not see.
     """
     require_seen_gpus()
     if has_gpu():
@@ -113,12 +108,30 @@ def launcher_environment(
     """The environment of a launcher, and the file of variables that it takes to the other nodes, if any.
 
     Args:
-        nodes: those that it reaches through ssh.
+        nodes: those that it reaches through ssh. On each the launch's token is saved, through the standard input of an
+            ssh, in a file that its owner alone reads (`connect_to_launcher` of the watchdog). A node where that fails
+            starts its ranks all the same: its watchdog prints a note.
         link: waits for the ranks.
     """
     peers = [node.name for node in nodes] or launcher.peers()
     addresses = own_addresses(peers) if peers else [LOOPBACK]
-    token_file = send_token(nodes, link.server.token) if nodes else None
+    ssh, token_file = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip(), None
+    if nodes:
+        token_file = f"launch-{secrets.token_hex(8)}"
+        script = f"sh -c {shlex.quote(SAVE_TOKEN.format(folder=TOKEN_FOLDER, name=token_file))}"
+
+        def send(node: Node) -> None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    ["ssh", *shlex.split(ssh), "-o", "ConnectTimeout=10", node.name, script],
+                    input=link.server.token.encode(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    timeout=SEND_TOKEN_SECONDS,
+                )
+
+        with ThreadPoolExecutor(min(len(nodes), MOST_SESSIONS)) as pool:
+            list(pool.map(send, nodes))
     added = link.variable(addresses, token_file=token_file) | accelerator() | launcher.variables
     added[processes.VARIABLE] = ",".join(launcher.processes)
     environment = os.environ | added
@@ -126,52 +139,22 @@ def launcher_environment(
         return environment, None
     if nodes:  # DeepSpeed writes MLFLOW_TRACKING_PASSWORD, accelerate every variable into the command lines of pdsh
         environment = {name: value for name, value in environment.items() if not is_secret(name, value)}
-    given = {} if launcher.exports_everything else forwarded(os.environ) | added
-    env_file = write_env_file(given)
-    ssh = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
+    env_file = write_env_file({} if launcher.exports_everything else forwarded(os.environ) | added)
     return environment | {"DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}, env_file
-
-
-def send_token(nodes: list[Node], token: str) -> str:
-    """Save the launch's token on each node, through the standard input of an ssh, in a file that its owner alone reads
-    (`connect_to_launcher` of the watchdog); returns the file's name, without the host's. A node where that fails
-    starts its ranks all the same: its watchdog prints a note.
-    """
-    name = f"launch-{secrets.token_hex(8)}"
-    script = f"sh -c {shlex.quote(SAVE_TOKEN.format(folder=TOKEN_FOLDER, name=name))}"
-    options = shlex.split(f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS} -o ConnectTimeout=10")
-
-    def send(node: Node) -> None:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                ["ssh", *options, node.name, script],
-                input=token.encode(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=SEND_TOKEN_SECONDS,
-            )
-
-    with ThreadPoolExecutor(min(len(nodes), MOST_SESSIONS)) as pool:
-        list(pool.map(send, nodes))
-    return name
 
 
 def _own_lines() -> dict[str, str]:
     """The user's own `.deepspeed_env` files, in the order in which DeepSpeed reads them; the later one wins."""
-    variables: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()):
-        file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-        if file.is_file():
-            lines = [line.strip() for line in file.read_text().splitlines() if "=" in line]
-            variables |= dict(line.split("=", 1) for line in lines)
+    files = [folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env") for folder in (Path.home(), Path.cwd())]
+    lines = [line.strip() for file in files if file.is_file() for line in file.read_text().splitlines() if "=" in line]
+    variables = dict(line.split("=", 1) for line in lines)
     return {name: value for name, value in variables.items() if name not in OF_ONE_LAUNCH}
 
 
 def write_env_file(variables: Mapping[str, str]) -> Path:
     """A temporary file for DeepSpeed's DS_ENV_FILE, for what a launcher appends to it would stay in the working folder:
     `variables`, which a node's shell reads as they are here, and the user's own lines, which it reads itself ($HOME in
-    one is that of each node). It stays open as long as this process lives, which tells later launches that it is
-    needed.
+    one is that of each node). It stays open as long as this process: later launches see that it is needed.
     """
     # DeepSpeed puts a value between double quotes (`add_export` in multinode_runner.py); pdsh writes the host for %h.
     quoted = {name: re.sub(r"([\\\"$`])", r"\\\1", value).replace("%", "%%") for name, value in variables.items()}

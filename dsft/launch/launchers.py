@@ -1,7 +1,8 @@
 """The hosts of a launch, and the launchers below `dsft launch`: one value for each, which answers whatever differs
-between them.
+between them. A new launcher is a class here with its entry in LAUNCHERS, and the option in `LaunchOptions` that chooses
+it.
 
-A new launcher is a class here with its entry in LAUNCHERS, and the option in `LaunchOptions` that chooses it.
+    python -m dsft.launch.launchers --hostfile hosts --module dsft.train ...     as `deepspeed`, see `quoting`
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import secrets
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -43,10 +43,8 @@ RUNNERS = {
     "accelerate launch": "accelerate.commands.launch",
 }
 """A launcher as a user types it, and its module: that of this environment is started, whatever PATH says."""
-QUOTED_RUNNER = "dsft.launch.quoted_runner"
-"""In place of `deepspeed` where a shell would not leave the paths of the working folder and of Python as they are."""
-IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")
-"""Options that tell jobs of one working folder and one name of a file apart."""
+QUOTED_RUNNER = "dsft.launch.launchers"  # in place of `deepspeed`, where `PLAIN_PATH` does not match
+IDENTIFYING = ("output_dir", "run", "model", "data", "adapter")  # tell jobs of one working folder and file apart
 EVERY_NODE = " (on each node that is left, numbered from 0)"
 PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")  # a path that a shell leaves as it is without quotes
 
@@ -73,7 +71,7 @@ class HostFields:
 
 
 def hosts_of(options: HostFields) -> list[Node]:
-    """The nodes of the host file that take part, the first (rank 0's) first. Raises as `read_hosts`."""
+    """The nodes that take part, the first (rank 0's) first. Raises as `read_hosts`."""
     return read_hosts(
         options.hostfile,
         include=options.include or "",
@@ -86,11 +84,8 @@ def hosts_of(options: HostFields) -> list[Node]:
 def number_problems(options: HostFields) -> list[str]:
     """List the numbers of nodes and ranks below 1: 0 does not mean all."""
     given = {name: getattr(options, name) for name in ("num_nodes", "num_gpus")}
-    return [
-        f"--{name} {number}: must be 1 or more; leave it out for all"
-        for name, number in given.items()
-        if number is not None and number < 1
-    ]
+    below = {name: number for name, number in given.items() if number is not None and number < 1}
+    return [f"--{name} {number}: must be 1 or more; leave it out for all" for name, number in below.items()]
 
 
 @dataclass(kw_only=True)
@@ -128,7 +123,6 @@ class LaunchOptions(HostFields):
 
     @property
     def launcher(self) -> "Launcher":
-        """How the ranks are started."""
         return LAUNCHERS[next(iter(self.ways), "local")](self)
 
 
@@ -143,13 +137,11 @@ class Launcher:
     ranks = None  # their number, where all are on this machine and it is known before they start
     processes = ()  # programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them
     is_local = False  # all ranks run on this machine: it has the run's files, and its launcher sees each rank exit
-    has_host_filters = False  # --include, --exclude and --num_nodes choose among its hosts
     exports_everything = False  # it writes all variables of this shell, secrets too, to the file that DS_ENV_FILE names
     is_examined_by_ranks = True
-    """Where it reaches no hosts through ssh, the preflight is started through it, one rank a node; else `dsft doctor`
-    examines this machine."""
-    has_port_beside = True
-    """The port after its own is nobody's: the preflight takes it, and the launch finds its own free."""
+    """Where it reaches no hosts through ssh, it starts the preflight, one rank a node; else `dsft doctor` examines this
+    machine."""
+    has_port_beside = True  # the port after its own is nobody's: the preflight takes it, and leaves the launch's free
 
     @property
     def is_given_on_every_node(self) -> bool:
@@ -157,10 +149,8 @@ class Launcher:
         return self.ssh_hosts() is None
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        """The command line that starts `module` with these words on all ranks.
-
-        Raises:
-            UserError: where the nodes cannot be found out, or a program is missing.
+        """The command line that starts `module` with these words on all ranks. Raises UserError: the nodes cannot be
+        found out, or a program is missing.
         """
         raise NotImplementedError
 
@@ -170,22 +160,17 @@ class Launcher:
         return {}
 
     def ssh_hosts(self) -> HostFields | None:
-        """What names the hosts that it reaches from this machine through ssh; None where there are none.
-
-        Raises:
-            UserError: where a file that names them cannot be read.
+        """What names the hosts that it reaches from this machine through ssh; None where there are none. Raises
+        UserError: a file that names them cannot be read.
         """
         return None
 
     def ssh_nodes(self) -> list[Node]:
         """These hosts, the first (rank 0's) first. Raises as `ssh_hosts` and `read_hosts`."""
-        hosts = self.ssh_hosts()
-        return hosts_of(hosts) if hosts else []
+        return hosts_of(hosts) if (hosts := self.ssh_hosts()) else []
 
     def peers(self) -> list[str]:
-        """Hosts that are not reached through ssh, from which ranks connect to this process; none where all of its ranks
-        run here.
-        """
+        """Hosts that are not reached through ssh, from which ranks connect to this process."""
         return []
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
@@ -224,7 +209,6 @@ class DeepSpeed(Launcher):
     """`deepspeed`, on this machine or on the hosts of a file."""
 
     processes = processes.LAUNCHERS["deepspeed"]
-    has_host_filters = True
 
     def start(self, module: str, script: list[str], runner: str = RUNNERS["deepspeed"], **flags: Any) -> list[str]:
         keys = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
@@ -249,7 +233,7 @@ class Local(DeepSpeed):
 
     @cached_property
     def ranks(self) -> int | None:
-        """The number of ranks: the user's, or one for each GPU; None where --include or --exclude names them."""
+        """Their number: the user's, or one for each GPU; None where --include or --exclude names them."""
         options = self.options
         if options.include or options.exclude:
             return None
@@ -264,11 +248,7 @@ class Local(DeepSpeed):
         return SINGLE_PROCESS_ENV | {"LOCAL_SIZE": "1"} if self.ranks == 1 else {}
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        """The ranks on the GPUs of CUDA_VISIBLE_DEVICES where that is set, else on the first ones.
-
-        Raises:
-            UserError: where the variable names fewer, or several otherwise than by numbers.
-        """
+        """The ranks on the GPUs of CUDA_VISIBLE_DEVICES where that is set, else on the first ones."""
         options, visible = self.options, self.visible
         if self.ranks == 1:  # DeepSpeed's launcher would take as much CPU time as the rank's own start
             return [sys.executable, "-u", "-m", module, *script]
@@ -276,7 +256,7 @@ class Local(DeepSpeed):
         if self.ranks and not visible:
             flags = {"num_gpus": self.ranks}
         elif self.ranks:
-            given = ",".join(visible)
+            given, chosen = ",".join(visible), visible[: self.ranks]
             if not all(gpu.isdigit() for gpu in visible):
                 raise UserError(
                     f"CUDA_VISIBLE_DEVICES={given}: DeepSpeed's launcher knows GPUs by number alone; give numbers"
@@ -287,7 +267,6 @@ class Local(DeepSpeed):
                 raise UserError(f"--num_gpus {self.ranks}: {named}; lower it, or add more")
             # DeepSpeed turns all of that variable into --include by itself, but takes the first GPUs of the machine
             # beside --num_gpus (`main` in deepspeed/launcher/runner.py).
-            chosen = visible[: self.ranks]
             flags = {"num_gpus": None, "include": None if chosen == visible else f"localhost:{','.join(chosen)}"}
         # DeepSpeed's default port fails when two jobs share a machine.
         port = options.master_port or free_port()
@@ -309,23 +288,21 @@ class HostFile(DeepSpeed):
             runner = RUNNERS["deepspeed"]
             if len(self.ssh_nodes()) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
                 script = [for_pdsh(word) for word in script]
-                if not (PLAIN_PATH.fullmatch(os.getcwd()) and PLAIN_PATH.fullmatch(sys.executable)):
-                    runner = QUOTED_RUNNER
+                is_plain = PLAIN_PATH.fullmatch(os.getcwd()) and PLAIN_PATH.fullmatch(sys.executable)
+                runner = runner if is_plain else QUOTED_RUNNER
             port = options.master_port or free_port()
             return self.start(module, script, runner, master_addr=address, master_port=port)
         hosts, name = [node.name for node in hosts_of(options)], socket.gethostname()
         if rank is None:
             names = {name, socket.getfqdn(), name.split(".")[0]}
-            places = [place for place, host in enumerate(hosts) if host in names]
-            if not places:
-                raise UserError(
-                    f"--no_ssh: {name} is not in {options.hostfile} ({', '.join(hosts)}); name this node's number with"
-                    " --node_rank or NODE_RANK"
-                )
-            rank = places[0]
-        address = address or os.environ.get("MASTER_ADDR", hosts[0])
-        port = self.port(script)
-        return self.start(module, script, no_ssh=True, node_rank=rank, master_addr=address, master_port=port)
+            rank = next((place for place, host in enumerate(hosts) if host in names), None)
+        if rank is None:
+            raise UserError(
+                f"--no_ssh: {name} is not in {options.hostfile} ({', '.join(hosts)}); name this node's number with"
+                " --node_rank or NODE_RANK"
+            )
+        place = {"node_rank": rank, "master_addr": address or os.environ.get("MASTER_ADDR", hosts[0])}
+        return self.start(module, script, no_ssh=True, **place, master_port=self.port(script))
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         return fewer_hosts(self.options, lost, words, no_ssh=self.options.no_ssh)
@@ -345,19 +322,17 @@ class Torchrun(Launcher):
                 " same on every node"
             )
         if rank is not None and rank >= options.nodes:
-            raise UserError(
-                f"node rank {rank}: nodes are numbered from 0 to {options.nodes - 1} (--nodes {options.nodes})"
-            )
+            numbered = f"nodes are numbered from 0 to {options.nodes - 1} (--nodes {options.nodes})"
+            raise UserError(f"node rank {rank}: {numbered}")
         flags = {
             "nnodes": options.nodes,
             "nproc_per_node": options.num_gpus or default_ranks(),
             "rdzv_id": self.job_id(script),  # agents of two jobs at one address and port do not meet
         }
-        port = self.port(script)
         if rank is None:
-            flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{port}"}
+            flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{self.port(script)}"}
         else:
-            flags |= {"node_rank": rank, "master_addr": address, "master_port": port}
+            flags |= {"node_rank": rank, "master_addr": address, "master_port": self.port(script)}
         return started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
@@ -373,25 +348,24 @@ class Slurm(Launcher):
     has_port_beside = False  # it is the next job's
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        options, job, node_list = self.options, os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
-        if not job or not node_list:
+        options, job = self.options, os.environ.get("SLURM_JOB_ID")
+        if not job or not os.environ.get("SLURM_JOB_NODELIST"):
             raise UserError(
                 "--slurm: this is no SLURM job; call it inside sbatch or salloc, or submit"
                 " scripts/slurm/torchrun.sbatch"
             )
-        show = ["scontrol", "show", "hostnames", node_list]
-        hosts = subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()
         port = options.master_port or port_of_job(int(job))  # jobs that share a node must not meet
+        nodes = os.environ["SLURM_JOB_NUM_NODES"]
         flags = {
-            "nnodes": len(hosts),
+            "nnodes": nodes,
             "nproc_per_node": options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
             "rdzv_backend": "c10d",
-            "rdzv_endpoint": f"{options.master_addr or hosts[0]}:{port}",
+            "rdzv_endpoint": f"{options.master_addr or self.peers()[0]}:{port}",
             "rdzv_id": job,
         }
-        nodes = ["--nodes", str(len(hosts)), "--ntasks", str(len(hosts)), "--ntasks-per-node", "1"]
         torchrun = started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
-        return ["srun", *nodes, "--kill-on-bad-exit=1", *torchrun]
+        place = ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+        return ["srun", *place, *torchrun]
 
     def peers(self) -> list[str]:
         return [first_host(os.environ["SLURM_JOB_NODELIST"])]
@@ -470,20 +444,15 @@ class Accelerate(Launcher):
         # A file, because accelerate's pdsh form takes no module.
         file = Path(__file__).resolve().parents[1] / f"{module.rpartition('.')[2]}.py"
         if self.runner == "pdsh" and len(self.ssh_nodes()) > 1:
-            paths = {
-                "the working folder": os.getcwd(),
-                "Python's path": sys.executable,
-                "dsft's folder": str(file.parent),
-            }
-            raise_if_any(
-                [
-                    f"{place} {path!r}: accelerate starts DeepSpeed's own runner, which hands paths to each node's"
-                    " shell unquoted; give the hosts to dsft launch --hostfile, which quotes them, or move it to a path"
-                    " of letters, digits and _ + = : , . / - alone"
-                    for place, path in paths.items()
-                    if not PLAIN_PATH.fullmatch(path)
-                ]
+            why = (
+                "accelerate starts DeepSpeed's own runner, which hands paths to each node's shell unquoted; give the"
+                " hosts to dsft launch --hostfile, which quotes them, or move it to a path of letters, digits and"
+                " _ + = : , . / - alone"
             )
+            paths = {"the working folder": os.getcwd(), "Python's path": sys.executable}
+            paths |= {"dsft's folder": str(file.parent)}
+            read = {place: path for place, path in paths.items() if not PLAIN_PATH.fullmatch(path)}
+            raise_if_any([f"{place} {path!r}: {why}" for place, path in read.items()])
             script = [for_pdsh(word) for word in script]
         elif self.runner == "torchrun":
             script = for_torchrun(script)
@@ -518,10 +487,8 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[str]:
-    """The words of the command that starts `name` ("train", "eval" or a module) on all ranks.
-
-    Raises:
-        UserError: as `Launcher.command`.
+    """The words of the command that starts `name` ("train", "eval" or a module) on all ranks; raises as
+    `Launcher.command`.
     """
     return options.launcher.command(MODULES.get(name, name), script)
 
@@ -535,7 +502,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     """
     problems: list[str] = []
     values, words = read_options(LaunchOptions, argv, problems)
-    options = LaunchOptions(**values)
+    launcher = (options := LaunchOptions(**values)).launcher
     if not words or words[0] not in MODULES:
         known = ", ".join(f"--{field.name}" for field in dataclasses.fields(LaunchOptions))
         got = repr(words[0]) if words else "nothing"
@@ -543,9 +510,9 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     if len(options.ways) > 1:
         problems.append(f"--{' and --'.join(options.ways)}: choose one way to start the nodes")
     for name in ("include", "exclude", "num_nodes"):
-        if getattr(options, name) is not None and not options.launcher.has_host_filters:
+        if getattr(options, name) is not None and not isinstance(launcher, DeepSpeed):
             problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
-    if options.bind_cores_to_rank and not isinstance(options.launcher, DeepSpeed):
+    if options.bind_cores_to_rank and not isinstance(launcher, DeepSpeed):
         problems.append(f"--bind_cores_to_rank is of DeepSpeed's launcher, and --{options.ways[0]} takes another")
     elif options.bind_cores_to_rank and not shutil.which("numactl"):
         problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
@@ -554,16 +521,13 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     problems += number_problems(options)
     if options.nodes == 0:
         problems.append("--nodes 0: must be 1 or more")
-    for name in ("nodes", "node_rank", "max_restarts", "wait_for_nodes"):
-        if (getattr(options, name) or 0) < 0:
-            problems.append(f"{name}={getattr(options, name)}: must be 0 or more")
-    for name in ("hostfile", "include", "exclude", "accelerate", "master_addr"):
-        if getattr(options, name) == "":  # "$HOSTS" of a variable that is not set: not this machine instead
+    for name, value in vars(options).items():
+        if name in ("nodes", "node_rank", "max_restarts", "wait_for_nodes") and (value or 0) < 0:
+            problems.append(f"{name}={value}: must be 0 or more")
+        if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
             problems.append(f"--{name}: needs a value")
-    for key in ("hostfile", "accelerate"):
-        path = getattr(options, key)
-        if path and not os.path.isfile(path):
-            problems.append(f"--{key} {path}: there is no such file")
+        elif name in ("hostfile", "accelerate") and value and not os.path.isfile(value):
+            problems.append(f"--{name} {value}: there is no such file")
     raise_if_any(problems)
     name, *script = words
     if name == "eval" and script and not script[0].startswith("--"):
@@ -572,19 +536,17 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
 
 
 def for_pdsh(word: str) -> str:
-    """A word that DeepSpeed's pdsh runner and the shell of each node turn into `word`.
-
-    Source: `PDSHRunner.parse_user_args` in deepspeed/launcher/multinode_runner.py, which puts a word with a space, and
-    no other, between double quotes and escapes none but those.
+    """A word that DeepSpeed's pdsh runner and the shell of each node turn into `word`: `PDSHRunner.parse_user_args` in
+    deepspeed/launcher/multinode_runner.py puts one with a space, and no other, between double quotes and escapes none
+    but those.
     """
     quoted = re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
     return quoted.replace("%", "%%")  # pdsh writes host, rank and user for %h, %n and %u
 
 
 def for_torchrun(script: list[str]) -> list[str]:
-    """Words that torchrun turns into `script`: it fills in ${local_rank}, and makes one dollar of two.
-
-    Source: `macros` in torch/distributed/elastic/utils/api.py.
+    """Words that torchrun turns into `script`: it fills in ${local_rank}, and makes one dollar of two (`macros` in
+    torch/distributed/elastic/utils/api.py).
     """
     return [word.replace("$", "$$") for word in script]
 
@@ -632,3 +594,30 @@ def fewer_nodes(number: int, lost: Sequence[str], ranks: int | None, address: st
     flags = {"--nodes": number - len(lost), "--num_gpus": ranks, "--master_addr": address}
     given = [str(word) for item in flags.items() if item[1] for word in item]
     return shown_command(["dsft", "launch", *given, *words]) + EVERY_NODE
+
+
+def quoting(runner: type) -> type:
+    """DeepSpeed's runner for pdsh, which writes `cd FOLDER;` and Python's path as they are (`cd my runs;` stays in the
+    home folder), with these quoted. Words of the run are quoted by `for_pdsh`, variables in the file of them.
+    """
+
+    class QuotedRunner(runner):
+        def get_cmd(self, environment: dict, active_resources: dict) -> tuple[list[str], list[str], dict]:
+            command, kill_command, environment = super().get_cmd(environment, active_resources)
+            # What pdsh (which fills in %h, %n and %u) and the shell of each node turn into the paths.
+            folder, python = (shlex.quote(path).replace("%", "%%") for path in (os.path.abspath("."), sys.executable))
+            quoted = {f"cd {os.path.abspath('.')};": f"cd {folder} &&", sys.executable: python}
+            missing = [word for word in quoted if word not in command]
+            assert not missing, f"this DeepSpeed writes another command than 0.19.8: {missing} not in {command}"
+            return [quoted.get(word, word) for word in command], kill_command, environment
+
+    return QuotedRunner
+
+
+if __name__ == "__main__":
+    from deepspeed.launcher.runner import main
+
+    from dsft.runtime import patches
+
+    patches.replace("pdsh_quotes", quoting)
+    main()

@@ -1,8 +1,6 @@
 """Looks at the nodes, runs the launcher, stays with it until nothing of the job is left, starts it again after a
-failure, and returns an exit code that is true.
-
-The launchers' own are not always: DeepSpeed's is 0 when its child is killed by a signal, torchrun's is 1 for every
-failure. The job itself says how it ended, over `dsft/watchdog/launch_link.py`.
+failure, and returns an exit code that is true. The launchers' own are not always: DeepSpeed's is 0 when its child is
+killed by a signal, torchrun's is 1 for every failure. The job itself says how it ended (`watchdog/launch_link.py`).
 """
 
 import dataclasses
@@ -36,7 +34,7 @@ from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.console import show_text
 from dsft.runtime.disk import remove_leftovers
 from dsft.runtime.launcher_env import CHECKS_ALONE, LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
-from dsft.runtime.ssh import SSH, SshProblem, ssh_banner, ssh_problem
+from dsft.runtime.ssh import SSH, SshProblem, ssh_problem
 from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
 from dsft.watchdog.messages import say
 
@@ -127,8 +125,8 @@ def launch(argv: list[str]) -> int:
 
 
 def check_as_rank_0(name: str, script: list[str], ranks: int) -> int:
-    """Let the entry of the ranks check what needs no other rank, and print what is wrong; returns its exit code. It is
-    a process of its own, whose memory, on a GPU too, is free again when ranks start.
+    """Let the entry of the ranks check what needs no other rank, in a process whose memory, on a GPU too, is free again
+    when ranks start; returns its exit code.
     """
     print("dsft: checking options, data and models before ranks start", flush=True)
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
@@ -153,7 +151,7 @@ def check_as_rank_0(name: str, script: list[str], ranks: int) -> int:
 
 
 def resumed(script: list[str]) -> list[str]:
-    """Returns the words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it."""
+    """The words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it."""
     _, others = split_flags(script, {"resume_from_checkpoint": str})
     return [*others, "--resume_from_checkpoint", "auto"]
 
@@ -348,17 +346,12 @@ def unreachable(names: list[str]) -> list[SshProblem]:
     """Why ssh does not get into these hosts, of those where it does not."""
 
     def try_host(name: str) -> SshProblem | None:
-        command = [*SSH, name, "true"]
+        command, quiet = [*SSH, name, "true"], {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
-            result = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_SECONDS
-            )
+            result = subprocess.run(command, **quiet, timeout=SSH_SECONDS)
         except subprocess.TimeoutExpired:
-            return ssh_problem(name, "ssh timed out", 255, banner=ssh_banner(name))
-        if result.returncode == 0:
-            return None
-        banner = ssh_banner(name) if "timed out" in result.stderr else ""
-        return ssh_problem(name, result.stderr.strip(), result.returncode, banner=banner)
+            return ssh_problem(name, "ssh timed out", 255)
+        return ssh_problem(name, result.stderr.strip(), result.returncode) if result.returncode else None
 
     with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
         return [problem for problem in pool.map(try_host, names) if problem]

@@ -33,8 +33,9 @@ class SshProblem:
 
 def ssh_problem(node: str, text: str, exit_code: int | None, *, banner: str = "") -> SshProblem:
     """Why a command on a node broke off, from the last words of ssh, the shell or Python; and, where ssh got no answer
-    in time, from what its server says in one small packet (`ssh_banner`).
+    in time, from what its server says in one small packet (`banner`, by default asked for here).
     """
+    banner = banner or (ssh_banner(node) if "timed out" in text else "")
     python = shlex.quote(sys.executable)
     values = {
         "node": node,

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 LAUNCHERS = {
-    "deepspeed": ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher", "dsft.launch.quoted_runner", "pdsh"),
+    "deepspeed": ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher", "dsft.launch.launchers", "pdsh"),
     "torchrun": ("torchrun", "torch.distributed"),
     "accelerate": ("accelerate", "accelerate-launch", "accelerate.commands"),
     "srun": ("srun", "slurmstepd"),

@@ -94,14 +94,14 @@ def options_of(folder: Path) -> list[str]:
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_healthy_hosts_have_no_errors_are_planned_and_measured_in_half_a_minute(number, hosts, run_files, tmp_path):
     start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    import_seconds = time.monotonic() - start
-    start = time.monotonic()
     report, _ = doctor(hosts, [1] * number, tmp_path, *options_of(run_files))
     seconds = time.monotonic() - start
-    print(f"{number} hosts: {seconds:.1f} s, one import of torch {import_seconds:.1f} s")
-    # 7 and 11 s on 2 cores where torch is imported in 2; on a machine of a tenth of that speed 90 were seen.
-    assert report["ok"] and seconds < max(60, 30 * import_seconds), report["findings"]
+    print(f"{number} hosts: {seconds:.1f} s")
+    assert report["ok"], report["findings"]
+    if seconds >= 60:  # 7 and 11 s on 2 cores where torch is imported in 2; on a machine of a tenth of that speed 90
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        assert seconds < 30 * (time.monotonic() - start)
     assert "is the fastest that fits" in report["plan"]
     assert len(report["links"]["pairs"]) == number * (number - 1) // 2
     assert all(pair["bytes_per_second"] > 1e6 and 0 < pair["seconds"] < 1 for pair in report["links"]["pairs"])
@@ -240,7 +240,10 @@ def test_more_slots_than_cores_are_wrong(hosts, tmp_path):
     )
 
 
-def test_missing_and_other_files_a_private_and_a_full_folder_are_named(hosts, run_files, tmp_path):
+def test_other_files_and_folders_are_named_and_a_name_on_loopback_and_another_mtu_are_measured_around(
+    hosts, run_files, tmp_path
+):
+    """Files that are missing or differ, a private and a full folder."""
     model, data, runs = run_files / "model", run_files / "data", run_files / "runs"
     other = tmp_path / "config.json"
     other.write_text((model / "config.json").read_text() + " ")
@@ -248,15 +251,18 @@ def test_missing_and_other_files_a_private_and_a_full_folder_are_named(hosts, ru
         in_place_of(hosts[1], data, run_files / "elsewhere"),
         in_place_of(hosts[2], model / "config.json", other),
         changed(hosts[3], f"mount -t tmpfs -o size=64k tmpfs {runs}", f"umount {runs}"),
+        hosts[1].own_name_on_loopback(),
+        changed(hosts[2], "ip link set eth0 mtu 1400", "ip link set eth0 mtu 1500"),
     ):
         inside(hosts[3], f"head -c 60000 /dev/zero > {runs}/full")
-        report, _ = doctor(hosts, [1, 1, 1, 1], tmp_path, "--quick", *options_of(run_files))
+        report, places = doctor(hosts, [1, 1, 1, 1], tmp_path, "--quick", *options_of(run_files))
     assert {
         ("data-missing", "node-1"),
         ("model-differs", "node-2"),
         ("disk", "node-3"),
         ("output-not-shared", "node-3"),
     } == errors(report), report["findings"]
+    assert {("own-name", "node-1"), ("mtu", "node-2")} <= places and report["links"]
 
 
 @pytest.mark.exhaustive
@@ -330,12 +336,6 @@ def test_a_slow_card_and_a_slow_link_are_named(hosts, tmp_path):
     assert ("slow-link", "node-1 - node-3") in places, report["links"]
     slowest = min(report["links"]["pairs"], key=lambda pair: pair["bytes_per_second"])
     assert slowest["nodes"] == ["node-1", "node-3"] and slowest["bytes_per_second"] < 4e7
-
-
-def test_a_name_on_loopback_and_another_mtu_are_warned_about_and_measured_around(hosts, tmp_path):
-    with hosts[1].own_name_on_loopback(), changed(hosts[2], "ip link set eth0 mtu 1400", "ip link set eth0 mtu 1500"):
-        report, places = doctor(hosts, [1, 1, 1], tmp_path, "--quick")
-    assert {("own-name", "node-1"), ("mtu", "node-2")} <= places and report["ok"] and report["links"]
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import flags, read_json
+from ranks import run_entry
 from tiny import write_model, write_texts
 
 from cluster.hosts import ROOT
@@ -51,11 +52,9 @@ def job(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_process(four_hosts, job) -> dict:
+def one_process(job) -> dict:
     """The run that all others must agree with: one rank, no launcher."""
-    result = four_hosts[0].run(
-        ["python", "dsft/train.py", "--config", job / "run.yaml", "--output_dir", job / "one"], timeout=LAUNCH_SECONDS
-    )
+    result = run_entry("dsft.train", ["--config", job / "run.yaml", "--output_dir", job / "one"])
     return checked(result, job / "one", ranks=1, nodes=1)
 
 

@@ -20,34 +20,31 @@ from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from safetensors.torch import load_file, save_file
 
-from dsft.doctor.examine import Report, examine_through, machine_of, plan_on
-from dsft.doctor.facts import NodeFacts, node_facts, parse_gpus, typed
-from dsft.doctor.findings import MESSAGES, Finding, finding
-from dsft.doctor.links import (
-    Measured,
+from dsft.doctor import phases
+from dsft.doctor.examine import Report, examine, machine_of, plan_on
+from dsft.doctor.findings import (
+    MESSAGES,
+    Finding,
+    RunFiles,
     check_answers,
     check_assumed,
-    check_measured,
-)
-from dsft.doctor.machine_checks import (
-    RunFiles,
     check_clocks,
-    check_config,
-    check_content,
     check_disk,
     check_files,
     check_interfaces,
     check_master,
+    check_measured,
     check_names,
     check_network,
     check_node,
-    check_output,
     check_patches,
     check_versions,
     differences,
+    finding,
     read_run_files,
 )
-from dsft.doctor.phases import Connection, FileContent, Reached, reach
+from dsft.doctor.links import Measured
+from dsft.doctor.phases import Connection, FileContent, NodeFacts, Reached, parse_gpus, reach, typed
 from dsft.errors import UserError
 from dsft.planner.calibration import keep, links_key, speeds_file, speeds_for
 from dsft.planner.step_time import speeds_of
@@ -186,6 +183,22 @@ def links(values: Measured) -> list[Finding]:
     return list(check_measured(values, WHERE, nodes(), USED))
 
 
+def contents(files: RunFiles, first: FileContent | None, last: FileContent | None) -> list[Finding]:
+    """Of the one source of a run, as n1 and n3 see it."""
+    [source] = files.data + files.models
+    seen = {
+        name: dataclasses.replace(reached()["n3"], contents={source: content}, sees_probe=None)
+        for name, content in {"n1": first, "n3": last}.items()
+    }
+    return list(check_files(files, "n1", nodes(), seen))
+
+
+def configurations(files: RunFiles, **values: dict[str, str] | None) -> list[Finding]:
+    """Of a run that has only a configuration file, with these values on the nodes."""
+    seen = {name: dataclasses.replace(reached()["n3"], config=config) for name, config in values.items()}
+    return list(check_files(files, "n1", nodes(), seen))
+
+
 def broken_off(*args, **options) -> Finding:
     """Why a command over ssh broke off, as the doctor reports it."""
     why = ssh_problem(*args, **options)
@@ -276,14 +289,14 @@ CASES = {
         *check_files(RUN, "n1", nodes(), reached(config={"learning_rate": "0.2"})),
         *check_files(RUN, "n1", nodes(), reached(config=None)),
     ],
-    "data-missing": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": None}, "data"),
-    "data-differs": lambda: check_content("/d/t.jsonl", {"n1": HERE, "n3": OTHER}, "data"),
-    "model-missing": lambda: check_content("/models/m", {"n1": None, "n3": None}, "model"),
-    "model-differs": lambda: check_content("/models/m", {"n1": HERE, "n3": OTHER}, "model"),
-    "output-not-writable": lambda: check_output(RUN, "n1", {"n1": "", "n3": "Permission denied"}, {}),
+    "data-missing": lambda: contents(RunFiles(data=["/d/t.jsonl"]), HERE, None),
+    "data-differs": lambda: contents(RunFiles(data=["/d/t.jsonl"]), HERE, OTHER),
+    "model-missing": lambda: contents(RunFiles(models=["/models/m"]), None, None),
+    "model-differs": lambda: contents(RunFiles(models=["/models/m"]), HERE, OTHER),
+    "output-not-writable": lambda: check_files(RUN, "n1", nodes(output_error="Permission denied"), {}),
     "output-not-shared": lambda: check_files(RUN, "n1", nodes(), reached(sees_probe=False)),
     "disk": lambda: [
-        *check_output(RUN, "n1", {"n3": "No space left on device"}, {}),
+        *check_files(RUN, "n1", nodes(output_error="No space left on device"), {}),
         *check_disk(RUN, {"n3": node("n3")}, 1000 * GiB),
         *check_disk(RUN, {"n3": node("n3", disks={"runs/first": 2**20})}, None),
     ],
@@ -327,7 +340,9 @@ def test_the_command_that_copies_the_code_names_its_checkout_wherever_the_doctor
     monkeypatch.chdir(tmp_path)
     assert f"rsync -a {ROOT}/ n3:{ROOT}/" in broken_off("n3", "No module named 'dsft'", 1).fix
     facts = nodes(**{"versions__dsft code": "999"})
-    [code] = check_versions(facts | {"n1": dataclasses.replace(facts["n1"], code_folder=node_facts().code_folder)})
+    [code] = check_versions(
+        facts | {"n1": dataclasses.replace(facts["n1"], code_folder=phases.facts(ExitStack()).code_folder)}
+    )
     assert f"rsync -a --delete {ROOT}/ n3:{ROOT}/" in code.fix
 
 
@@ -367,10 +382,11 @@ def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_
     read = lambda name: reach(ExitStack(), **asked, config=str(tmp_path / name)).config  # noqa: E731
     first = read("run.yaml")
     assert first == {"learning_rate": "0.1"} and read("no.yaml") is None
-    [entry] = check_config(RUN, {"n1": first, "n2": {"learning_rate": "0.2"}, "n3": None})
+    files = RunFiles(config="run.yaml")
+    [entry] = configurations(files, n1=first, n2={"learning_rate": "0.2"}, n3=None)
     assert entry.severity == "error" and entry.where == "n3, n2"
     assert entry.message == "run.yaml: it is not on n3; learning_rate is 0.1 on n1, 0.2 on n2"
-    [entry] = check_config(dataclasses.replace(RUN, config_is_sent=True), {"n1": first, "n2": None})
+    [entry] = configurations(dataclasses.replace(files, config_is_sent=True), n1=first, n2=None)
     assert entry.severity == "note"
 
 
@@ -389,7 +405,7 @@ def test_no_finding_fires_on_healthy_nodes():
         *check_assumed(measured(), NAMES, GPU_SPEEDS),
         *check_files(RUN, "n1", facts, reached()),
         *check_disk(RUN, facts, 10 * GiB),
-        *check_content("/d", {"n1": HERE, "n2": dataclasses.replace(HERE)}, "data"),
+        *contents(RunFiles(data=["/d"]), HERE, dataclasses.replace(HERE)),
         *check_answers(dict.fromkeys(range(6), "done"), [], WHERE, {}),
     ]
     assert healthy == []
@@ -465,9 +481,8 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     # The run refuses an option that is given twice; what is looked at is one of them.
     assert read_run_files(["--output_dir", "a", "--output_dir", "b"]).output_dir == "a"
     assert read_run_files(["--config", "a", "--config", "b"]).config == "a"
-    assert next(check_output(files, "n1", {}, {"n2": False})).severity == "note", (
-        "local disks do where no checkpoint is written"
-    )
+    files, seen = RunFiles(output_dir=files.output_dir, saves=files.saves), {"n2": reached(sees_probe=False)["n3"]}
+    assert next(check_files(files, "n1", {}, seen)).severity == "note", "local disks do where no checkpoint is written"
 
 
 def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
@@ -552,8 +567,7 @@ def test_a_node_that_runs_another_version_of_dsft_is_named():
         def run(self, phase, inputs, **options):
             return {name: {"host": name, "of_a_later_version": 1} for name in inputs}
 
-    report = Report(nodes=["n3"], quick=True)
-    examine_through(Others(), report, [Node(name="n3", slots=1)], argv=[], port=None, master="")
+    report = examine(Others(), [Node(name="n3", slots=1)], argv=[], quick=True, port=None, master="")
     assert [(entry.code, entry.where) for entry in report.findings] == [("no-dsft", "n3")] and report.facts == {}
 
 
@@ -605,8 +619,8 @@ def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections,
     )
     busy = {"n1": node("n1", master_port_taken="in use by process 7 (python)")} if is_default_port_busy else {}
     there = Answering(nodes(**facts) | busy, reached(**connections))
-    report, listed = Report(nodes=NAMES, quick=True), [Node(name=name, slots=2) for name in NAMES]
-    examine_through(there, report, listed, argv=[], port=29500, master="")
+    listed = [Node(name=name, slots=2) for name in NAMES]
+    report = examine(there, listed, argv=[], quick=True, port=29500, master="")
     codes = {entry.code: entry.message for entry in report.findings}
     assert ("default-port-busy" in codes) == is_default_port_busy
     assert why_not in codes.get("smoke-skipped", "") and ("smoke-skipped" in codes) == bool(why_not)
@@ -656,8 +670,8 @@ def test_faults_of_a_run_are_found_without_starting_it(options, tmp_path):
 PATIENT_FOR_5_SECONDS = """
 import sys
 from dsft.cli.main import main
-from dsft.doctor import launched
-launched.JOIN_SECONDS = 5
+from dsft.doctor import smoke
+smoke.JOIN_SECONDS = 5
 main(sys.argv[1:])
 """
 

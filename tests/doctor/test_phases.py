@@ -10,8 +10,7 @@ import sys
 from conftest import ROOT
 
 from dsft.doctor import phases
-from dsft.doctor.facts import NodeFacts, typed
-from dsft.doctor.phases import file_content
+from dsft.doctor.phases import NodeFacts, file_content, typed
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
@@ -35,8 +34,8 @@ def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
 
 def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     code = (
-        "import dataclasses, json, sys; from dsft.doctor import examine, phases;"
-        " print(json.dumps(dataclasses.asdict(phases.node_facts())));"
+        "import dataclasses, json, sys; from contextlib import ExitStack; from dsft.doctor import examine, phases;"
+        " print(json.dumps(dataclasses.asdict(phases.facts(ExitStack()))));"
         " assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -48,8 +47,8 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
 
 def test_either_variable_keeps_a_node_from_the_hub_and_a_node_without_its_library_answers_too(tmp_path):
     code = (
-        "import sys; sys.modules |= dict.fromkeys(sys.argv[1:]); from dsft.doctor import phases;"
-        " facts = phases.node_facts(); print(facts.hub_offline, facts.caches['hub'])"
+        "import contextlib, sys; sys.modules |= dict.fromkeys(sys.argv[1:]); from dsft.doctor import phases;"
+        " facts = phases.facts(contextlib.ExitStack()); print(facts.hub_offline, facts.caches['hub'])"
     )
     others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
 

@@ -85,36 +85,9 @@ def test_a_build_of_torch_for_cuda_does_not_tell_each_time_that_there_is_no_gpu(
     assert variables["TORCH_LOGS"].startswith("+torch.distributed,")
 
 
-def test_the_doctor_sees_the_environment_of_the_ranks(shell, capfd):
-    options, name, script = read_launch(
-        ["--hostfile", "hosts", "--master_addr", "node-0", "--master_port", "1", "train"]
-    )
-    LauncherProcess(options, build_command(options, name, script), saves=False).run()
-    ranks = eval(capfd.readouterr().out)
-    words = [sys.executable, "-c", "import os; print(dict(os.environ))"]
-    command = ssh_command("node-1", words, remote_environment(os.environ))
-    doctor = eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert "of-an-earlier-launch" not in ranks.pop("DSFT_LAUNCHER")
-    assert "deepspeed" in ranks.pop("DSFT_LAUNCHER_PROCESSES").split(",")
-    for variables in (ranks, doctor):
-        for name in REMOTE_SHELL:
-            variables.pop(name, None)
-    assert ranks == doctor
-    assert ranks["HF_HOME"] == "/own" and ranks["MY_OWN"] == "1" and ranks["DS_ACCELERATOR"] == "cpu"
-    assert ranks["PYTHONPATH"] == f"{os.getcwd()}:/data/lib" and ranks["XDG_CACHE_HOME"] == SET["XDG_CACHE_HOME"]
-    assert "HF_TOKEN" not in ranks and "EDITOR" not in ranks
-
-
-def test_secrets_and_values_of_several_lines_stay_here():
-    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": "a\nb"}
-    assert forwarded(environment | {"EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}) == {
-        "HF_HOME": "/hf",
-        "NCCL_DEBUG": "INFO",
-        "PYTHONPATH": os.getcwd(),
-    }
-
-
-def test_no_command_line_of_pdsh_or_ssh_holds_a_token(shell, monkeypatch, tmp_path, capfd):
+def test_the_doctor_sees_the_environment_of_the_ranks_and_no_command_line_of_pdsh_or_ssh_holds_a_token(
+    shell, monkeypatch, tmp_path, capfd
+):
     """The launch's own goes to a file of the node's owner; DeepSpeed exports all of MLFLOW_*, passwords too."""
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret-1")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:secret-2@mlflow")
@@ -128,17 +101,38 @@ def test_no_command_line_of_pdsh_or_ssh_holds_a_token(shell, monkeypatch, tmp_pa
     process.run()
     lines = (tmp_path / "command_lines").read_text()
     ranks = eval(capfd.readouterr().out)
+    launcher = ranks["DSFT_LAUNCHER"]
     assert ranks["MLFLOW_EXPERIMENT_NAME"] == "plain" and "deepspeed.launcher.launch" in lines
     assert not [secret for secret in (token, "secret-1", "secret-2", "secret-3") if secret in lines + str(ranks)]
-    doctor = " ".join(ssh_command("node-1", ["true"], remote_environment(os.environ)))
-    assert "secret" not in doctor
+    words = [sys.executable, "-c", "import os; print(dict(os.environ))"]
+    command = ssh_command("node-1", words, remote_environment(os.environ))
+    assert "secret" not in " ".join(command)
+    doctor = eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "of-an-earlier-launch" not in ranks.pop("DSFT_LAUNCHER")
+    assert "deepspeed" in ranks.pop("DSFT_LAUNCHER_PROCESSES").split(",")
+    for variables in (ranks, doctor):
+        for name in REMOTE_SHELL:
+            variables.pop(name, None)
+    assert ranks == doctor
+    assert ranks["HF_HOME"] == "/own" and ranks["MY_OWN"] == "1" and ranks["DS_ACCELERATOR"] == "cpu"
+    assert ranks["PYTHONPATH"] == f"{os.getcwd()}:/data/lib" and ranks["XDG_CACHE_HOME"] == SET["XDG_CACHE_HOME"]
+    assert "HF_TOKEN" not in ranks and "EDITOR" not in ranks
     # Both of the "nodes" are this machine.
     [file] = (tmp_path / ".cache/dsft").iterdir()
     assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv("DSFT_LAUNCHER", ranks["DSFT_LAUNCHER"])
+    monkeypatch.setenv("DSFT_LAUNCHER", launcher)
     with pytest.raises(ConnectionRefusedError):  # the token was found; the launch has ended
         connect_to_launcher(0, "node-0")
     assert not file.exists() and connect_to_launcher(0, "node-0") is None
+
+
+def test_secrets_and_values_of_several_lines_stay_here():
+    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": "a\nb"}
+    assert forwarded(environment | {"EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}) == {
+        "HF_HOME": "/hf",
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": os.getcwd(),
+    }
 
 
 def test_a_token_that_others_could_read_or_have_written_is_none(tmp_path, monkeypatch):

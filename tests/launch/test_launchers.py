@@ -522,7 +522,7 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
 
 @pytest.mark.launch
 def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_saves_when_it_is_asked_to_end(job):
-    process, log, folder = job("--max_restarts", "1")
+    process, log, folder = job("--max_restarts", "1", "--no_preflight")
 
     def wait_for(condition) -> None:
         until = time.monotonic() + 300

@@ -16,7 +16,7 @@ from launch.words import WORDS
 
 from dsft.errors import UserError
 from dsft.launch.environment import write_env_file
-from dsft.launch.launchers import build_command, read_launch
+from dsft.launch.launchers import build_command, quoting, read_launch
 from dsft.runtime import patches
 from dsft.runtime.launcher_env import check_words, digest_of_words
 
@@ -66,10 +66,8 @@ def test_torchrun_fills_nothing_into_the_words(way, monkeypatch, tmp_path):
     from torch.distributed.elastic.utils.api import macros
 
     monkeypatch.chdir(ROOT)
-    nodes = subprocess.CompletedProcess([], 0, "node-0\nnode-1\n")
-    monkeypatch.setattr("dsft.launch.launchers.subprocess.run", lambda *_, **__: nodes)
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node-[0-1]")
+    for name, value in {"ID": "1", "NODELIST": "node-[0-1]", "NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     ways = {
         "nodes": ["--nodes", "2", "--master_addr", "n"],
         "slurm": ["--slurm"],
@@ -98,8 +96,6 @@ def test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds
     """DeepSpeed writes `cd FOLDER;` into the command of a node: two words end in the home folder there."""
     from deepspeed.launcher import runner
 
-    from dsft.launch.quoted_runner import QuotedRunner
-
     (tmp_path / NASTY).mkdir()
     monkeypatch.chdir(tmp_path / NASTY)
     python = tmp_path / NASTY / "python"
@@ -108,9 +104,9 @@ def test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds
     monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     launch = ["--hostfile", str(ROOT / "hostfiles/2x8"), "--master_addr", "n", "train", "--seed", "1"]
-    assert build_command(*read_launch(launch))[:3] == [str(python), "-m", QuotedRunner.__module__]
+    assert build_command(*read_launch(launch))[:3] == [str(python), "-m", "dsft.launch.launchers"]
     arguments = runner.parse_args(["--master_addr", "n", "--module", "dsft.train", "a b"])
-    with patches.replaced("pdsh_quotes", lambda _: QuotedRunner):
+    with patches.replaced("pdsh_quotes", quoting):
         command, _, _ = runner.PDSHRunner(arguments, "WORLD").get_cmd({}, {"node-0": [0]})
     sent = as_pdsh_sends(" ".join(command[command.index("node-0") + 1 :]))
     there = subprocess.run(["sh", "-c", sent], capture_output=True, text=True, check=True, cwd="/").stdout.split("\0")

@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import random
+from contextlib import ExitStack
 
 import pytest
 from conftest import flags, grid
@@ -13,8 +14,8 @@ from tiny import write_model
 from dsft.cli.main import main
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import read_config
+from dsft.doctor import phases
 from dsft.doctor.examine import Report, plan_on
-from dsft.doctor.facts import node_facts
 from dsft.errors import UserError
 from dsft.models.build import resolve_dtype
 from dsft.perplexity import evaluation
@@ -64,7 +65,7 @@ def models(tmp_path_factory):
 # 200 jobs, twenty a test; the first twenty in the quick tier.
 @pytest.mark.parametrize("first", grid(range(0, 200, 20), [0]))
 def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, first):
-    machine, facts = this_machine(nodes=1, ranks_per_node=2), {"here": node_facts(slots=2)}
+    machine, facts = this_machine(nodes=1, ranks_per_node=2), {"here": phases.facts(ExitStack(), slots=2)}
     answers = []
     for seed in range(first, first + 20):
         words = flags(options(tmp_path / "run", model=models[seed % 3], max_steps=10, save_steps=2, **drawn_job(seed)))

@@ -3,7 +3,7 @@
 import pytest
 from test_examine import RUN, node
 
-from dsft.doctor.machine_checks import (
+from dsft.doctor.findings import (
     FEWEST_FILES,
     FEWEST_FREE_BYTES,
     FREE_CACHE_BYTES,
