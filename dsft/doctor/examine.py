@@ -28,25 +28,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.doctor.findings import (
-    Finding,
-    check_answers,
-    check_assumed,
-    check_clocks,
-    check_disk,
-    check_files,
-    check_interfaces,
-    check_master,
-    check_measured,
-    check_names,
-    check_network,
-    check_node,
-    check_patches,
-    check_versions,
-    finding,
-    join,
-    read_run_files,
-)
+from dsft.doctor import findings as checks
+from dsft.doctor.findings import Finding, finding, join, read_run_files
 from dsft.doctor.links import Measured, combine, neighbours, ring_rounds, some_rounds
 from dsft.doctor.phases import MARK, NodeFacts, Reached, typed
 from dsft.errors import UserError, one_line
@@ -171,18 +154,18 @@ def examine(
         clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
         unkept = [name for name, node in facts.items() if not node.clock_synchronized]
         network = [
-            *(check_master(first, master, port, taken, reached, port_asked=port_asked) if port else []),
-            *check_network(facts, reached),
+            *(checks.check_master(first, master, port, taken, reached, port_asked=port_asked) if port else []),
+            *checks.check_network(facts, reached),
         ]
         for name, node in facts.items():
-            report.findings += check_node(name, node, quick=quick, nvme=files.nvme)
+            report.findings += checks.check_node(name, node, quick=quick, nvme=files.nvme)
         report.findings += [
-            *check_versions(facts),
-            *check_clocks(clocks, not_synchronized=unkept),
-            *check_names(facts, reached),
-            *check_interfaces(facts, used),
+            *checks.check_versions(facts),
+            *checks.check_clocks(clocks, not_synchronized=unkept),
+            *checks.check_names(facts, reached),
+            *checks.check_interfaces(facts, used),
             *network,
-            *check_files(files, first, facts, reached),
+            *checks.check_files(files, first, facts, reached),
         ]
 
         why_not = ""
@@ -207,14 +190,14 @@ def examine(
             imports.join()
             written_bytes, speeds = plan_on(report, argv)
         if files.output_dir:
-            report.findings += check_disk(files, facts, written_bytes)
+            report.findings += checks.check_disk(files, facts, written_bytes)
         if report.links and speeds:
-            report.findings += check_assumed(report.links, names, speeds)
+            report.findings += checks.check_assumed(report.links, names, speeds)
     if not quick:  # on this node; that the others have the same versions is checked above
         patches = active_patches()
         for name, patch in patches.items():
             report.patches.setdefault(patch.library, []).append(name)
-        report.findings += check_patches(report.nodes[0], patches.values())
+        report.findings += checks.check_patches(report.nodes[0], patches.values())
     noticed = [*nodes.lost.values(), *nodes.failures, *report.findings]
     report.findings = sorted(noticed, key=lambda entry: ("error", "warning", "note").index(entry.severity))
     report.seconds = time.monotonic() - start
@@ -257,7 +240,7 @@ def _measure(
     if not_started or len(ready) < len(names):
         # Ranks that were ready were not started, and are not at fault.
         others = {rank: "done" for rank, name in node_of.items() if name in ready}
-        return check_answers(others, [], node_of, not_started)
+        return checks.check_answers(others, [], node_of, not_started)
     own_name = any(entry.code == "own-name" for entry in report.findings)
     inputs = {
         name: {
@@ -283,7 +266,7 @@ def _measure(
         spoke = {node_of[rank] for rank in stages}
         ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
         not_started = {name: words for name, words in ended.items() if name not in spoke}
-        return check_answers(stages, failures, node_of, not_started)
+        return checks.check_answers(stages, failures, node_of, not_started)
 
     report.links = links = combine([measured[rank] for rank in sorted(measured)], ranks)
     if not any(node.usable_gpus for node in facts.values()):
@@ -305,15 +288,13 @@ def _measure(
         # For later plans, under the hosts' own names and under those of the host file.
         for hosts in {tuple(node.host for node in facts.values()), tuple(names)}:
             keep("links", links_key(hosts), rates)
-    return list(check_measured(links, node_of, facts, used))
+    return list(checks.check_measured(links, node_of, facts, used))
 
 
 def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
-    """Plan the training that `argv` describes for the nodes of `report`, with its text and findings there.
-
-    Returns:
-        Bytes that the run writes to disk at most (the model and the checkpoints that are kept; None: not known), and
-        the planner's `Speeds` that it assumes for these nodes without a measurement.
+    """Plan the training that `argv` describes for the nodes of `report`, with its text and findings there. Returns the
+    bytes that the run writes to disk at most (the model and the checkpoints that are kept; None: not known), and the
+    planner's `Speeds` that it assumes for these nodes without a measurement.
     """
     from dsft.config.options import TrainConfig
     from dsft.config.reader import read_config

@@ -144,11 +144,8 @@ def join(names: list[str]) -> str:
 
 
 def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) -> Iterator[Finding]:
-    """Everything that one node's facts show: of its GPUs and slots, memory and limits, packages, tools and caches.
-
-    Args:
-        quick: leave out what only compiling operators needs, and the space for caches.
-        nvme: whether the run offloads to NVMe.
+    """Everything that one node's facts show: of its GPUs and slots, memory and limits, packages, and unless `quick` of
+    what compiling operators needs and the space for caches. `nvme`: the run offloads to NVMe.
     """
     usable, cards, driver = facts.usable_gpus, facts.gpus.cards, facts.gpus.driver
     if facts.gpus.error:
@@ -296,11 +293,8 @@ def check_versions(facts: dict[str, NodeFacts]) -> Iterator[Finding]:
 
 
 def check_clocks(offsets: dict[str, float], *, not_synchronized: Collection[str] = ()) -> Iterator[Finding]:
-    """Clocks that are wrong, or differ without telling which is.
-
-    Args:
-        offsets: seconds by which each node's clock is ahead of one of them.
-        not_synchronized: nodes whose kernel says that no time service keeps its clock.
+    """Clocks that are wrong, or differ without telling which is. `offsets`: seconds by which each node's is ahead of
+    one of them; `not_synchronized`: nodes whose kernel says that no time service keeps it.
     """
     if len(offsets) < 2:
         return
@@ -348,11 +342,8 @@ def check_names(facts: dict[str, NodeFacts], reached: dict[str, Reached]) -> Ite
 def check_master(
     master_node: str, address: str, port: int, taken: str, reached: dict[str, Reached], *, port_asked: bool
 ) -> Iterator[Finding]:
-    """Whether rank 0's port is free, and every node gets there.
-
-    Args:
-        taken: who has the port on rank 0's node; empty where it is free.
-        port_asked: whether the user named the port; else it is DeepSpeed's default, which dsft train does not take.
+    """Whether rank 0's port is free (`taken`: who has it), and every node gets there. `port_asked`: the user named the
+    port; else it is DeepSpeed's default, which dsft train does not take.
     """
     if taken:
         fix = f"--master_port with a free one, or end what listens: ssh {master_node} ss -ltnp sport = :{port}"
@@ -603,12 +594,7 @@ def check_disk(files: RunFiles, facts: dict[str, NodeFacts], needed_bytes: int |
 def check_measured(
     measured: Measured, node_of: dict[int, str], facts: dict[str, NodeFacts], used: dict[str, str]
 ) -> Iterator[Finding]:
-    """What stands out among links, nodes and ranks.
-
-    Args:
-        node_of: name of each rank's node.
-        used: interface of each node.
-    """
+    """What stands out among links, nodes and ranks. `node_of`: each rank's node; `used`: each node's interface."""
     names = list(facts)
     if measured.wrong:
         yield finding(
@@ -685,12 +671,8 @@ def check_assumed(measured: Measured, names: list[str], assumed: Any) -> Iterato
 def check_answers(
     stages: dict[int, str], failures: list[tuple[int, str]], node_of: dict[int, str], not_started: dict[str, str]
 ) -> list[Finding]:
-    """Ranks that did not come to the end.
-
-    Args:
-        stages: rank -> the last it said; "done" at the end.
-        failures: (rank, error) in the order they came.
-        not_started: last words of nodes whose process exited before its ranks spoke.
+    """Ranks that did not come to the end. `stages`: rank -> the last it said, "done" at the end; `failures`: (rank,
+    error) in the order they came; `not_started`: last words of nodes whose process exited before its ranks spoke.
     """
     findings = []
     for name, words in not_started.items():

@@ -172,10 +172,8 @@ class NodeFacts:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """A JSON value as `kind`: a dataclass (its fields too), a list or dict of values, X | None, or what it is.
-
-    Raises:
-        TypeError: fields are missing or unknown: of another version of dsft.
+    """A JSON value as `kind`: a dataclass (its fields too), a list or dict of values, X | None, or what it is. Raises
+    TypeError: fields are missing or unknown, of another version of dsft.
     """
     inner = [argument for argument in typing.get_args(kind) if argument is not type(None)]
     if is_dataclass(kind):
@@ -235,12 +233,9 @@ def facts(
     compiles: bool = False,
 ) -> NodeFacts:
     """What this node is. What it opens stays open as long as `held` does: a port, the master's (None: not tried), and a
-    probe file in the run's output folder (empty: none).
-
-    Args:
-        slots: ranks that start here; None: one per GPU, else up to 2 CPU processes (as `hardware.default_ranks`).
-        ranks: their numbers, where a launcher has started them.
-        compiles: whether to try the compiler, which takes a second.
+    probe file in the run's output folder (empty: none). `slots`: ranks that start here, None: one per GPU, else up to 2
+    CPU processes (as `hardware.default_ranks`); `ranks`: their numbers, where a launcher has started them; `compiles`:
+    try the compiler, which takes a second.
     """
 
     def first(*paths: str) -> str:
@@ -393,16 +388,9 @@ def reach(
     config: str,
     probe: str,
 ) -> Reached:
-    """What this node reaches.
-
-    Args:
-        targets: what to connect to, the first fields of `Connection`.
-        names: of the other nodes, to be resolved.
-        master: address of rank 0's node.
-        sources: files, folders and globs of the run.
-        hub_names: models and data sets that may have to be downloaded.
-        config: of the run, a YAML file; empty: none.
-        probe: a file that the first node has made; empty: none.
+    """What this node reaches: `targets` (the first fields of `Connection`), `names` of other nodes, the address of rank
+    0's node, `sources` (files, folders and globs of the run), `hub_names` (models and data sets that may have to be
+    downloaded), the run's YAML file and the probe that the first node has made (empty: none).
     """
     with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
         resolved = dict(zip(names, pool.map(addresses_of, names), strict=True))
@@ -516,10 +504,7 @@ def file_content(source: str) -> FileContent | None:
 @contextlib.contextmanager
 def listening(port: int = 0) -> Iterator[int]:
     """Listens on a port (0: any free one, which it gives) of all addresses; sends its host's name, then for each byte
-    that comes its clock, or for a "b" a block of BLOCK_BYTES.
-
-    Raises:
-        OSError: EADDRINUSE where something else listens there.
+    that comes its clock, or for a "b" a block of BLOCK_BYTES. Raises OSError: EADDRINUSE where something else listens.
     """
 
     def serve(caller: socket.socket) -> None:

@@ -73,12 +73,9 @@ def main() -> None:
 def take_part(
     local: int, rank: int, options: dict[str, Any], report: Callable[..., None], *, store: dist.Store | None = None
 ) -> bool:
-    """Join the process group as one rank and measure with the others. Returns whether it came to the end.
-
-    Args:
-        local: number of the GPU, and place among the node's ranks.
-        report: gets each stage as it begins, with the last one what was measured, or why it failed.
-        store: where the ranks meet; by default at MASTER_ADDR and MASTER_PORT.
+    """Join the process group as one rank and measure with the others. Returns whether it came to the end. `local`: its
+    place among the node's ranks, and number of its GPU; `report` gets each stage as it begins, with the last one what
+    was measured, or why it failed; `store`: where the ranks meet, by default at MASTER_ADDR and MASTER_PORT.
     """
     try:
         if options["interface"]:
@@ -107,11 +104,8 @@ def take_part(
 def measure_all(
     rank: int, device: torch.device, options: dict[str, Any], report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Every rank's measurements, on every rank, for `links.combine`. All of it is collective.
-
-    Args:
-        options: "node": this rank's; "nodes": the ranks of each; "rounds": pairs of nodes that exchange side by side.
-        report: gets each stage as it begins.
+    """Every rank's measurements, on every rank, for `links.combine`; all of it is collective. `options`: "node": this
+    rank's; "nodes": the ranks of each; "rounds": pairs of nodes that exchange side by side.
     """
     node, nodes, world = options["node"], options["nodes"], dist.get_world_size()
     mine: dict[str, Any] = {"pairs": {}, "again": [], "slow": [], "sent": 0, "sent_again": 0, "inside": 0.0}

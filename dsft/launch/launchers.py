@@ -401,9 +401,7 @@ class Accelerate(Launcher):
     @property
     def runner(self) -> str:
         """What accelerate hands the words of a run to: "torchrun", DeepSpeed's launcher of several nodes ("pdsh",
-        "nossh" ...), or "" where it starts the one process itself.
-
-        Source: `launch_command` in accelerate/commands/launch.py and `prepare_deepspeed_cmd_env` in accelerate/utils.
+        "nossh" ...), or "" where it starts the one process itself (`launch_command` in accelerate/commands/launch.py).
         """
         if (self.settings.get("num_machines") or 1) > 1:
             launcher = (self.settings.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher") or "pdsh"
@@ -412,9 +410,8 @@ class Accelerate(Launcher):
         return "" if is_alone else "torchrun"
 
     def ssh_hosts(self) -> HostFields | None:
-        """Those that accelerate reaches through pdsh and ssh; None where each machine starts its own ranks.
-
-        Source: `prepare_deepspeed_cmd_env` in accelerate/utils/launch.py.
+        """Those that accelerate reaches through pdsh and ssh; None where each machine starts its own ranks
+        (`prepare_deepspeed_cmd_env` in accelerate/utils/launch.py).
         """
         settings, given = self.settings, self.options
         engine, nodes = settings.get("deepspeed_config") or {}, settings.get("num_machines") or 1
@@ -495,10 +492,8 @@ def build_command(options: LaunchOptions, name: str, script: list[str]) -> list[
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     """(options, "train" or "eval", words of the script) from `[options] train|eval [words]`; options may also stand
-    among the words. The first words of an evaluation are its models.
-
-    Raises:
-        UserError: for an unexpected word before train or eval, an invalid value, or two launchers at once.
+    among the words. The first words of an evaluation are its models. Raises UserError: an unexpected word before train
+    or eval, an invalid value, or two launchers at once.
     """
     problems: list[str] = []
     values, words = read_options(LaunchOptions, argv, problems)

@@ -49,10 +49,8 @@ SESSION_ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)
 
 def launch(argv: list[str]) -> int:
     """Print and run the command for `[options] train|eval [words]`, again after a failure up to `max_restarts` times;
-    returns the exit code.
-
-    Raises:
-        UserError: where an option is wrong, the nodes cannot be found out, or the preflight found an error.
+    returns the exit code. Raises UserError: an option is wrong, the nodes cannot be found out, or the preflight found
+    an error.
     """
     options, name, script = read_launch(argv)
     launcher, is_training = options.launcher, name == "train"
@@ -318,10 +316,7 @@ def preflight_command(launcher: Launcher, script: list[str]) -> list[str]:
 
 def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> None:
     """Before a restart: let the doctor examine the nodes again and again until it finds no error, and print what it
-    finds where that has changed.
-
-    Raises:
-        UserError: where that takes longer than `wait_for_nodes`.
+    finds where that has changed. Raises UserError: that takes longer than `wait_for_nodes`.
     """
     deadline, before = time.monotonic() + launcher.options.wait_for_nodes, ""
     while True:
@@ -359,10 +354,7 @@ def unreachable(names: list[str]) -> list[SshProblem]:
 
 def without_lost(launcher: Launcher, name: str, script: list[str], lost: Sequence[str] = ()) -> str:
     """The command that continues where nodes do not come back; empty where none is lost, none is left, or no command
-    can be named.
-
-    Args:
-        lost: host names, as the watchdog lost them; of hosts that are reached through ssh, that is asked instead.
+    can be named. `lost`: host names, as the watchdog lost them; hosts that are reached through ssh are tried instead.
     """
     if nodes := launcher.ssh_nodes():
         lost = [problem.node for problem in unreachable([node.name for node in nodes])]
