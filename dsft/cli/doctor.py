@@ -15,7 +15,8 @@ from dsft.cli.commands import DoctorOptions
 from dsft.config.options import EvalConfig
 from dsft.config.reader import field_types, read_flags, training_types
 from dsft.doctor.examine import Report, SshNodes, examine
-from dsft.doctor.findings import differences, in_rate
+from dsft.doctor.findings import differences
+from dsft.doctor.links import in_rate
 from dsft.errors import EXIT_USER_ERROR, nearest, raise_if_any
 from dsft.launch.environment import remote_environment
 from dsft.launch.launchers import hosts_of, number_problems

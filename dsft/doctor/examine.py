@@ -30,7 +30,16 @@ from typing import Any
 
 from dsft.doctor import findings as checks
 from dsft.doctor.findings import Finding, finding, join, read_run_files
-from dsft.doctor.links import Measured, combine, neighbours, ring_rounds, some_rounds
+from dsft.doctor.links import (
+    Measured,
+    check_answers,
+    check_assumed,
+    check_measured,
+    combine,
+    neighbours,
+    ring_rounds,
+    some_rounds,
+)
 from dsft.doctor.phases import MARK, NodeFacts, Reached, typed
 from dsft.errors import UserError, one_line
 from dsft.runtime.hardware import Machine, cpu_rank_bytes, has_gpu, job_machine
@@ -192,7 +201,7 @@ def examine(
         if files.output_dir:
             report.findings += checks.check_disk(files, facts, written_bytes)
         if report.links and speeds:
-            report.findings += checks.check_assumed(report.links, names, speeds)
+            report.findings += check_assumed(report.links, names, speeds)
     if not quick:  # on this node; that the others have the same versions is checked above
         patches = active_patches()
         for name, patch in patches.items():
@@ -240,7 +249,7 @@ def _measure(
     if not_started or len(ready) < len(names):
         # Ranks that were ready were not started, and are not at fault.
         others = {rank: "done" for rank, name in node_of.items() if name in ready}
-        return checks.check_answers(others, [], node_of, not_started)
+        return check_answers(others, [], node_of, not_started)
     own_name = any(entry.code == "own-name" for entry in report.findings)
     inputs = {
         name: {
@@ -266,7 +275,7 @@ def _measure(
         spoke = {node_of[rank] for rank in stages}
         ended = {name: answer["last_words"] for name, answer in answers.items() if answer["code"]}
         not_started = {name: words for name, words in ended.items() if name not in spoke}
-        return checks.check_answers(stages, failures, node_of, not_started)
+        return check_answers(stages, failures, node_of, not_started)
 
     report.links = links = combine([measured[rank] for rank in sorted(measured)], ranks)
     if not any(node.usable_gpus for node in facts.values()):
@@ -288,7 +297,7 @@ def _measure(
         # For later plans, under the hosts' own names and under those of the host file.
         for hosts in {tuple(node.host for node in facts.values()), tuple(names)}:
             keep("links", links_key(hosts), rates)
-    return list(checks.check_measured(links, node_of, facts, used))
+    return list(check_measured(links, node_of, facts, used))
 
 
 def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:

@@ -26,14 +26,11 @@ from dsft.doctor.findings import (
     MESSAGES,
     Finding,
     RunFiles,
-    check_answers,
-    check_assumed,
     check_clocks,
     check_disk,
     check_files,
     check_interfaces,
     check_master,
-    check_measured,
     check_names,
     check_network,
     check_node,
@@ -43,7 +40,7 @@ from dsft.doctor.findings import (
     finding,
     read_run_files,
 )
-from dsft.doctor.links import Measured
+from dsft.doctor.links import Measured, check_answers, check_assumed, check_measured
 from dsft.doctor.phases import Connection, FileContent, NodeFacts, Reached, parse_gpus, reach, typed
 from dsft.errors import UserError
 from dsft.planner.calibration import keep, links_key, speeds_file, speeds_for
