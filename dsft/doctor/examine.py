@@ -28,8 +28,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsft.doctor import findings as checks
-from dsft.doctor.findings import Finding, finding, join, read_run_files
+from dsft.doctor.findings import (
+    Finding,
+    check_clocks,
+    check_disk,
+    check_files,
+    check_interfaces,
+    check_master,
+    check_names,
+    check_network,
+    check_node,
+    check_patches,
+    check_versions,
+    finding,
+    join,
+    read_run_files,
+)
 from dsft.doctor.links import (
     Measured,
     check_answers,
@@ -163,18 +177,18 @@ def examine(
         clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
         unkept = [name for name, node in facts.items() if not node.clock_synchronized]
         network = [
-            *(checks.check_master(first, master, port, taken, reached, port_asked=port_asked) if port else []),
-            *checks.check_network(facts, reached),
+            *(check_master(first, master, port, taken, reached, port_asked=port_asked) if port else []),
+            *check_network(facts, reached),
         ]
         for name, node in facts.items():
-            report.findings += checks.check_node(name, node, quick=quick, nvme=files.nvme)
+            report.findings += check_node(name, node, quick=quick, nvme=files.nvme)
         report.findings += [
-            *checks.check_versions(facts),
-            *checks.check_clocks(clocks, not_synchronized=unkept),
-            *checks.check_names(facts, reached),
-            *checks.check_interfaces(facts, used),
+            *check_versions(facts),
+            *check_clocks(clocks, not_synchronized=unkept),
+            *check_names(facts, reached),
+            *check_interfaces(facts, used),
             *network,
-            *checks.check_files(files, first, facts, reached),
+            *check_files(files, first, facts, reached),
         ]
 
         why_not = ""
@@ -199,14 +213,14 @@ def examine(
             imports.join()
             written_bytes, speeds = plan_on(report, argv)
         if files.output_dir:
-            report.findings += checks.check_disk(files, facts, written_bytes)
+            report.findings += check_disk(files, facts, written_bytes)
         if report.links and speeds:
             report.findings += check_assumed(report.links, names, speeds)
     if not quick:  # on this node; that the others have the same versions is checked above
         patches = active_patches()
         for name, patch in patches.items():
             report.patches.setdefault(patch.library, []).append(name)
-        report.findings += checks.check_patches(report.nodes[0], patches.values())
+        report.findings += check_patches(report.nodes[0], patches.values())
     noticed = [*nodes.lost.values(), *nodes.failures, *report.findings]
     report.findings = sorted(noticed, key=lambda entry: ("error", "warning", "note").index(entry.severity))
     report.seconds = time.monotonic() - start
