@@ -396,15 +396,16 @@ class Accelerate(Launcher):
             raise UserError(f"--accelerate {path}: cannot be read: {one_line(error)}") from error
         if not isinstance(content, dict):
             raise UserError(f"--accelerate {path}: expected `key: value` lines")
-        return content
+        engine, nodes = content.get("deepspeed_config") or {}, content.get("num_machines") or 1
+        return content | {"deepspeed_config": engine, "num_machines": nodes}
 
     @property
     def runner(self) -> str:
         """What accelerate hands the words of a run to: "torchrun", DeepSpeed's launcher of several nodes ("pdsh",
         "nossh" ...), or "" where it starts the one process itself (`launch_command` in accelerate/commands/launch.py).
         """
-        if (self.settings.get("num_machines") or 1) > 1:
-            launcher = (self.settings.get("deepspeed_config") or {}).get("deepspeed_multinode_launcher") or "pdsh"
+        if self.settings["num_machines"] > 1:
+            launcher = self.settings["deepspeed_config"].get("deepspeed_multinode_launcher") or "pdsh"
             return "torchrun" if launcher == "standard" else launcher
         is_alone = self.settings.get("use_cpu") or self.settings.get("distributed_type", "NO") in ("NO", "MULTI_CPU")
         return "" if is_alone else "torchrun"
@@ -414,7 +415,7 @@ class Accelerate(Launcher):
         (`prepare_deepspeed_cmd_env` in accelerate/utils/launch.py).
         """
         settings, given = self.settings, self.options
-        engine, nodes = settings.get("deepspeed_config") or {}, settings.get("num_machines") or 1
+        engine, nodes = settings["deepspeed_config"], settings["num_machines"]
         if nodes == 1 or self.runner in ("torchrun", "nossh"):
             return None
         if not engine.get("deepspeed_hostfile"):
@@ -446,10 +447,10 @@ class Accelerate(Launcher):
                 " hosts to dsft launch --hostfile, which quotes them, or move it to a path of letters, digits and"
                 " _ + = : , . / - alone"
             )
-            paths = {"the working folder": os.getcwd(), "Python's path": sys.executable}
-            paths |= {"dsft's folder": str(file.parent)}
-            read = {place: path for place, path in paths.items() if not PLAIN_PATH.fullmatch(path)}
-            raise_if_any([f"{place} {path!r}: {why}" for place, path in read.items()])
+            places = {"the working folder": os.getcwd(), "Python's path": sys.executable}
+            places |= {"dsft's folder": str(file.parent)}
+            unsafe = {place: path for place, path in places.items() if not PLAIN_PATH.fullmatch(path)}
+            raise_if_any([f"{place} {path!r}: {why}" for place, path in unsafe.items()])
             script = [for_pdsh(word) for word in script]
         elif self.runner == "torchrun":
             script = for_torchrun(script)
@@ -461,13 +462,12 @@ class Accelerate(Launcher):
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         """Not through accelerate, whose file names the nodes: the same run by the host file or by torchrun."""
         if "zero" not in (read_file_and_flags(words[1:], []) or {}):
-            engine_file = (self.settings.get("deepspeed_config") or {}).get("deepspeed_config_file")
-            if not engine_file:
+            if not (engine_file := self.settings["deepspeed_config"].get("deepspeed_config_file")):
                 return ""
             words = [*words, "--zero", engine_file]
         if hosts := self.ssh_hosts():
             return fewer_hosts(hosts, lost, words)
-        number = int(self.settings.get("num_machines") or 1)
+        number = self.settings["num_machines"]
         ranks = int(self.settings.get("num_processes") or 0) // number or self.options.num_gpus
         address = self.options.master_addr or self.settings.get("main_process_ip")
         return fewer_nodes(number, lost, ranks, address, words)
