@@ -226,6 +226,8 @@ def test_jobs_of_two_folders_with_a_run_yaml_each_do_not_meet(monkeypatch, tmp_p
         folder = tmp_path / name.partition("/")[0]
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
+        # Of some folders two ports are the same by chance (one of 10,000); not of these.
+        monkeypatch.setattr("os.getcwd", lambda place=folder.name: f"/jobs/{place}")
         (folder / "run.yaml").write_text(text)
         seen[name] = meeting("--nodes 2 train --config run.yaml")
     # A node whose copy is stale meets the others and is told in what it differs.
