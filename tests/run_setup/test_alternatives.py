@@ -59,7 +59,7 @@ def test_the_largest_that_fits_is_named_with_the_next(capsys):
         assert "full: up to small (ZeRO" in (text := capsys.readouterr().out) and "; not large" in text
 
 
-def test_a_machine_without_gpus_is_asked_for_no_qlora(capsys):
+def test_a_machine_without_gpus_is_asked_for_no_qlora(capsys, cheap_traces):
     with mock.patch.dict(USUAL_MODELS, {"small": {"model_type": "llama", **ARCHITECTURES["llama"][1]}}, clear=True):
         main(["plan", "--largest", "--seq_len", "32", "--json"])
     assert [row["method"] for row in json.loads(capsys.readouterr().out)] == ["full", "lora"]

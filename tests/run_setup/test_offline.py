@@ -54,7 +54,9 @@ def asked(options, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("name", grid(VARIANTS, ["no batch", "lora", "a stage", "packed"]))
-def test_a_config_is_planned_as_it_would_be_trained(asked, capsys, tmp_path, name):
+def test_a_config_is_planned_as_it_would_be_trained(asked, capsys, tmp_path, request, name):
+    if name != "no batch":
+        request.getfixturevalue("cheap_traces")
     values = asked(**VARIANTS[name])
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -138,7 +140,8 @@ def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():
 
 
 def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp_path, monkeypatch):
-    GptOssConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path)
+    few = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    GptOssConfig(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=512, **few).save_pretrained(tmp_path)
     options = TrainConfig(model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=128)
     on_gpus = resolve_offline(options, EIGHT_GPUS)
     assert on_gpus.job.attention == "flash" and any("flex_attention" in note for note in on_gpus.notes)

@@ -62,9 +62,11 @@ def models(tmp_path_factory):
     return [str(write_model(folder / name, name)) for name in ("llama", "mixtral", "gpt2")]
 
 
-# 200 jobs, twenty a test; the first twenty in the quick tier.
-@pytest.mark.parametrize("first", grid(range(0, 200, 20), [0]))
-def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, first):
+# 200 jobs, twenty a test; the quick tier has twenty others, whose activations are made up.
+@pytest.mark.parametrize("first", grid(range(0, 220, 20), [0]))
+def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, request, first):
+    if first == 0:
+        request.getfixturevalue("cheap_traces")
     machine, facts = this_machine(nodes=1, ranks_per_node=2), {"here": phases.facts(ExitStack(), slots=2)}
     answers = []
     for seed in range(first, first + 20):
@@ -114,8 +116,10 @@ SCORED = {
 }
 
 
-@pytest.mark.parametrize("first", grid(range(0, 40, 10), [0]))
-def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch, first):
+@pytest.mark.parametrize("first", grid(range(0, 50, 10), [0]))
+def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch, request, first):
+    if first == 0:
+        request.getfixturevalue("cheap_traces")
     choices = []
     monkeypatch.setattr(
         evaluation,

@@ -53,7 +53,7 @@ def resolved(options, tmp_path):
     return resolve
 
 
-def test_every_decision_is_in_the_options_and_says_why(resolved):
+def test_every_decision_is_in_the_options_and_says_why(resolved, cheap_traces):
     run = resolved(global_batch_size=64, packing=True)
     decisions = {decision.name: decision for decision in run.decisions}
     assert decisions.keys() == {
@@ -77,7 +77,7 @@ def test_every_decision_is_in_the_options_and_says_why(resolved):
 
 
 def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unless_the_user_says(
-    resolved, monkeypatch
+    resolved, cheap_traces, monkeypatch
 ):
     def tf32_of(run: TrainingRun) -> list:
         return [decision.value for decision in run.decisions if decision.name == "tf32"]
@@ -151,7 +151,9 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
         resumed(another=(3,))
 
 
-def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resolved, monkeypatch, tmp_path):
+def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(
+    resolved, cheap_traces, monkeypatch, tmp_path
+):
     plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4}
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -175,7 +177,7 @@ def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsy
         assert on_paper == json.loads(json.dumps(as_dict(run.plan) | {"reason": run.reason}))
 
 
-def test_the_model_s_config_is_read_once(resolved, monkeypatch):
+def test_the_model_s_config_is_read_once(resolved, cheap_traces, monkeypatch):
     read, callers = AutoConfig.from_pretrained, []
 
     def spy(name, *arguments, **options):
