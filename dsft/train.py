@@ -29,7 +29,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import field_types, make_config, read_config, read_yaml
 from dsft.errors import ends_with_clear_errors, raise_if_any
 from dsft.run_setup.named_files import check_before_rendezvous
-from dsft.runtime import distributed, preemption, quick_imports
+from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import say, set_up_screen
 from dsft.runtime.launcher_env import CHECKS_ALONE, check_words, map_launcher_variables, world_size
 from dsft.watchdog import client as watchdog
@@ -64,7 +64,7 @@ def finetune_with(options: TrainConfig, problems: Sequence[str] = ()) -> "Perple
     say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
-    preemption.listen()
+    distributed.listen_for_signals()
     longest = max(1800, options.load_timeout, options.save_timeout)
     if options.training.get("torch_compile"):  # ranks wait in a collective for one that compiles
         longest = max(longest, options.compile_timeout + options.step_timeout)

@@ -1,11 +1,16 @@
-"""What every room shares: units and lines as dsft writes them, a batch, the padded width of rows, the label of ignored
-tokens.
+"""What every room shares: units, lines and JSON as dsft writes them, a batch, the padded width of rows, the label of
+ignored tokens.
 """
 
+import contextlib
+import json
+import os
 import shutil
+import socket
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 KiB, MiB, GiB, TiB = 1024, 1024**2, 1024**3, 1024**4
@@ -103,3 +108,17 @@ def one_of(choices: Iterable[Any]) -> str:
     """Write "1", "1 or 2", "1, 2 or 4"."""
     *first, last = map(str, choices)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write beside and rename, so that a reader or a crash never sees part of a file."""
+    beside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        error.filename = str(path)  # which the user knows
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # that of writing is reported
+            beside.unlink(missing_ok=True)

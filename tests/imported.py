@@ -19,7 +19,7 @@ import dsft.eval_ppl
 import dsft.perplexity.evaluation
 import dsft.train
 import dsft.training.run
-from dsft.runtime.locks import name_owners_of_operator_locks
+from dsft.runtime.disk import name_owners_of_operator_locks
 
 name_owners_of_operator_locks()  # else the lock of a test that was killed while it compiled is waited for without end
 # DeepSpeed takes a second in each rank to see, with the environment's ninja, that an operator is compiled already.

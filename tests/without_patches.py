@@ -17,26 +17,83 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from dsft.runtime.patches import PATCHES, WITHOUT
+from dsft.runtime.patches import WITHOUT
+
+TESTS = {
+    "launch/test_words.py::test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh": (
+        "pdsh_quotes",
+    ),
+    "runtime/test_disk.py::test_torch_builds_with_this_lock": ("operator_lock",),
+    "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
+    "runtime/test_patches.py::test_a_model_of_one_rank_is_whole_while_a_training_shards": ("no_zero_init",),
+    "runtime/test_patches.py::test_fans_are_those_of_the_full_weight": ("full_fans",),
+    "models/test_package.py::test_a_package_is_trained_and_stays_one": ("used_conversions", "prefix_on_disk"),
+    "models/test_quantization.py::test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged": (
+        "unpacked_weights",
+    ),
+    "checkpoints/test_export_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named": ("adapter_tensors",),
+    "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": (
+        "token_rows",
+        "adapter_embedding",
+    ),
+    "runtime/test_patches.py::test_a_fake_mixture_in_fp32_takes_no_grouped_products": ("grouped_products",),
+    "training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone": ("muon_kernels",),
+    "training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules": ("quick_zero_grad", "quick_train"),
+    "training/test_zero_0.py::test_a_single_rank_copies_no_gradients_to_reduce_them": ("one_rank_reduces_none",),
+    "training/test_zero_0.py::test_the_first_step_in_bfloat16_is_the_first_of_adam": ("first_step_of_zeros",),
+    "training/test_skipped_steps.py::test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32": (
+        "fp16_loss_scale",
+        "kept_norm",
+    ),
+    "training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step": (
+        "fp16_scale_update",
+        "fp16_scaled_step",
+        "fp16_norm",
+    ),
+    "training/test_zero_1_2.py::test_a_single_rank_reduces_no_gradients_and_trains_to_the_same_bits": (
+        "one_rank_divides_none",
+    ),
+    "training/test_zero_1_2.py::test_several_ranks_search_no_gradients_for_infinite_numbers": ("no_overflow_search",),
+    "training/test_host_waits.py::test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced": (
+        "reduces_unwaited",
+    ),
+    "training/test_host_waits.py::test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none": (
+        "positions_on_gpu",
+    ),
+    "training/test_metrics.py::test_ranks_report_what_they_wait_for_in_collectives": ("timed_collectives",),
+    "training/test_failing_writes.py::test_every_write_of_a_save_may_fail": (
+        "shards_hashed",
+        "shard_folders",
+        "recovery_script",
+        "latest_after",
+    ),
+    "watchdog/test_slow_saves.py::test_no_rank_waits_in_a_collective_while_another_writes": (
+        "commit_together",
+        "gather_together",
+    ),
+    "runtime/test_patches.py::test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved": ("nvme_states",),
+    "training/test_save_memory.py::test_a_shard_is_mapped_while_a_run_resumes": ("mapped_shards", "own_states"),
+}
+"""Test of tests/ -> the patches without any of which it fails."""
 
 
 def main() -> None:
     os.chdir(ROOT)
     not_shown = 0
     # In one process: libraries, and the process from which ranks are forked, are loaded once.
-    for name in sys.argv[1:] or PATCHES:
+    for test, name in [(test, name) for test, names in TESTS.items() for name in names]:
+        if name not in (sys.argv[1:] or [name]):
+            continue
         os.environ[WITHOUT], start = name, time.monotonic()
         with tempfile.TemporaryFile("w+") as log:
             with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", PATCHES[name].test])
+                code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"tests/{test}"])
             log.seek(0)
             last = (log.read().strip().splitlines() or [""])[-1]
         is_shown = code == pytest.ExitCode.TESTS_FAILED
         not_shown += not is_shown
         result = "fails without it" if is_shown else f"DOES NOT FAIL ({last})"
-        print(
-            f"{name}: {PATCHES[name].test.rpartition('::')[2]} {result}, {time.monotonic() - start:.0f} s", flush=True
-        )
+        print(f"{name}: {test.rpartition('::')[2]} {result}, {time.monotonic() - start:.0f} s", flush=True)
     sys.exit(not_shown)
 
 

@@ -28,9 +28,9 @@ from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
-from dsft.runtime.disk import check_writable, write_json
+from dsft.runtime.disk import LOCK, check_writable
 from dsft.runtime.launcher_env import LAUNCH
-from dsft.runtime.locks import LOCK
+from dsft.units import write_json
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"

@@ -57,9 +57,8 @@ from dsft.doctor.links import (
 from dsft.doctor.phases import MARK, NodeFacts, Reached, typed
 from dsft.errors import UserError, one_line
 from dsft.runtime.hardware import Machine, cpu_rank_bytes, has_gpu, job_machine
-from dsft.runtime.launcher_env import LOOPBACK, Node
+from dsft.runtime.launcher_env import LOOPBACK, Node, ssh_command, ssh_problem
 from dsft.runtime.patches import active_patches
-from dsft.runtime.ssh import ssh_command, ssh_problem
 from dsft.units import GiB
 
 GROUP_SECONDS = 15  # a rank gives up waiting for another after so long

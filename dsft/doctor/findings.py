@@ -14,7 +14,7 @@ from dsft.config.reader import read_file_and_flags, read_flags, sent_files
 from dsft.data.sources import is_path
 from dsft.doctor.phases import SLOWEST_LINK, NodeFacts, Reached
 from dsft.runtime.patches import Patch
-from dsft.runtime.versions import PACKAGES
+from dsft.runtime.software import PACKAGES
 from dsft.units import GiB, MiB, plural
 
 Severity = Literal["error", "warning", "note"]

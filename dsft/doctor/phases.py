@@ -50,8 +50,15 @@ from dsft.models.model_folder import CHECKPOINT
 from dsft.runtime.disk import existing_parent, free_bytes
 from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes
 from dsft.runtime.launcher_env import outgoing_address, port_owner
-from dsft.runtime.operators import compile_error, compiler_words
-from dsft.runtime.versions import PACKAGES, code_folder, code_hash, git_commit, version_of
+from dsft.runtime.software import (
+    PACKAGES,
+    code_folder,
+    code_hash,
+    compile_error,
+    compiler_words,
+    git_commit,
+    version_of,
+)
 from dsft.units import MiB
 
 try:

@@ -20,7 +20,7 @@ from dsft.runtime.disk import ENV_FILE
 from dsft.runtime.hardware import has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import JOB, LAUNCH, LOOPBACK, WORDS, Node, own_addresses
 from dsft.watchdog import processes
-from dsft.watchdog.launch_link import TOKEN_FOLDER, VARIABLE, LauncherLink
+from dsft.watchdog.messages import TOKEN_FOLDER, VARIABLE, LauncherLink
 
 FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"

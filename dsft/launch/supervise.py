@@ -1,6 +1,6 @@
 """Looks at the nodes, runs the launcher, stays with it until nothing of the job is left, starts it again after a
 failure, and returns an exit code that is true. The launchers' own are not always: DeepSpeed's is 0 when its child is
-killed by a signal, torchrun's is 1 for every failure. The job itself says how it ended (`watchdog/launch_link.py`).
+killed by a signal, torchrun's is 1 for every failure. The job itself says how it ended (`watchdog/messages.py`).
 """
 
 import dataclasses
@@ -33,10 +33,19 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.console import show_text
 from dsft.runtime.disk import remove_leftovers
-from dsft.runtime.launcher_env import CHECKS_ALONE, LAUNCH, WORDS, digest_of_words, free_port, launcher_variables
-from dsft.runtime.ssh import SSH, SshProblem, ssh_problem
-from dsft.watchdog.launch_link import LauncherLink, LaunchGuard, signal_group
-from dsft.watchdog.messages import say
+from dsft.runtime.launcher_env import (
+    CHECKS_ALONE,
+    LAUNCH,
+    SSH,
+    WORDS,
+    SshProblem,
+    digest_of_words,
+    free_port,
+    launcher_variables,
+    ssh_problem,
+)
+from dsft.watchdog.messages import LauncherLink, say
+from dsft.watchdog.processes import LaunchGuard, signal_group
 
 END_SECONDS = 10  # for the launcher to exit by itself after a failure or a signal; then it is terminated
 KILL_SECONDS = 5

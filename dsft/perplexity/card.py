@@ -13,7 +13,7 @@ import numpy as np
 
 from dsft.errors import UserError, one_line
 from dsft.perplexity.results import Evaluation, finite
-from dsft.runtime.disk import write_json
+from dsft.units import write_json
 
 VERSION = 1
 """Of the format of cards."""

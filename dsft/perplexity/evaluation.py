@@ -53,7 +53,7 @@ from dsft.planner.fake_model import attention_of
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes
-from dsft.runtime.versions import versions
+from dsft.runtime.software import versions
 from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
 

@@ -41,8 +41,7 @@ from dsft.perplexity.intervals import (
 from dsft.perplexity.modes import find_mode
 from dsft.perplexity.sums import Perplexity, exp
 from dsft.runtime import distributed
-from dsft.runtime.disk import write_json
-from dsft.units import GiB
+from dsft.units import GiB, write_json
 
 if TYPE_CHECKING:  # results are read without torch
     import torch

@@ -50,8 +50,8 @@ from dsft.planner.fake_model import (
     meta_model,
 )
 from dsft.planner.zero_layout import Term, pinned_bytes
-from dsft.runtime.disk import user_cache, write_json
-from dsft.units import DTYPE_BYTES
+from dsft.runtime.disk import user_cache
+from dsft.units import DTYPE_BYTES, write_json
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}

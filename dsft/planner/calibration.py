@@ -31,10 +31,10 @@ from torch.nn import functional
 
 from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.step_time import ASSUMED, NARROW, Speeds, speeds_of
-from dsft.runtime.disk import user_cache, write_json
+from dsft.runtime.disk import user_cache
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes
-from dsft.units import DTYPE_BYTES, MiB
+from dsft.units import DTYPE_BYTES, MiB, write_json
 
 REPEATS = 5
 EXCHANGE_SECONDS = 0.12

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 from dsft.planner.plans import MEMORY_ERROR, Plan
-from dsft.runtime.versions import code_hash, version_of
+from dsft.runtime.software import code_hash, version_of
 from dsft.units import GiB
 
 COLUMNS = ("job", "plan", "GiB of a GPU", "seconds of a step", "tokens/s of a GPU", "versions", "date", "hash")

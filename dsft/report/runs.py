@@ -15,7 +15,7 @@ from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_s
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_options_of_run, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import REPORTS, Results
-from dsft.runtime.locks import is_held
+from dsft.runtime.disk import is_held
 
 ANSWERS = "answers.jsonl"
 """Beside an evaluation's results: a row has "prompt", and for each model its name and its answer."""

@@ -85,10 +85,10 @@ from dsft.run_setup.arguments import (
 from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.runtime.disk import LOCK, in_use, owner_of
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
-from dsft.runtime.locks import LOCK, in_use, owner_of
-from dsft.runtime.operators import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
+from dsft.runtime.software import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
 from dsft.units import PADDED_MULTIPLE, in_gib
 
 BUFFER = "zero_optimization.offload_param.buffer_size"

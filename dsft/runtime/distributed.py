@@ -1,4 +1,5 @@
-"""This process among the ranks: start-up of the process group, and the few collectives dsft itself needs.
+"""This process among the ranks: start-up of the process group, the few collectives dsft itself needs, and the signals
+that ask a training to save.
 
 Everything runs also as a single process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and
 the CPU's shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
@@ -13,8 +14,10 @@ import hashlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
 from dsft.runtime import patches
 from dsft.runtime.console import say
-from dsft.runtime.disk import CPU_BUFFER, remove_leftovers
+from dsft.runtime.disk import CPU_BUFFER, RunLock, name_owners_of_operator_locks, remove_leftovers
 from dsft.runtime.hardware import (
     Machine,
     cpu_count,
@@ -46,9 +49,9 @@ from dsft.runtime.launcher_env import (
     ranks_per_node,
     world_size,
 )
-from dsft.runtime.locks import RunLock, name_owners_of_operator_locks
-from dsft.runtime.versions import code_hash, numeric_versions, untested_versions
+from dsft.runtime.software import code_hash, numeric_versions, untested_versions
 from dsft.watchdog import client as watchdog
+from dsft.watchdog import messages
 
 if TYPE_CHECKING:
     import torch
@@ -346,6 +349,47 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
             f"rank {rank} on {socket.gethostname()}: another process is rank {rank} already at {where}, of the same"
             f" {job}; was the command given twice? Else {remedy}"
         )
+
+
+_is_asked, _saves_at_ctrl_c = False, False
+"""SIGUSR1, SIGTERM or a first Ctrl-C asks a training to save and end, so that it can resume later: SLURM and Kubernetes
+send the signals before they take a node. In a notebook Ctrl-C stays what it is."""
+
+
+def _note_signal(number: int, frame: object) -> None:
+    global _is_asked
+    if number == signal.SIGINT:
+        if _is_asked:
+            raise KeyboardInterrupt
+        messages.say("Ctrl-C: saves and exits after the next step; a second one exits at once")
+    _is_asked = True
+
+
+def listen_for_signals() -> None:
+    """Note SIGUSR1 from now on: SLURM may send it while the model loads (`--signal=USR1@300`). It is enough that a
+    single rank gets it: the trainer lets all ranks agree.
+    """
+    global _saves_at_ctrl_c, _is_asked
+    _saves_at_ctrl_c, _is_asked = "ipykernel" not in sys.modules, False
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, _note_signal)
+
+
+@contextlib.contextmanager
+def signals_save() -> Iterator[None]:
+    """Note SIGTERM, and Ctrl-C where `listen_for_signals` was called, as well inside a `with`; before, they end the
+    process as usual. In the main thread only; elsewhere (a notebook's) nothing changes.
+    """
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT) if _saves_at_ctrl_c else (signal.SIGTERM,):
+                stack.callback(signal.signal, number, signal.signal(number, _note_signal))
+        yield
+
+
+def is_asked_to_save() -> bool:
+    """Return whether this rank got a signal."""
+    return _is_asked
 
 
 ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}

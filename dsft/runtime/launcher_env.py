@@ -1,4 +1,4 @@
-"""What a launcher gives its ranks: RANK, WORLD_SIZE and the others, nodes, network interface, addresses and ports.
+"""What a launcher gives its ranks (RANK, WORLD_SIZE and the others), and hosts: nodes, addresses, ports, ssh.
 
 torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed; for mpirun and srun they
 are derived before anything reads RANK, which decides which process prints. No process group is made here.
@@ -11,13 +11,18 @@ import json
 import os
 import re
 import secrets
+import shlex
 import socket
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
+from dsft.runtime.software import code_folder
 
 LAUNCH = "DSFT_LAUNCH"
 """Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
@@ -33,14 +38,9 @@ CHECKS_ALONE = "DSFT_CHECKS_ALONE"
 exits."""
 
 MPI_NAMES = {
-    "OpenMPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "OpenMPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
 """Rank, number of ranks, and the same within the node, as each mpirun says them."""
 LOOPBACK = "127.0.0.1"
@@ -50,19 +50,10 @@ INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
 
 LEAST = {
-    "RANK": 0,
-    "WORLD_SIZE": 1,
-    "LOCAL_RANK": 0,
-    "LOCAL_SIZE": 1,
-    "LOCAL_WORLD_SIZE": 1,
-    "MASTER_PORT": 1,
-    "OMP_NUM_THREADS": 1,
-    **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
-    "SLURM_NODEID": 0,
-    "SLURM_LOCALID": 0,
-    "SLURM_PROCID": 0,
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"), 1),
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_JOB_ID"), 0),
     "SLURM_STEP_NUM_TASKS": 1,
-    "SLURM_JOB_ID": 0,
+    **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
 }
 """Variable that must be a whole number, where it is set -> the least it can be."""
 ACCELERATORS = ("cuda", "cpu")  # what DS_ACCELERATOR may ask for
@@ -123,9 +114,8 @@ def check_words(words: list[str]) -> None:
         UserError: they differ; a shell or a launcher on the way has understood some of them.
     """
     expected = os.environ.pop(WORDS, None)  # what a rank starts has words of its own
-    received = [
-        word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)
-    ]  # DeepSpeed's launcher adds it
+    # DeepSpeed's launcher adds the local rank.
+    received = [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
     if expected not in (None, digest_of_words(received)):
         raise UserError(
             f"{socket.gethostname()}: this rank was started with other words than `dsft launch` has read; it got"
@@ -189,14 +179,8 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         local_rank = str(int(given["SLURM_LOCALID"]) % len(gpus))
         address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
         number = int(given["SLURM_JOB_ID"])
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_SIZE": local_size,
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_PORT": str(port_of_job(number)),
-    }
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    variables |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": str(port_of_job(number))}
     return variables | ({"MASTER_ADDR": address} if address else {})
 
 
@@ -243,16 +227,6 @@ def choose_interface() -> None:
             os.environ.setdefault(variable, form.format(names[0]))
 
 
-def _reachable_addresses() -> dict[str, str]:
-    """Addresses of this machine that others could connect to -> the interface, which is up."""
-    import psutil
-
-    up = [name for name, card in psutil.net_if_stats().items() if card.isup]
-    entries = psutil.net_if_addrs()
-    addresses = {entry.address.partition("%")[0]: name for name in up for entry in entries.get(name, [])}
-    return {address: name for address, name in addresses.items() if _is_reachable(address)}
-
-
 def _is_reachable(text: str) -> bool:
     """Whether other machines could connect to this address of an interface (which may be a hardware address)."""
     try:
@@ -260,6 +234,14 @@ def _is_reachable(text: str) -> bool:
     except ValueError:
         return False
     return not (address.is_loopback or address.is_link_local)
+
+
+def _reachable_addresses() -> dict[str, str]:
+    """Addresses of this machine that others could connect to -> the interface, which is up."""
+    up = [name for name, card in psutil.net_if_stats().items() if card.isup]
+    entries = psutil.net_if_addrs()
+    addresses = {entry.address.partition("%")[0]: name for name in up for entry in entries.get(name, [])}
+    return {address: name for address, name in addresses.items() if _is_reachable(address)}
 
 
 def outgoing_address(destination: str) -> str | None:
@@ -337,8 +319,6 @@ def read_hosts(
 
 def port_owner(port: int) -> str:
     """The process of this machine that listens at a TCP port, as far as this user may know."""
-    import psutil
-
     try:
         connections = [entry for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
         pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
@@ -348,3 +328,113 @@ def port_owner(port: int) -> str:
         return f"process {pid} ({command[:120]})"
     except (psutil.Error, OSError):
         return "another process"
+
+
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
+SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
+
+
+def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[str]:
+    """A command on a host, in this folder and with these variables."""
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+    return [*SSH, host, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
+
+
+SSH_ERRORS = (
+    (
+        "unknown-host",
+        ("Could not resolve hostname",),
+        "the name {node} does not resolve here ({last})",
+        "correct the host file, or add the address: echo 'ADDRESS {node}' >> /etc/hosts",
+    ),
+    (
+        "ssh-refused",
+        ("Connection refused",),
+        "nothing listens for ssh there ({last})",
+        "on {node}: systemctl start ssh; another port goes into ~/.ssh/config (Host {node}, Port N)",
+    ),
+    (
+        "ssh-host-key",
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
+        "the host's key is another than the known one",
+        "if the host was set up anew: ssh-keygen -R {node} && ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
+    ),
+    (
+        "ssh-host-key",
+        ("Host key verification failed",),
+        "the host's key is not known here",
+        "ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
+    ),
+    (
+        "ssh-password",
+        ("Permission denied",),
+        "ssh does not get in without a prompt ({last})",
+        "ssh-copy-id {node} (first ssh-keygen -t ed25519, where there is no key)",
+    ),
+    (
+        "host-unreachable",
+        ("timed out", "No route to host", "Network is unreachable", "not responding"),
+        "the host does not answer ({last})",
+        "ping {node}; is it up, is its address right, does a firewall drop port 22?",
+    ),
+    (
+        "no-folder",
+        ("cd:",),
+        "the folder {folder} is not there",
+        "mount it on {node}, or copy it: rsync -a {folder}/ {node}:{folder}/",
+    ),
+    (
+        "no-dsft",
+        ("No module named 'dsft", "No module named dsft"),
+        "Python there does not find this dsft ({last})",
+        "rsync -a {code}/ {node}:{code}/, or {install} -e {code}",
+    ),
+    ("package-missing", ("No module named",), "{last}", "{install} -c constraints.txt -e {code}"),
+)
+"""(code, what ssh, the shell or Python say, message, command that helps): the first that fits."""
+
+
+@dataclass(frozen=True)
+class SshProblem:
+    """Why a command on a node broke off."""
+
+    code: str  # of the doctor's finding (docs/doctor.md)
+    node: str
+    message: str
+    fix: str
+
+
+def ssh_problem(node: str, text: str, exit_code: int | None) -> SshProblem:
+    """Why a command on a node broke off, from the last words of ssh, the shell or Python; and, where ssh got no answer
+    in time, from whether its server says anything in one small packet.
+    """
+    if "timed out" in text:
+        banner = ""
+        with contextlib.suppress(OSError), socket.create_connection((node, 22), timeout=3) as connection:
+            connection.settimeout(3)
+            banner = connection.recv(64).decode(errors="replace").strip()
+        if banner:
+            message = f"port 22 answers ({banner}), but ssh gets no further: small packets arrive, large ones do not"
+            fix = (
+                f"ping -M do -s 1472 {node}, and with less until it answers: that and 28 bytes are the MTU of the way;"
+                " then on both ends: ip link set dev INTERFACE mtu THAT"
+            )
+            return SshProblem("mtu-path", node, f"{message} (MTU)", fix)
+    values = {
+        "node": node,
+        "last": (text.splitlines() or [""])[-1][:300],
+        "folder": shlex.quote(os.getcwd()),
+        "code": shlex.quote(str(code_folder())),
+        "install": f"on {node}: {shlex.quote(sys.executable)} -m pip install",
+    }
+    in_folder = "cd:" in text and any(words in text for words in ("No such file", "can't cd", "ot a directory"))
+    for code, words, message, fix in SSH_ERRORS:
+        if any(word in text for word in words) and (code != "no-folder" or in_folder):
+            return SshProblem(code, node, message.format(**values), fix.format(**values))
+    if exit_code in (126, 127) or (sys.executable in text and "No such file" in text):
+        fix = f"create the same environment at the same path on {node}, or mount it there"
+        return SshProblem("no-python", node, f"there is no {sys.executable}", fix)
+    if text.startswith("no answer to"):
+        fix = f"ssh {node} uptime; a full disk, a hanging mount or a load far beyond its cores look like this"
+        return SshProblem("node-silent", node, text, fix)
+    return SshProblem("ssh-failed", node, values["last"] or f"exit code {exit_code}", f"ssh -v {node} true")

@@ -1,9 +1,9 @@
-"""Every function of a library that dsft replaces: what, why, the versions at which that was seen to be needed, and the
-test that fails without. No other module assigns into a library (tests/test_layout.py).
+"""Every function of a library that dsft replaces: what, why, and the versions at which that was seen to be needed. No
+other module assigns into a library (tests/test_layout.py). tests/without_patches.py has the test that fails without.
 
 A patch stands for known source code. Where the installed library has another, `if_changed` says what happens, and a
-warning names the patch. It stands on a low floor, since launchers, models and saves patch too; what replaces a function
-is beside the code that needs it, for DeepSpeed's engine in training/engine_patches.py. Imports no library by itself.
+warning names the patch. What replaces a function is beside the code that needs it, for DeepSpeed's engine in
+training/engine_patches.py. Imports no library by itself.
 """
 
 import contextlib
@@ -35,7 +35,6 @@ class Patch:
     """refuse: results could be wrong. skip: only time or memory is saved. keep: a patch that fits no more fails loudly,
     or does no harm.
     """
-    test: str  # fails without the patch
 
     @property
     def library(self) -> str:
@@ -71,6 +70,10 @@ class Patch:
             sources.append(re.sub(r"^\s*#.*$|\s+", "", block, flags=re.MULTILINE))
         return hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
 
+    @property
+    def fix(self) -> str:
+        return f"pip install {self.library}=={next(reversed(self.seen))}"
+
     @functools.cached_property
     def change(self) -> str:
         """One line where the installed library has code that is not in `seen`, else empty."""
@@ -83,10 +86,6 @@ class Patch:
             f" {' or '.join(self.code or (self.target,)).replace(':', '.')}, which dsft patches since {self.why};"
             f" {done[self.if_changed]}: {self.fix}"
         )
-
-    @property
-    def fix(self) -> str:
-        return f"pip install {self.library}=={next(reversed(self.seen))}"
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -105,7 +104,6 @@ PATCHES = {
         code=("deepspeed.launcher.multinode_runner:PDSHRunner.get_cmd",),
         seen={"0.19.8": "f68c0238f961"},
         if_changed="keep",  # it asserts that it finds the words that it quotes
-        test="tests/launch/test_words.py::test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh",
     ),
     "operator_lock": Patch(
         target="torch.utils.cpp_extension:FileBaton",
@@ -113,7 +111,6 @@ PATCHES = {
         code=("torch.utils.file_baton:FileBaton.wait",),
         seen={"2.13.0": "29662480d86a"},
         if_changed="skip",
-        test="tests/runtime/test_locks.py::test_torch_builds_with_this_lock",
     ),
     "quiet_operator": Patch(
         target="deepspeed.comm.torch:print",
@@ -121,7 +118,6 @@ PATCHES = {
         code=("deepspeed.comm.torch:build_shm_op",),
         seen={"0.19.8": "d9cf7876360d"},
         if_changed="skip",
-        test="tests/training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise",
     ),
     # Models.
     "no_zero_init": Patch(
@@ -130,14 +126,12 @@ PATCHES = {
         code=("transformers.integrations.deepspeed:is_deepspeed_zero3_enabled",),
         seen={"5.23.0": "fd6bc9172021"},
         if_changed="refuse",
-        test="tests/runtime/test_patches.py::test_a_model_of_one_rank_is_whole_while_a_training_shards",
     ),
     "full_fans": Patch(
         target="torch.nn.init:_calculate_fan_in_and_fan_out",
         why="Emu3 counts fans of weights that are loaded already, and under ZeRO-3 a rank holds a flat piece of these",
         seen={"2.13.0": "4d8b6c66dd96"},
         if_changed="keep",
-        test="tests/runtime/test_patches.py::test_fans_are_those_of_the_full_weight",
     ),
     "used_conversions": Patch(
         target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
@@ -145,7 +139,6 @@ PATCHES = {
         code=_CONVERSIONS,
         seen=_CONVERSIONS_SEEN,
         if_changed="refuse",
-        test="tests/models/test_package.py::test_a_package_is_trained_and_stays_one",
     ),
     "prefix_on_disk": Patch(
         target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
@@ -153,7 +146,6 @@ PATCHES = {
         code=_CONVERSIONS,
         seen=_CONVERSIONS_SEEN,
         if_changed="refuse",
-        test="tests/models/test_package.py::test_a_package_is_trained_and_stays_one",
     ),
     "unpacked_weights": Patch(
         target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
@@ -161,7 +153,6 @@ PATCHES = {
         code=_CONVERSIONS,
         seen=_CONVERSIONS_SEEN,
         if_changed="refuse",
-        test="tests/models/test_quantization.py::test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged",
     ),
     "adapter_tensors": Patch(
         target="transformers.modeling_utils:PreTrainedModel.load_state_dict",
@@ -169,14 +160,12 @@ PATCHES = {
         code=("peft.utils.save_and_load:set_peft_model_state_dict",),
         seen={"0.21.0": "462a733ba8eb", "0.21.2": "d4409e12d9a5"},
         if_changed="keep",  # every tensor would be reported as missing
-        test="tests/checkpoints/test_export_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named",
     ),
     "token_rows": Patch(
         target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
         why="under ZeRO-3 it collects the rows of trained tokens on CUDA alone",
         seen={"0.21.0": "5e6409948d28", "0.21.2": "5e6409948d28"},
         if_changed="skip",
-        test="tests/models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged",
     ),
     "adapter_embedding": Patch(
         target="peft.peft_model:PeftModel.save_pretrained",
@@ -184,14 +173,12 @@ PATCHES = {
         code=("peft.utils.save_and_load:get_peft_model_state_dict",),
         seen={"0.21.0": "1b83ed152409", "0.21.2": "f21e3df8eb43"},
         if_changed="keep",
-        test="tests/models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged",
     ),
     "grouped_products": Patch(
         target="transformers.integrations.moe:_can_use_grouped_mm",
         why="torch knows the shapes of grouped products in bf16 only, and a fake model of another dtype fails",
         seen={"5.23.0": "e1555d4cb7fa"},
         if_changed="keep",
-        test="tests/runtime/test_patches.py::test_a_fake_mixture_in_fp32_takes_no_grouped_products",
     ),
     # The training.
     "muon_kernels": Patch(
@@ -200,21 +187,18 @@ PATCHES = {
         code=("deepspeed.runtime.compiler:compile", "deepspeed.runtime.zero.utils:is_zero_supported_optimizer"),
         seen={"0.19.8": "bce195a874a5"},
         if_changed="skip",
-        test="tests/training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone",
     ),
     "quick_zero_grad": Patch(
         target=f"{_ENGINE}.zero_grad",
         why="it walks through all modules, twice per step: 2 % of a LoRA step together with `train`",
         seen={"0.19.8": "7afa0f5a574b"},
         if_changed="skip",
-        test="tests/training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules",
     ),
     "quick_train": Patch(
         target=f"{_ENGINE}.train",
         why="it walks through all modules in each micro batch, also where they train already",
         seen={"0.19.8": "fcd2dbfe3c88"},
         if_changed="skip",
-        test="tests/training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules",
     ),
     "one_rank_reduces_none": Patch(
         target=f"{_ENGINE}.enable_backward_allreduce",
@@ -222,7 +206,6 @@ PATCHES = {
         code=(f"{_ENGINE}.allreduce_gradients",),
         seen={"0.19.8": "547d86c72ac7"},
         if_changed="skip",
-        test="tests/training/test_zero_0.py::test_a_single_rank_copies_no_gradients_to_reduce_them",
     ),
     "first_step_of_zeros": Patch(
         target=f"{_UNFUSED}.initialize_optimizer_states",
@@ -230,14 +213,12 @@ PATCHES = {
         code=(f"{_UNFUSED}.initialize_optimizer_states", f"{_FUSED}.initialize_optimizer_states"),
         seen={"0.19.8": "3b56e521847a"},
         if_changed="refuse",
-        test="tests/training/test_zero_0.py::test_the_first_step_in_bfloat16_is_the_first_of_adam",
     ),
     "fp16_loss_scale": Patch(
         target=f"{_ENGINE}.backward",
         why="in ZeRO 0 it scales no fp16 loss, but the step divides by the scale: gradients are 65,536 times too small",
         seen={"0.19.8": "14bae6fe8973"},
         if_changed="refuse",
-        test="tests/training/test_skipped_steps.py::test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32",
     ),
     "fp16_scale_update": Patch(
         target=f"{_UNFUSED}._update_scale",
@@ -245,7 +226,6 @@ PATCHES = {
         code=(f"{_UNFUSED}._update_scale", f"{_FUSED}._update_scale"),
         seen={"0.19.8": "ae994a76f2a7"},
         if_changed="refuse",
-        test="tests/training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step",
     ),
     "fp16_scaled_step": Patch(
         target=f"{_UNFUSED}.step",
@@ -253,28 +233,24 @@ PATCHES = {
         code=(f"{_UNFUSED}.step", f"{_FUSED}.step"),
         seen={"0.19.8": "ebb421543fff"},
         if_changed="refuse",
-        test="tests/training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step",
     ),
     "fp16_norm": Patch(
         target=f"{_UNFUSED}.unscale_and_clip_grads",
         why="its norm of the gradients is that of the scaled loss, unlike other optimizers'",
         seen={"0.19.8": "2eacebe04c21"},
         if_changed="refuse",
-        test="tests/training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step",
     ),
     "kept_norm": Patch(
         target=f"{_ENGINE}.clip_fp32_gradients",
         why="in fp32 of ZeRO 0 it forgets the norm of the gradients, and adds it up parameter by parameter",
         seen={"0.19.8": "56e474852f4e"},
         if_changed="skip",
-        test="tests/training/test_skipped_steps.py::test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32",
     ),
     "one_rank_divides_none": Patch(
         target=f"{_ZERO_1_2}.gradient_reduction_w_predivide",
         why="a single rank of ZeRO 1 or 2 reads and writes all gradients to reduce them",
         seen={"0.19.8": "547cba62cfc9"},
         if_changed="skip",
-        test="tests/training/test_zero_1_2.py::test_a_single_rank_reduces_no_gradients_and_trains_to_the_same_bits",
     ),
     "no_overflow_search": Patch(
         target=f"{_ZERO_1_2}.check_overflow",
@@ -282,7 +258,6 @@ PATCHES = {
         code=(f"{_ZERO_1_2}.check_overflow", f"{_ZERO_1_2}.step"),
         seen={"0.19.8": "c43d28098fe3"},
         if_changed="skip",
-        test="tests/training/test_zero_1_2.py::test_several_ranks_search_no_gradients_for_infinite_numbers",
     ),
     "reduces_unwaited": Patch(
         target=f"{_ZERO_1_2}.allreduce_and_copy",
@@ -290,14 +265,12 @@ PATCHES = {
         code=(f"{_ZERO_1_2}.allreduce_and_copy", f"{_ZERO_1_2}.average_tensor"),
         seen={"0.19.8": "222ea587e16b"},
         if_changed="skip",
-        test="tests/training/test_host_waits.py::test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced",
     ),
     "positions_on_gpu": Patch(
         target="transformers.masking_utils:find_packed_sequence_indices",
         why="it reads the positions of each micro batch back from the GPU, to see whether rows are packed",
         seen={"5.23.0": "0e115e7978df"},
         if_changed="skip",
-        test="tests/training/test_host_waits.py::test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none",
     ),
     "timed_collectives": Patch(
         target="deepspeed.comm.comm:cdb",
@@ -305,7 +278,6 @@ PATCHES = {
         code=("deepspeed.comm.comm:timed_op",),
         seen={"0.19.8": "e077e5e4baa6"},
         if_changed="skip",
-        test="tests/training/test_metrics.py::test_ranks_report_what_they_wait_for_in_collectives",
     ),
     # Saves and resumes.
     "shards_hashed": Patch(
@@ -313,42 +285,36 @@ PATCHES = {
         why="a rank that fails to write its shard raises, and the others wait for it in the next collective",
         seen={"0.19.8": "7e7d28274d6a"},
         if_changed="keep",
-        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
     ),
     "shard_folders": Patch(
         target="deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.makedirs",
         why="a rank that fails to make the folder raises, and the others wait for it in the next collective",
         seen={"0.19.8": "15bc03cef0b9"},
         if_changed="keep",
-        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
     ),
     "commit_together": Patch(
         target=f"{_TORCH_CHECKPOINTS}.commit",
         why="ranks that wait in its collective for one that still writes a large shard exceed the limit of collectives",
         seen={"0.19.8": "a275caa036e6"},
         if_changed="keep",
-        test="tests/watchdog/test_slow_saves.py::test_no_rank_waits_in_a_collective_while_another_writes",
     ),
     "gather_together": Patch(
         target="deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue",
         why="ZeRO-3 gathers parameters after a save, and ranks that wait there for slow writers exceed the limit",
         seen={"0.19.8": "3e29cb88ca58"},
         if_changed="keep",
-        test="tests/watchdog/test_slow_saves.py::test_no_rank_waits_in_a_collective_while_another_writes",
     ),
     "recovery_script": Patch(
         target=f"{_ENGINE}._copy_recovery_script",
         why="rank 0 copies zero_to_fp32.py alone, and where that fails the others wait at a barrier",
         seen={"0.19.8": "2e619c7ecde2"},
         if_changed="keep",
-        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
     ),
     "latest_after": Patch(
         target=f"{_ENGINE}.save_checkpoint",
         why="rank 0 writes `latest` inside the save, and where that fails the others wait at a barrier",
         seen={"0.19.8": "9edb0451fb54"},
         if_changed="keep",
-        test="tests/training/test_failing_writes.py::test_every_write_of_a_save_may_fail",
     ),
     "nvme_states": Patch(
         target="shutil:copytree",
@@ -356,21 +322,18 @@ PATCHES = {
         code=(f"{_ENGINE}.save_checkpoint",),
         seen={"0.19.8": "9edb0451fb54"},
         if_changed="keep",
-        test="tests/runtime/test_patches.py::test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved",
     ),
     "mapped_shards": Patch(
         target=f"{_TORCH_CHECKPOINTS}.load",
         why="it holds the shards that a run resumes from in host memory, 12 bytes per parameter",
         seen={"0.19.8": "517bc96fb57f"},
         if_changed="skip",
-        test="tests/training/test_save_memory.py::test_a_shard_is_mapped_while_a_run_resumes",
     ),
     "own_states": Patch(
         target="torch.optim.optimizer:Optimizer.load_state_dict",
         why="mapped states would stay pages of a checkpoint that is removed later, and keep it on the disk",
         seen={"2.13.0": "95f65f9b3c79"},
         if_changed="skip",
-        test="tests/training/test_save_memory.py::test_a_shard_is_mapped_while_a_run_resumes",
     ),
 }
 """Name -> patch."""
@@ -405,14 +368,22 @@ _ORIGINALS = "_dsft_originals"
 """Attribute of a patched module, class or object: name of the patch -> what it replaced there."""
 
 
+def _owner(patch: Patch, on: Any) -> Any:
+    """The module, class or object whose attribute a patch replaces: `on`, by default the target's own."""
+    if on is not None:
+        return on
+    module, _, path = patch.target.partition(":")
+    return functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
+
+
 def replace(name: str, by: Callable[[Any], Any], *, on: Any = None) -> None:
-    """Put `by(original)` in the place of a patch's target: on the object `on`, by default the target's own module or
-    class. Again, it takes the place of the earlier replacement.
+    """Put `by(original)` in the place of a patch's target, or of its attribute of the object `on`. Again, it takes the
+    place of the earlier replacement.
     """
-    patch = PATCHES[name]
     if not fits(name):
         return
-    owner = _owner(patch) if on is None else on
+    patch = PATCHES[name]
+    owner = _owner(patch, on)
     if _ORIGINALS not in vars(owner):
         setattr(owner, _ORIGINALS, {})
     originals = vars(owner)[_ORIGINALS]
@@ -424,9 +395,8 @@ def replace(name: str, by: Callable[[Any], Any], *, on: Any = None) -> None:
 @contextlib.contextmanager
 def replaced(name: str, by: Callable[[Any], Any], *, on: Any = None) -> Iterator[None]:
     """`replace` inside a `with`."""
-    patch = PATCHES[name]
-    owner = _owner(patch) if on is None else on
-    missing = object()
+    patch, missing = PATCHES[name], object()
+    owner = _owner(patch, on)
     before = vars(owner).get(patch.attribute, missing)
     is_outermost = name not in vars(owner).get(_ORIGINALS, {})
     replace(name, by, on=on)
@@ -439,8 +409,3 @@ def replaced(name: str, by: Callable[[Any], Any], *, on: Any = None) -> Iterator
             setattr(owner, patch.attribute, before)
         elif patch.attribute in vars(owner):  # it is the class's own again
             delattr(owner, patch.attribute)
-
-
-def _owner(patch: Patch) -> Any:
-    module, _, path = patch.target.partition(":")
-    return functools.reduce(getattr, path.split(".")[:-1], importlib.import_module(module))

@@ -49,7 +49,7 @@ from dsft.models.weights import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
-from dsft.runtime import distributed, patches, preemption
+from dsft.runtime import distributed, patches
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
@@ -62,7 +62,7 @@ from dsft.runtime.hardware import (
     wait_for_freed_gpu,
 )
 from dsft.runtime.patches import active_patches
-from dsft.runtime.versions import git_commit, versions
+from dsft.runtime.software import git_commit, versions
 from dsft.training.callbacks import EarlyStopping
 from dsft.training.compiling import compiling_limited
 from dsft.training.metrics import METRICS, Compute, TimedCollectives
@@ -408,7 +408,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
             )
     timed = patches.replaced("timed_collectives", lambda backend: backend and TimedCollectives(backend, trainer.work))
     compiling = compiling_limited(run.options.compile_timeout, trainer.args.torch_compile, note=trainer.work.leave_out)
-    with preemption.signals_save(), timed, compiling:
+    with distributed.signals_save(), timed, compiling:
         trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
         return

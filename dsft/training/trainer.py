@@ -47,7 +47,7 @@ from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plans import Plan
 from dsft.run_setup.arguments import CheckpointSize
-from dsft.runtime import distributed, patches, preemption
+from dsft.runtime import distributed, patches
 from dsft.runtime.console import say
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, ProgressLog, SkippedSteps
 from dsft.training.engine_patches import import_muon, patch_engine
@@ -391,7 +391,7 @@ class PerplexityTrainer(Trainer):
             seconds = time.monotonic() - self._saved_at
             # One clock counts.
             is_due = self.save_minutes is not None and seconds > 60 * self.save_minutes and self.is_world_process_zero()
-            self.work.send(step, asked=preemption.is_asked(), due=is_due)
+            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due)
             self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
             watchdog.set_phase("training")  # the first step may take as long as loading: it compiles and allocates
         watchdog.heartbeat(step)

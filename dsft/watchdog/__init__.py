@@ -2,7 +2,7 @@
 
 Each rank has a small process beside it, its sidecar (standard library and psutil only), which keeps running when the
 rank hangs, is frozen or killed. Rank 0's sidecar also runs the coordinator, to which all sidecars report. `client.py`
-is what the rank itself calls, `launch_link.py` ties the job to `dsft launch` and ends its launcher where it is killed.
+is what the rank itself calls. `dsft launch` is tied to the job, and its guard ends its launcher where it is killed.
 
     rank 1 --- sidecar 1 --\
                             coordinator (in sidecar 0) --- dsft launch --- its guard

@@ -27,11 +27,9 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from dsft.watchdog.messages import POLL_SECONDS, Connection, listen, listen_on_node
-from dsft.watchdog.processes import StartedBy
-from dsft.watchdog.root_cause import Failure
+from dsft.watchdog.messages import POLL_SECONDS, Connection, Failure, listen, listen_on_node
+from dsft.watchdog.processes import ROOT, StartedBy, boot_id
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SIDECAR = (
     "import os, sys; os.fork() and os._exit(0); "
     f"sys.path[:0] = {[str(ROOT)]}; sys.path += {[str(Path(psutil.__file__).parent.parent)]}; "
@@ -113,8 +111,7 @@ def start(timeouts: Any) -> None:
         start_new_session=True,
     ).wait()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot} {os.readlink('/proc/self/ns/net')}"
+        machine = f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         machine = socket.gethostname()
     endpoint = Endpoint(

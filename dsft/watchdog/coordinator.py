@@ -9,7 +9,6 @@ its work grows with the nodes, and is done for those alone that have sent someth
 import contextlib
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -18,8 +17,17 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from dsft.watchdog.messages import CONNECT_SECONDS, Connection, Poller, Server, connect, heartbeat_seconds
-from dsft.watchdog.root_cause import Failure, Report, first_cause
+from dsft.units import write_json
+from dsft.watchdog.messages import (
+    CONNECT_SECONDS,
+    Connection,
+    Failure,
+    Poller,
+    Report,
+    Server,
+    connect,
+    heartbeat_seconds,
+)
 
 SHOWN_FRAMES = 5  # of a rank's main thread, on the screen
 
@@ -38,9 +46,13 @@ class JobState(Enum):
 
     RUNNING = auto()
     COLLECTING = auto()  # a rank has failed: other reports may name the cause
-    LEAVING = auto()
-    """A rank has ended by itself with an error, which it printed: the others do the same, or wait for it in vain."""
+    LEAVING = auto()  # a rank ended with an error that it printed: the others do the same, or wait for it in vain
     ENDING = auto()  # all ranks are being terminated
+
+
+def first_cause(reports: list[Report]) -> Report:
+    """Return the earliest report that no other explains; `reports` come in the order of arrival."""
+    return next((report for report in reports if not report.is_consequence), reports[0])
 
 
 @dataclass(eq=False)
@@ -82,8 +94,7 @@ class Coordinator:
         self.exit_codes: list[int] = []
         self.printed: set[str] = set()
         self.unprinted: list[tuple[Member, str, float]] = []
-        """A rank other than 0, a message with which it has ended, and when to print that, unless rank 0 has ended with
-        the same."""
+        """A rank other than 0, its last message, and when to print that, unless rank 0 has ended with the same."""
         self.run_file: Path | None = None  # run.json, on the disk of this node, once the run has begun it
         self.first_error = ""  # of a rank that has ended with a message of its own
         self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
@@ -100,9 +111,8 @@ class Coordinator:
             return now > self.deadline or all(connection.closed for connection in self.nodes)
         # One that has not come by then could not reach this node.
         all_have_come = len(self.members) == self.world_size or now > self.started + 2 * CONNECT_SECONDS
-        return self._all_left() or (
-            all_have_come and bool(self.members) and all(member.is_gone for member in self.members.values())
-        )
+        all_are_gone = bool(self.members) and all(member.is_gone for member in self.members.values())
+        return self._all_left() or (all_have_come and all_are_gone)
 
     def finish(self) -> None:
         """Print what is still unprinted, and tell `dsft launch` the exit code, where the ranks themselves had one."""
@@ -149,10 +159,8 @@ class Coordinator:
                 if self.run_file:
                     record_failure(self.run_file, self.first_error or reason)
                 self._end_ranks(reason, now)
-        if now >= self.deadline and self.state is JobState.COLLECTING:
-            self._end_ranks(self._announce_cause(), now)
-        elif now >= self.deadline and self.state is JobState.LEAVING:
-            self._end_ranks("a rank ended", now)
+        if now >= self.deadline and self.state is not JobState.ENDING:
+            self._end_ranks(self._announce_cause() if self.state is JobState.COLLECTING else "a rank ended", now)
         if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self._tell_all("heartbeat")
@@ -413,10 +421,4 @@ def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("status") in ("running", "failed")[: 1 + replaces]:
-            beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-            try:
-                ended = content | {"status": "failed", "error": error}
-                beside.write_text(json.dumps(ended, indent=2) + "\n", encoding="utf-8")
-                beside.replace(file)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_json(file, content | {"status": "failed", "error": error})

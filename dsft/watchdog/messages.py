@@ -1,4 +1,5 @@
-"""Messages of the watchdog: one JSON object a line, over sockets that never block, each proven by a token.
+"""Messages of the watchdog: one JSON object a line, over sockets that never block, each proven by a token; and the
+connections between `dsft launch` and its job.
 
 The standard library's `multiprocessing.connection` waits for a peer that does not read and unpickles what it gets, and
 asyncio's streams wait where a sidecar must end its rank. Here nothing waits, and a stranger on the port is not
@@ -23,18 +24,74 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from dsft.units import in_columns
 
 POLL_SECONDS = 0.5  # how often a sidecar looks at its rank; also the least time between two heartbeats of a rank
 CONNECT_SECONDS = 20.0  # for a sidecar to reach the coordinator, at most
+CONNECT_LAUNCHER_SECONDS = 5.0  # for a sidecar to reach `dsft launch`
 STRANGER_SECONDS = 10.0  # for a connection to prove that it is of the job
 
 LARGEST_BYTES = 1 << 20  # of a line, and of what waits to be sent
 LARGEST_HELLO_BYTES = 1 << 12  # of all that is read from a stranger
 MOST_STRANGERS = 256  # connections that have proven nothing yet; the oldest makes room
 MOST_ACCEPTED = 256  # new connections taken in one go, so that a flood of them holds nothing else up
+
+
+VARIABLE = "DSFT_LAUNCHER"
+"""ADDRESS[,ADDRESS ...]:PORT:TOKEN of the launch, in the environment of its ranks. In the place of the token stands
+@FILE where command lines carry the variable, which every user of a node can read."""
+TOKEN_FOLDER = "~/.cache/dsft"
+"""On each node: holds FILE-HOST of mode 0600 with the token, until the first sidecar there has read it."""
+
+CONSEQUENCES = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|timed out waiting|socket ?timeout|nccl|"
+    r"DistBackendError|DistNetworkError|gloo|remote process exited|unhandled system error",
+    re.IGNORECASE,
+)
+"""In the last line of a traceback: how a rank notices that another one is gone."""
+
+
+class Failure(StrEnum):
+    """The ways in which a rank fails."""
+
+    ERROR = "error"  # a Python exception that nobody caught
+    DIED = "died"
+    STALLED = "stalled"  # no progress within the limit of its phase
+    STOPPED = "stopped"  # held by SIGSTOP
+    LAUNCHER_GONE = "launcher gone"
+    LOST = "lost"  # no heartbeat of its node or sidecar
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's failure."""
+
+    rank: int
+    host: str
+    failure: Failure
+    text: str  # one sentence without its subject; for `Failure.ERROR` a traceback
+
+    @property
+    def last_line(self) -> str:
+        """The last line that is not empty: of a traceback, the exception itself."""
+        return next((line.strip() for line in reversed(self.text.splitlines()) if line.strip()), "")
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's end may well have caused this."""
+        if self.failure is Failure.ERROR:
+            return bool(CONSEQUENCES.search(self.last_line))
+        return self.failure is Failure.STALLED
+
+    def sentence(self) -> str:
+        """Name the rank, its host and what happened, in one line."""
+        text = f": {self.last_line}" if self.failure is Failure.ERROR else f" {self.text}"
+        return f"rank {self.rank} on {self.host}{text}"
 
 
 def heartbeat_seconds(lost_timeout: float) -> float:
@@ -44,9 +101,7 @@ def heartbeat_seconds(lost_timeout: float) -> float:
 
 class Poller(selectors.EpollSelector):
     """Sockets of which the readable ones are found in one call, whatever their number; may lie in another Poller, and
-    takes whatever has a `fileno`.
-
-    It keeps its one descriptor from the start: a table of files that is full later does no harm.
+    takes whatever has a `fileno`. It keeps its one descriptor from the start, and so needs none of a full table.
     """
 
     def add(self, source: Any) -> None:
@@ -83,11 +138,9 @@ class Connection:
 
     def __init__(self, connection: socket.socket, token: str | None = None, session: str | None = None):
         connection.setblocking(False)
-        self.connection = connection
-        self.closed = False
+        self.connection, self.session, self.closed = connection, session, False
         self.pollers: list[Poller] = []
         self.largest_bytes = LARGEST_BYTES
-        self.session = session
         self._token = token.encode() if token is not None else None
         self._directions = (b">", b"<") if session else (b"<", b">")  # of what is sent and of what is read
         self._sent = self._read = 0
@@ -297,3 +350,103 @@ def raise_file_limit() -> None:
     """Let this process have as many open files as it may: a connection is one, and the usual soft limit is 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def connect_to_launcher(rank: int, host: str) -> Connection | None:
+    """Connect a sidecar with the `dsft launch` that started this job; None without one, or where it cannot be reached.
+
+    Raises:
+        ConnectionRefusedError: its machine answers, but nobody listens there any more: the launch is gone.
+    """
+    if not (value := os.environ.get(VARIABLE)):
+        return None
+    addresses, port, token = value.rsplit(":", 2)
+    if token.startswith("@"):
+        file = Path(TOKEN_FOLDER).expanduser() / f"{token[1:]}-{socket.gethostname()}"
+        try:
+            with file.open(errors="replace") as opened:
+                facts, token = os.fstat(opened.fileno()), opened.read().strip()
+            file.unlink()
+        except OSError:
+            return None
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or not token:  # others may have written or read it
+            return None
+    errors: list[OSError] = []
+    for address in addresses.split(","):
+        try:
+            connection = connect((address, int(port)), token, seconds=CONNECT_LAUNCHER_SECONDS)
+        except OSError as error:
+            errors.append(error)
+        else:
+            connection.send("hello", rank=rank, host=host)
+            return connection
+    if all(isinstance(error, ConnectionRefusedError) for error in errors):
+        raise errors[0]
+    return None
+
+
+class LauncherLink:
+    """In `dsft launch`: the connections from its job, one from each node, made before the ranks meet. The death of
+    either end ends the job, and the launch learns how the job went. After the rendezvous, the coordinator speaks for
+    all of them through rank 0's connection.
+    """
+
+    def __init__(self):
+        raise_file_limit()
+        self.server = Server(listen(), secrets.token_hex(16))
+        self.poller = Poller()
+        self.poller.add(self.server.poller)
+        self.sidecars: dict[int, Connection] = {}  # by rank: the first one of each node
+        self.coordinator: Connection | None = None  # rank 0's connection, after the rendezvous
+        self.is_ending = False
+        self.failure: str | None = None  # what failed first, once that is known
+        self.lost: list[str] = []  # host names of the nodes that gave no heartbeat then
+        self.exit_code: int | None = None
+        """The largest of the ranks' own exit codes, once all have ended by themselves, or one before they met."""
+
+    def variable(self, addresses: list[str], *, token_file: str | None = None) -> dict[str, str]:
+        """Return what the ranks need in their environment: the addresses at which the nodes reach this machine, and the
+        token, or the name under which they have it.
+        """
+        port = self.server.listener.getsockname()[1]
+        token = f"@{token_file}" if token_file else self.server.token
+        return {VARIABLE: f"{','.join(addresses)}:{port}:{token}"}
+
+    def read(self, *, wait_seconds: float = 0.0) -> None:
+        """Take the sidecars' messages, after waiting for some."""
+        self.poller.ready(wait_seconds)
+        for connection, hello in self.server.accept():
+            before = self.sidecars.get(hello["rank"])
+            if before and not before.closed:  # the place of a rank is taken once; a restart comes after its end
+                connection.close()
+                continue
+            self.sidecars[hello["rank"]] = connection
+            self.poller.add(connection)
+            if self.is_ending:
+                connection.send("end")
+        for connection in self.sidecars.values():
+            for message in connection.read():
+                match message:
+                    case {"type": "met"}:
+                        self.coordinator = connection
+                    case {"type": "failed", "cause": cause}:
+                        self.failure = self.failure or cause
+                        self.lost = self.lost or message.get("lost", [])
+                    case {"type": "done", "exit_code": exit_code}:
+                        self.exit_code = max(exit_code, self.exit_code or 0)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether a node of the job can still say how it goes."""
+        return any(not connection.closed for connection in self.sidecars.values())
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Ask all ranks to "end", also those that come later, or for a "signal"."""
+        self.is_ending |= kind == "end"
+        speaks_for_all = self.coordinator is not None and not self.coordinator.closed
+        for connection in [self.coordinator] if speaks_for_all else self.sidecars.values():
+            connection.send(kind, **fields)
+
+    def close(self) -> None:
+        for source in (self.poller, *self.sidecars.values(), self.server):
+            source.close()

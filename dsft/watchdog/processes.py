@@ -1,15 +1,20 @@
-"""Processes of this machine: who started a rank, whether it lives, and their end."""
+"""Processes of this machine: who started a rank, whether it lives, its end, and the guard beside `dsft launch`."""
 
 import contextlib
 import fcntl
 import itertools
 import os
 import re
+import select
+import signal
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -31,6 +36,11 @@ FLAGS_WITH_VALUES = ("-W", "-X", "--check-hash-based-pycs")  # of Python's inter
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """Of include/uapi/linux/pidfd.h, which Python does not name: _IOWR(0xFF, 11, the 64 bytes of struct pidfd_info), whose
 first field is a mask and whose last is the exit status."""
+
+
+def boot_id() -> str:
+    """What tells this start of this machine from others, and from those of other machines."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -120,6 +130,26 @@ def end(
             time.sleep(0.1)
 
 
+def descendants(pid: int) -> list[int]:
+    """Children of a process and theirs, each before its parent."""
+    children: dict[int, list[int]] = {}
+    for other in psutil.pids():  # psutil's `children` raises where /proc hides processes of other users
+        if fields := _stat(other):
+            children.setdefault(int(fields[1]), []).append(other)
+    family = [pid]
+    for member in family:
+        family += children.get(member, [])
+    return family[:0:-1]
+
+
+def name_of(pid: int) -> str:
+    """Name of the program; empty where there is no such process."""
+    try:
+        return psutil.Process(pid).name()
+    except (psutil.Error, OSError):
+        return ""
+
+
 def program_of(words: Sequence[str]) -> str:
     """The name of what a command line runs: the program's own, or with Python that of the script or the module.
 
@@ -143,19 +173,25 @@ def program_of(words: Sequence[str]) -> str:
     return name
 
 
+def programs_of(pids: Sequence[int]) -> list[str]:
+    """`program_of` those processes that live and may be asked."""
+    names = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            names.append(program_of(psutil.Process(pid).cmdline()))
+    return names
+
+
+def is_dsft(pid: int) -> bool:
+    """Whether a process is `dsft train`, `eval` or `launch`; that of another user or one that is gone is not."""
+    return not {*programs_of([pid])}.isdisjoint(LAUNCHERS["dsft"])
+
+
 def is_launcher(words: Sequence[str]) -> bool:
     """Whether a command line is that of a launcher's process."""
     program = program_of(words)
     names = (*itertools.chain(*LAUNCHERS.values()), *filter(None, os.environ.get(VARIABLE, "").split(",")))
     return any(program == name or (program.startswith(f"{name}.") and "." in name) for name in names)
-
-
-def is_dsft(pid: int) -> bool:
-    """Whether a process is `dsft train`, `eval` or `launch`; that of another user or one that is gone is not."""
-    try:
-        return program_of(psutil.Process(pid).cmdline()) in LAUNCHERS["dsft"]
-    except (psutil.Error, OSError):
-        return False
 
 
 def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
@@ -204,28 +240,61 @@ class StartedBy:
     @property
     def programs(self) -> list[str]:
         """Names of the launchers' programs that live, nearest first."""
-        names = []
-        for launcher in self.launchers:
-            with contextlib.suppress(psutil.Error, OSError):
-                names.append(program_of(psutil.Process(launcher.pid).cmdline()))
-        return names
+        return programs_of([launcher.pid for launcher in self.launchers])
 
 
-def name_of(pid: int) -> str:
-    """Name of the program; empty where there is no such process."""
+END_LAUNCHER_SECONDS = 10.0  # between SIGTERM and SIGKILL for a launcher, which may be ending other nodes
+ROOT = Path(__file__).resolve().parent.parent.parent
+GUARD = (
+    f"import sys; sys.path[:0] = {[str(ROOT)]}; sys.path += {[str(Path(psutil.__file__).parent.parent)]}; "
+    "from dsft.watchdog.processes import guard; guard()"
+)
+DONE = b"done"
+
+
+class LaunchGuard:
+    """A process beside `dsft launch` that ends the launcher where the launch is killed: the ranks end by themselves,
+    but a launcher also waits for nodes, or for an ssh.
+
+    Args: `group`: the process group of the launcher; `first_signal`: asks it to end, 0 waits for that; `words`: what
+    it writes to standard error, where `dsft launch` reads that.
+    """
+
+    def __init__(self, group: int, first_signal: int, words: IO[bytes] | None = None):
+        shown = [words.fileno()] if words else []
+        command = [sys.executable, "-S", "-E", "-c", GUARD, *map(str, [group, int(first_signal), *shown])]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=shown, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """The launcher has ended: there is nothing to guard."""
+        self._process.communicate(DONE)
+
+
+def signal_group(group: int, number: int) -> bool:
+    """Send a signal to all processes of a group. Returns whether there is one."""
     try:
-        return psutil.Process(pid).name()
-    except (psutil.Error, OSError):
-        return ""
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process and theirs, each before its parent."""
-    children: dict[int, list[int]] = {}
-    for other in psutil.pids():  # psutil's `children` raises where /proc hides processes of other users
-        if fields := _stat(other):
-            children.setdefault(int(fields[1]), []).append(other)
-    family = [pid]
-    for member in family:
-        family += children.get(member, [])
-    return family[:0:-1]
+def guard() -> None:
+    """Run as a process of its own, with the group on the command line; the end of standard input is the launch's."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.buffer.read() == DONE:
+        return
+    group, first_signal, *shown = map(int, sys.argv[1:])
+    deadline = time.monotonic() + END_LAUNCHER_SECONDS
+    signal_group(group, first_signal)
+    while time.monotonic() < deadline and signal_group(group, 0):
+        ready, _, _ = select.select(shown, [], [], 0.1)
+        if ready and (words := os.read(shown[0], 1 << 16)):
+            with contextlib.suppress(OSError):  # nobody is there to be shown anything
+                os.write(2, words)
+        elif ready:
+            shown = []  # all has been said
+    signal_group(group, signal.SIGKILL)

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from dsft.watchdog.coordinator import Coordinator, Relay
-from dsft.watchdog.launch_link import VARIABLE, connect_to_launcher
 from dsft.watchdog.messages import (
     POLL_SECONDS,
+    VARIABLE,
     Connection,
+    Failure,
     Poller,
+    Report,
     Server,
     connect,
+    connect_to_launcher,
     heartbeat_seconds,
     raise_file_limit,
     say,
 )
 from dsft.watchdog.processes import Process, descendants, end, is_dsft, name_of
-from dsft.watchdog.root_cause import Failure, Report
 
 IMPORT_SECONDS = 60.0  # for a rank to import its libraries, from a slow disk, before it tries to meet the others
 EXIT_SECONDS = 60.0

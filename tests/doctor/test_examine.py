@@ -14,6 +14,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import ROOT, flags
@@ -47,9 +48,8 @@ from dsft.planner.calibration import keep, links_key, speeds_file, speeds_for
 from dsft.planner.step_time import speeds_of
 from dsft.runtime import distributed
 from dsft.runtime.hardware import Machine
-from dsft.runtime.launcher_env import Node, read_hosts
+from dsft.runtime.launcher_env import Node, read_hosts, ssh_problem
 from dsft.runtime.patches import PATCHES, Patch
-from dsft.runtime.ssh import ssh_problem
 from dsft.units import GiB
 
 SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
@@ -196,16 +196,20 @@ def configurations(files: RunFiles, **values: dict[str, str] | None) -> list[Fin
     return list(check_files(files, "n1", nodes(), seen))
 
 
-def broken_off(*args, **options) -> Finding:
-    """Why a command over ssh broke off, as the doctor reports it."""
-    why = ssh_problem(*args, **options)
+def broken_off(node: str, text: str, exit_code: int | None, *, banner: str = "") -> Finding:
+    """Why a command over ssh broke off, as the doctor reports it; `banner` is what the node's port 22 says."""
+    server, client = socket.socketpair()
+    server.sendall(banner.encode())
+    server.close()
+    with mock.patch.object(socket, "create_connection", lambda *_, **__: client):
+        why = ssh_problem(node, text, exit_code)
     return finding(why.code, why.node, why.message, why.fix)
 
 
 def patched(if_changed: str) -> Patch:
     """A patch of other code than is installed."""
     target = "deepspeed.runtime.engine:DeepSpeedEngine.backward"
-    return Patch(target=target, why="it is slow", seen={"0.1.0": "0"}, if_changed=if_changed, test="")
+    return Patch(target=target, why="it is slow", seen={"0.1.0": "0"}, if_changed=if_changed)
 
 
 CASES = {

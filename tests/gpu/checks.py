@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.models.model_folder import weight_bytes_in
-from dsft.runtime.operators import compiler_words
+from dsft.runtime.software import compiler_words
 from gpu import faults, perplexities, trainings
 from gpu.check import Check, Row, Setting, needs_gpu, needs_large_model
 from gpu.trainings import planned_training

@@ -11,8 +11,8 @@ import pytest
 from dsft.launch.environment import accelerator, forwarded, launcher_environment, remote_environment
 from dsft.launch.launchers import build_command, read_launch
 from dsft.launch.supervise import LauncherProcess, launch, resumed
-from dsft.runtime.ssh import ssh_command
-from dsft.watchdog.launch_link import LauncherLink, connect_to_launcher
+from dsft.runtime.launcher_env import ssh_command
+from dsft.watchdog.messages import LauncherLink, connect_to_launcher
 
 PDSH = """#!/bin/bash
 while [ "$1" != -w ]; do shift; done

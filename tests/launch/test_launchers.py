@@ -28,7 +28,7 @@ from dsft.launch.launchers import (
     shown,
 )
 from dsft.launch.supervise import launch, preflight_command, resumed, without_lost
-from dsft.watchdog.launch_link import LauncherLink
+from dsft.watchdog.messages import LauncherLink
 from dsft.watchdog.processes import VARIABLE, descendants, is_dsft, is_launcher, start_time
 
 

@@ -14,7 +14,7 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.runtime import distributed
 from dsft.runtime.distributed import require_agreement
-from dsft.runtime.versions import numeric_versions
+from dsft.runtime.software import numeric_versions
 
 
 def as_host() -> None:

@@ -211,7 +211,7 @@ def main() -> None:
     import peft  # noqa: F401
     import transformers  # noqa: F401
 
-    from dsft.runtime.locks import name_owners_of_operator_locks
+    from dsft.runtime.disk import name_owners_of_operator_locks
 
     name_owners_of_operator_locks()  # else a killed compilation's lock is waited for without end
     torch.set_num_threads(1)

@@ -32,7 +32,6 @@ from dsft.run_setup import resolve
 from dsft.run_setup.arguments import keep_global_batch
 from dsft.run_setup.resolve import TrainingRun, check_start, resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
-from dsft.runtime.locks import RunLock
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(

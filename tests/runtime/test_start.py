@@ -9,7 +9,7 @@ import torch
 from ranks import run_entry
 
 from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
-from dsft.runtime import distributed, preemption
+from dsft.runtime import distributed
 from dsft.runtime.distributed import free_port
 
 FIRST_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -98,21 +98,21 @@ def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, bound
 
 
 def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatch, capfd):
-    monkeypatch.setattr(preemption, "_asked", False)
-    monkeypatch.setattr(preemption, "_is_listening", True)
-    with preemption.signals_save():
+    monkeypatch.setattr(distributed, "_is_asked", False)
+    monkeypatch.setattr(distributed, "_saves_at_ctrl_c", True)
+    with distributed.signals_save():
         os.kill(os.getpid(), signal.SIGINT)
-        assert preemption.is_asked() and capfd.readouterr().err.count("dsft: Ctrl-C: saves and exits") == 1
+        assert distributed.is_asked_to_save() and capfd.readouterr().err.count("dsft: Ctrl-C: saves and exits") == 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_in_a_notebook_ctrl_c_stays_what_it_is(monkeypatch):
-    monkeypatch.setattr(preemption, "_asked", False)
-    monkeypatch.setattr(preemption, "_is_listening", False)
+    monkeypatch.setattr(distributed, "_is_asked", False)
+    monkeypatch.setattr(distributed, "_saves_at_ctrl_c", False)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        with preemption.signals_save(), pytest.raises(KeyboardInterrupt):
+        with distributed.signals_save(), pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

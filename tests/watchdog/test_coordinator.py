@@ -19,8 +19,7 @@ from dsft.watchdog.coordinator import (
     JobState,
     Relay,
 )
-from dsft.watchdog.messages import Connection, Poller, Server, connect, listen, listen_on_node
-from dsft.watchdog.root_cause import Failure
+from dsft.watchdog.messages import Connection, Failure, Poller, Server, connect, listen, listen_on_node
 
 LOST_SECONDS = 60.0
 

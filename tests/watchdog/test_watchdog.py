@@ -21,9 +21,9 @@ from conftest import KERNEL, ROOT
 from dsft.config.options import TrainConfig
 from dsft.runtime import distributed
 from dsft.watchdog import client, messages
-from dsft.watchdog.messages import LARGEST_BYTES, MOST_STRANGERS, Connection, Server, connect, listen
+from dsft.watchdog.coordinator import first_cause
+from dsft.watchdog.messages import LARGEST_BYTES, MOST_STRANGERS, Connection, Failure, Report, Server, connect, listen
 from dsft.watchdog.processes import Process, descendants, end, start_time
-from dsft.watchdog.root_cause import Failure, Report, first_cause
 
 FAULTS = (
     "none",
