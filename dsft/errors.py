@@ -1,6 +1,5 @@
-"""User errors: collected, reported once, exit code 2.
+"""User errors. A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together.
 
-A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together.
 `ends_with_clear_errors` wraps an entry point: rank 0 prints the problems without a traceback and every rank ends with
 exit code 2. It does not catch our own bugs: those keep their traceback and Python's exit code 1.
 """
@@ -17,20 +16,10 @@ from collections.abc import Callable, Iterable
 
 from dsft.units import in_columns
 
-EXIT_USER_ERROR = 2
-EXIT_STOPPED = 3
-"""Training stopped itself, for example at a NaN loss; what was saved before is intact."""
-EXIT_UNSAVED = 4
-"""Training went to its end, but the final model or a checkpoint on the way could not be saved."""
-EXIT_NOT_STARTED = 5
-"""The rendezvous of the ranks timed out (`start_timeout`); nothing was begun."""
-EXIT_REQUEUE = 75
-"""Training saved and ended since it was asked to (SIGUSR1); the same command resumes it (EX_TEMPFAIL of sysexits.h)."""
-EXIT_INTERRUPTED = 130
-"""Ctrl-C: 128 and the number of the signal, as shells have it."""
-
-RANK_0_SECONDS = 5
-"""A launcher kills all ranks as soon as one has ended: the others give rank 0 so long to print the message first."""
+EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_NOT_STARTED = 2, 3, 4, 5
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the same command resumes
+EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
+RANK_0_SECONDS = 5  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
 
 
 class UserError(ValueError):
@@ -50,7 +39,7 @@ class TrainingStopped(RuntimeError):
 
 
 class Requeue(TrainingStopped):
-    """Training was asked to stop and has saved; the message has the way to resume."""
+    """Training was asked to stop (SIGUSR1) and has saved; the message has the way to resume."""
 
 
 class Unsaved(TrainingStopped):
@@ -58,7 +47,7 @@ class Unsaved(TrainingStopped):
 
 
 class NotStarted(RuntimeError):
-    """The rendezvous timed out; the message names the rank, and what to look at."""
+    """The rendezvous timed out (`start_timeout`); the message names the rank, and what to look at."""
 
 
 EXIT_CODES = {
@@ -97,36 +86,28 @@ def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list
     return [problem for problem in problems if not re.search(rf"(?<!\w)(?:{words})(?!\w)", problem)]
 
 
-NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""Of an OSError whose path no file can have, whatever was to be done with it: the user's to change."""
-
 _exit_hooks: list[Callable[[int, list[str]], bool]] = []
 
 
 def on_exit(hook: Callable[[int, list[str]], bool]) -> None:
-    """Call `hook(exit code, lines of the message)` before a rank ends with an error of this module. It returns whether
-    it will print them, unless rank 0 does.
-    """
+    """Call `hook(exit code, lines)` before a rank ends with an error; it returns whether it will print the lines."""
     if hook not in _exit_hooks:
         _exit_hooks.append(hook)
 
 
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorate an entry point, so that an error of this module, or Ctrl-C, is one message on rank 0 and one exit code
-    everywhere.
-    """
+    """Decorate an entry point: an error of this module, or Ctrl-C, is one message on rank 0, one exit code on all."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
         try:
             if sys.platform != "linux":  # /proc, fork, NCCL
-                raise UserError(
-                    [f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"]
-                )
+                text = f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"
+                raise UserError(text)
             try:
                 return main(*args, **kwargs)
             except OSError as error:
-                if error.errno not in NO_PATH:
+                if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):  # a path that no file can have
                     raise
                 raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
         except tuple(EXIT_CODES) as error:

@@ -19,25 +19,18 @@ BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit as users may write it -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
-TOKEN_UNITS = {"k": 1024, "m": 1024**2}
-IGNORED = -100
-"""The label of a token that is not trained or scored, as transformers has it."""
-PADDED_MULTIPLE = 8
-"""Rows are padded to a multiple of this: what matrix units like."""
+IGNORED = -100  # the label of a token that is not trained or scored, as transformers has it
+PADDED_MULTIPLE = 8  # rows are padded to a multiple of this: what matrix units like
 
 
 @dataclass(frozen=True)
 class Batch:
     """How the sequences of one optimizer step are shared."""
 
-    micro: int
-    """Sequences of one forward on one rank, or on the ranks that share them."""
-    accumulation: int
-    """Micro batches of one optimizer step."""
-    ranks: int
-    """All of the training."""
-    sequence_parallel: int = 1
-    """Ranks that share each micro batch."""
+    micro: int  # sequences of one forward on one rank, or on the ranks that share them
+    accumulation: int  # micro batches of one optimizer step
+    ranks: int  # all of the training
+    sequence_parallel: int = 1  # ranks that share each micro batch
 
     @property
     def sequences(self) -> int:
@@ -58,7 +51,8 @@ def token_counts(text: str) -> list[int]:
     """
     numbers = set()
     for word in text.replace(" ", "").split(","):
-        digits, factor = (word[:-1], TOKEN_UNITS[word[-1:].lower()]) if word[-1:].lower() in TOKEN_UNITS else (word, 1)
+        factor = {"k": 1024, "m": 1024**2}.get(word[-1:].lower(), 1)
+        digits = word if factor == 1 else word[:-1]
         if not (digits.isascii() and digits.isdigit()):
             raise ValueError(f"{word!r} is no number of tokens")
         numbers.add(int(digits) * factor)
@@ -71,11 +65,8 @@ def in_gib(num_bytes: float) -> str:
 
 
 def in_columns(text: str, *, is_terminal: bool, is_command: bool = False) -> str:
-    """Break lines between words where a terminal is too narrow for them. In a file they stay whole, so that paths and
-    commands can be searched for.
-
-    Args:
-        is_command: a shell takes the lines as one.
+    """Break lines between words where a terminal is too narrow for them; of a command, so that a shell takes them as
+    one. In a file they stay whole, so that paths and commands can be searched for.
     """
     if not is_terminal or (is_command and "'" in text):  # inside of quotes a backslash would not go on
         return text

@@ -92,16 +92,31 @@ def run_entry(
     is the first of a rank that is not 0, and `codes` gets all of them. For what an entry does after its start: tests of
     the start itself take the `run` fixture.
     """
+    with started_entry(module, words, world=world, folder=folder, **environment) as wait:
+        result, of_ranks = wait()
+    if codes is not None:
+        codes += of_ranks
+    return result
+
+
+@contextmanager
+def started_entry(
+    module: str, words: list, *, world: int = 1, folder: Path = Path(), **environment: str
+) -> Iterator[Callable[[], tuple[subprocess.CompletedProcess, list[int]]]]:
+    """`run_entry` inside a `with`, beside others; gives a function that waits for the result and the exit codes."""
     with tempfile.TemporaryDirectory() as printed:
         out, err = Path(printed, "out"), Path(printed, "err")
         work = [functools.partial(_entry, module, [str(word) for word in words], folder)] * world
         with _forked(work, out=out, err=err, environment=dict(os.environ) | environment) as ranks:
-            for rank in ranks:
-                rank.join(SECONDS)
-            if codes is not None:
-                codes += [rank.exitcode for rank in ranks]
-        code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
-        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+            def wait() -> tuple[subprocess.CompletedProcess, list[int]]:
+                for rank in ranks:
+                    rank.join(SECONDS)
+                codes = [rank.exitcode for rank in ranks]
+                code = next(filter(None, codes), 0)
+                return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text()), codes
+
+            yield wait
 
 
 @contextmanager

@@ -33,9 +33,7 @@ def say(line: str) -> None:
 
 
 def set_up_screen() -> None:
-    """Let rank 0 show warnings, and on a terminal progress bars; the other ranks show only errors. Entry points call
-    it, no import does.
-    """
+    """Let rank 0 show warnings, and on a terminal progress bars; the other ranks show only errors."""
     import datasets
     import transformers
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
@@ -63,18 +61,14 @@ def bars_are_seen() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
-class _Lines:
-    """Takes what a progress bar draws, and writes it to standard error as lines."""
-
+class _Lines:  # in the place of the screen, for a progress bar
     def write(self, text: str) -> None:
         if line := text.strip():
             print(line, file=sys.stderr, flush=True)
 
 
 def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
-    """Make a bar of tqdm that vanishes at its end; where none would be seen, a line each minute says how far the work
-    is.
-    """
+    """Make a bar of tqdm that vanishes at its end; where none would be seen, a line each minute shows progress."""
     from tqdm.auto import tqdm
 
     if not bars_are_seen():
@@ -94,9 +88,8 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table where the terminal is wide enough for it, else a short text for each row.
-
-    In a file or a pipe nothing is cut off or broken over lines, so that paths and commands stay in one piece.
+    """Print a table where the terminal is wide enough for it, else a short text for each row. In a file or a pipe
+    nothing is broken over lines, so that paths and commands stay in one piece.
     """
     from rich.console import Console
 

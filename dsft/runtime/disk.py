@@ -62,16 +62,15 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
         problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
 
 
-CPU_BUFFER = "deepspeed_allreduce_buffer_"
-"""How DeepSpeed names its buffers in /dev/shm (deepspeed/ops/csrc/cpu/comm/shm.cpp), 66 MiB of memory for each rank."""
+CPU_BUFFER = "deepspeed_allreduce_buffer_"  # in /dev/shm, 66 MiB a rank (deepspeed/ops/csrc/cpu/comm/shm.cpp)
 ENV_FILE = "dsft-env-"  # how the names of files of variables in /tmp begin
 
 
 def remove_leftovers() -> None:
     """Remove this user's files of dead jobs. Never raises: it is no part of the job that calls it.
 
-    A file goes only where the kernel proves that no process has it open or mapped: it grants a write lease on no other
-    (fcntl(2), F_SETLEASE). That holds across containers that share a folder, where process ids prove nothing.
+    A file goes only where the kernel grants a write lease (fcntl(2), F_SETLEASE): no process has it open or mapped, in
+    no container either, where process ids prove nothing.
     """
     for folder, begin in (("/dev/shm", CPU_BUFFER), (tempfile.gettempdir(), ENV_FILE)):
         for file in Path(folder).glob(f"{begin}*"):
@@ -92,15 +91,11 @@ LOCK = ".lock"  # name of a run's lock in its folder
 BEAT_SECONDS = 5.0  # between two heartbeats of an owner
 STALE_SECONDS = 30.0  # a run elsewhere that gave no heartbeat for so long is taken for dead
 SILENT_OWNER_SECONDS = 120.0  # the same of a compilation elsewhere
-OLD_SECONDS = 300
-"""An operator's lock without a name is taken for left behind: torch's own gives no heartbeat, and a compilation takes a
-minute or two."""
+OLD_SECONDS = 300  # so old an operator's lock without a name is left behind: torch's gives no heartbeat
 SILENT_SECONDS = 10.0  # of waiting or compiling before a line says so
-LOOK_SECONDS = 1.0
-"""Between two looks at an operator's lock: one that its owner has just closed to remove it is not there at the second.
-"""
+LOOK_SECONDS = 1.0  # between two looks at an operator's lock, which its owner may just be closing
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay")
-"""File systems of one machine: who holds a lock there runs here."""
+"""Of one machine: who holds a lock there runs here."""
 
 
 @dataclass(frozen=True)
@@ -194,9 +189,7 @@ def _modified(file: Path) -> float:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a living run holds `folder`, as far as can be told without waiting: one on another machine may have been
-    killed less than STALE_SECONDS ago.
-    """
+    """Whether a living run holds `folder`; one on another machine may have been killed less than STALE_SECONDS ago."""
     file = folder / LOCK
     if (owner := owner_of(file)) and owner.is_here():
         return owner.is_alive()
@@ -235,10 +228,8 @@ class RunLock(HeldFile):
             while not self.create():
                 owner, beat, lives = owner_of(self.path), _modified(self.path), is_held(folder)
                 if lives and not (owner and owner.is_here()):
-                    say(
-                        f"{self.path} is of a run on another machine; waiting up to {STALE_SECONDS:.0f} s for its"
-                        " heartbeat"
-                    )
+                    waiting = f"waiting up to {STALE_SECONDS:.0f} s for its heartbeat"
+                    say(f"{self.path} is of a run on another machine; {waiting}")
                     until = time.monotonic() + STALE_SECONDS
                     while time.monotonic() < until and _modified(self.path) == beat:
                         time.sleep(0.2)
@@ -312,8 +303,8 @@ class OperatorLock(HeldFile):
         return True
 
     def take_over(self, lock: tuple[int, Owner | float], reason: str) -> bool:
-        """Replace a lock that was left behind, unless another process was faster. There is no moment without a lock,
-        which other waiting processes would take for the end of the build.
+        """Replace a lock that was left behind, unless another process was faster. At no moment is there no lock, which
+        others would take for the end of the build.
         """
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:

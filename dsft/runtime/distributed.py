@@ -69,9 +69,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         output_dir: of the run, which tells its ranks from those of another job at the same port.
 
     Raises:
-        UserError: where a launcher set only some of its variables, and others cannot be derived (launcher_env.py); or
-            the port is busy, or another job meets there.
-        NotStarted: where other ranks do not come.
+        UserError: a launcher set only some of its variables, the port is busy, or another job meets there.
+        NotStarted: other ranks do not come.
     """
     global _timeout_seconds
     import torch
@@ -136,9 +135,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
 
 
 def extend_timeouts() -> None:
-    """Set the limit of a collective in every process group that there is now.
-
-    Libraries make groups of their own (DeepSpeed for ZeRO and hpZ), and torch gives these its default: 600 s with NCCL.
+    """Set the limit of a collective in every process group that there is now: torch gives those that libraries make
+    (DeepSpeed for ZeRO and hpZ) its default, 600 s with NCCL.
     """
     import torch.distributed as dist
 
@@ -148,17 +146,14 @@ def extend_timeouts() -> None:
 
 
 def _several_ranks() -> Any:
-    """Return the module torch.distributed where this process is in a group of several ranks, else None."""
     import torch.distributed as dist
 
     return dist if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def stop_ranks() -> None:
-    """Leave the process group in order; a rank that a launcher started then ends its process here, with exit code 0.
-
-    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one that wants the interpreter's
-    lock aborts the process now and then ("terminate called without an active exception"), after all work is done.
+    """Leave the process group in order; a rank that a launcher started then ends its process here, with exit code 0:
+    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one of them may abort the process.
     """
     import torch.distributed as dist
 
@@ -177,9 +172,7 @@ def stop_ranks() -> None:
 
 @functools.cache
 def stop_at_exit() -> None:
-    """Let this program stop its ranks where it comes to its end, so with exit code 0; not where an error ends it, or
-    `sys.exit` with another code.
-    """
+    """Let this program stop its ranks where it ends with exit code 0; not after an error or another `sys.exit`."""
     leave, codes = sys.exit, []
 
     def exit_with(code: Any = None) -> None:
@@ -196,9 +189,8 @@ def stop_at_exit() -> None:
 
 
 def raise_together(problems: list[str]) -> None:
-    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped. Collective.
-
-    A problem that not all ranks have is named with the first host and rank that has it.
+    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped; one that not all
+    have comes with the first host and rank that has it. Collective.
     """
     ranks, places = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)]), {}
     for place, problems_there in ranks:
@@ -223,10 +215,8 @@ def wait_for_all() -> None:
 
 
 def wait_long(name: str) -> None:
-    """Continue when every rank is here, however long the others take: outside of any collective, whose timeout would
-    end the job, and with heartbeats to the watchdog.
-
-    Every rank calls it as often as the others with the same `name`.
+    """Continue when every rank is here, however long the others take, with heartbeats to the watchdog: outside of any
+    collective, whose timeout would end the job. Every rank calls it as often as the others with the same `name`.
     """
     if (dist := _several_ranks()) is None:
         return
@@ -271,9 +261,8 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def only_run_in(output_dir: str | None) -> Iterator[bool]:
-    """Hold the lock of `output_dir` inside a `with`. A folder that cannot be written is left to the checks. Collective.
-
-    Gives whether the run before this one was killed: it left its lock.
+    """Hold the lock of `output_dir` inside a `with`; gives whether the run before this one was killed: it left its
+    lock. A folder that cannot be written is left to the checks. Collective.
 
     Raises:
         UserError: on every rank, where another run is alive there.
@@ -304,18 +293,16 @@ def device() -> "torch.device":
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
-def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
-    """Sum element by element over all ranks; the result is on the CPU. Collective."""
-    if dist := _several_ranks():
-        values = values.to(device())
-        dist.all_reduce(values)
-    return values.cpu()
-
-
 def add_over_ranks(values: "torch.Tensor") -> None:
     """Sum element by element over all ranks, in place, without waiting for a GPU. Collective."""
     if dist := _several_ranks():
         dist.all_reduce(values)
+
+
+def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
+    """Sum element by element over all ranks; the result is on the CPU. Collective."""
+    add_over_ranks(values := values.to(device()) if _several_ranks() else values)
+    return values.cpu()
 
 
 def max_over_ranks(value: float) -> float:
@@ -324,8 +311,7 @@ def max_over_ranks(value: float) -> float:
 
 
 def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
-    """Compare this rank's job with that of the store, and take this rank's place in it. A job is known by its
-    launcher's id, where there is one, else by its folder.
+    """Take this rank's place in the job of the store, which is known by its launcher's id, else by its folder.
 
     Raises:
         UserError: it is another job's, or another process has that place.
@@ -339,16 +325,13 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
     other = json.loads(there)
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     remedy = "start the second one with another --master_port (`dsft launch` takes a port of its own)"
+    this = f"rank {rank} on {socket.gethostname()}"
     if other["job"] != job:
-        raise UserError(
-            f"rank {rank} on {socket.gethostname()} found another job at {where}: that is {other['job']}, this is"
-            f" {job}; {remedy}. Or the options of the nodes differ"
-        )
+        both = f"that is {other['job']}, this is {job}"
+        raise UserError(f"{this} found another job at {where}: {both}; {remedy}. Or the options of the nodes differ")
     if store.add(f"{key}/{other['number']}/{rank}", 1) > 1 or (rank == 0 and there != mine):
-        raise UserError(
-            f"rank {rank} on {socket.gethostname()}: another process is rank {rank} already at {where}, of the same"
-            f" {job}; was the command given twice? Else {remedy}"
-        )
+        place = f"another process is rank {rank} already at {where}, of the same {job}"
+        raise UserError(f"{this}: {place}; was the command given twice? Else {remedy}")
 
 
 _is_asked, _saves_at_ctrl_c = False, False
@@ -397,9 +380,7 @@ ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
 
 
 def set_library_variables() -> bool:
-    """Set what torch and DeepSpeed read at their start: the accelerator, threads, the path to ninja. Returns whether
-    the number of threads is dsft's.
-    """
+    """Set what torch and DeepSpeed read at their start. Returns whether the number of threads is dsft's."""
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
         # used together. The older name would win over the user's newer one.
@@ -425,7 +406,7 @@ def set_library_variables() -> bool:
 
 def use_bound_cores(*, chooses_threads: bool) -> None:
     """Give a rank that its launcher tied to some of the node's cores (mpirun, srun) as many threads as its part of all:
-    its own divided once more would lie idle; unless the environment says how many. Collective.
+    of its own, divided again, most would lie idle. Collective.
     """
     host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
     of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
@@ -452,10 +433,7 @@ NOT_SET = "not set"
 
 def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
     """Compare options (by name, as this rank has read them), code and libraries, right after the ranks have met; name
-    libraries that were never tested. Collective.
-
-    Raises:
-        UserError: on every rank, as `require_agreement`.
+    libraries that were never tested. Raises as `require_agreement`. Collective.
     """
     if any(from_all([bool(problems)])):  # of reading the options: they are the cause, and are raised with others later
         return

@@ -187,9 +187,9 @@ def require_seen_gpus() -> None:
         return
     import torch
 
-    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     build = next(
-        (f"is built for {name} {version}" for name, version in kinds.items() if version), "is a build for CPUs"
+        (f"is built for {name} {version}" for name, version in built.items() if version), "is a build for CPUs"
     )
     driver = "CUDA version that nvidia-smi" if files == GPU_FILES else "ROCm version that amd-smi"
     raise UserError(
@@ -257,12 +257,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 def keep_freed_memory(*, keeps: bool) -> None:
     """Has glibc keep freed tensors for the next step, or give each back to the system as soon as it is freed.
 
-    Kept, they save the system clearing and giving again: 50 MB of each step of 8 million parameters in fp32, 3.5 % of
-    its time; the peak stays the same. But ranks on a CPU then hold tens of percent beyond their plan. Given back, a
-    step of 9 million parameters took 1.2 to 1.65 times as long.
+    Kept, they save the system clearing and giving again: 3.5 % of a step of 8 million parameters in fp32. But ranks on
+    a CPU then hold tens of percent beyond their plan. Given back, a step of 9 million took 1.2 to 1.65 times as long.
 
-    The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it; so it holds
-    whatever started the process. Without effect on another C library.
+    The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it. Without effect
+    on another C library.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, variable, num_bytes in (
@@ -279,10 +278,8 @@ COMMUNICATOR_BYTES = int(1.1 * GiB)  # NCCL's buffers for one communicator, on o
 
 
 def ask_gpu(gpu: int) -> tuple[int, int]:
-    """(bytes of a GPU that other programs leave, all its bytes).
-
-    What this process takes by asking, and by the communicator in which ranks have met, is left: plans count it. So is
-    what torch keeps of tensors that are gone.
+    """(bytes of a GPU that other programs leave, all its bytes). What this process takes by asking, and by the
+    communicator in which ranks have met, counts as left, since plans have it; so does what torch keeps of old tensors.
     """
     import torch
     import torch.distributed as dist
@@ -298,11 +295,9 @@ FREED_WITHIN_SECONDS, UNCHANGED_SECONDS = 180.0, 60.0
 
 
 def wait_for_freed_gpu() -> float:
-    """Wait until the processes of a killed run have given back the memory of this rank's GPU, on which a plan would not
-    count; returns the seconds that it took.
-
-    Ends where the memory is free, where nobody gave any back for UNCHANGED_SECONDS (it is another program's then), and
-    after FREED_WITHIN_SECONDS.
+    """Wait until the processes of a killed run have given back the memory of this rank's GPU, at most so long
+    (FREED_WITHIN_SECONDS), and until nobody gave any back for UNCHANGED_SECONDS: it is another program's then. Returns
+    the seconds that it took.
     """
     if not has_gpu():
         return 0.0
@@ -358,61 +353,50 @@ def peak_memory_bytes() -> dict[str, int]:
 SYSFS = Path("/sys/class")
 
 
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""From a GPU to a network card, nearest first, as `nvidia-smi topo -m` has them."""
+
+
 def read_interconnect() -> str:
     """How the GPUs of a node and its network are connected, as `--interconnect` takes it: "nvlink+8xib400",
     "pcie+eth25", "nvlink" ... What cannot be read is left out, and then assumed by the planner (planner/step_time.py).
     """
     try:
-        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+        matrix = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
-        links = ""
-    links, visible = re.sub(r"\x1b\[\d*m", "", links), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    between = links_between_all(links, visible) if links else ""
-    return "+".join(filter(None, [between, read_network(nearest=nearest_cards(links, visible))]))
+        matrix = ""
+    links, nearest = read_topology(re.sub(r"\x1b\[\d*m", "", matrix), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return "+".join(filter(None, [links if matrix else "", read_network(nearest=nearest)]))
 
 
-def _rows_of_gpus(matrix: str, visible: str) -> list[tuple[int, list[str]]]:
-    """The number and the cells of each GPU in the matrix of `nvidia-smi topo -m`: of those whose numbers are in
-    `visible`, as CUDA_VISIBLE_DEVICES has them; of all where it has something else.
+def read_topology(matrix: str, visible: str = "") -> tuple[str, set[str]]:
+    """Read the matrix of `nvidia-smi topo -m`, of the GPUs whose numbers are in `visible`, as CUDA_VISIBLE_DEVICES has
+    them; of all where it has something else. Returns:
+
+    - what joins each with every other. Bridges that join pairs of more GPUs count as PCIe, over which a collective goes
+      as well;
+    - the cards to which some GPU has no nearer one: NCCL takes these (src/graph/topo.cc, ncclTopoGetLocal). A DGX has
+      others for its storage, at the processors.
     """
     rows = [line.split()[1:] for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
     numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
-    count = [number for number in numbers if number < len(rows)] or range(len(rows))
-    return [(number, rows[number]) for number in count]
-
-
-def links_between_all(matrix: str, visible: str = "") -> str:
-    """Return what joins every GPU of a node with every other, by the matrix of `nvidia-smi topo -m`.
-
-    Bridges that join pairs of more GPUs count as PCIe, over which a collective goes as well.
-    """
-    rows = _rows_of_gpus(matrix, visible)
-    others = [cells[other] for number, cells in rows for other, _ in rows if other != number]
-    return "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
-
-
-DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""From a GPU to a network card, nearest first, as `nvidia-smi topo -m` has them."""
-
-
-def nearest_cards(matrix: str, visible: str = "") -> set[str]:
-    """Return the cards to which some GPU of a node has no nearer one, by the matrix of `nvidia-smi topo -m`: NCCL takes
-    these (src/graph/topo.cc, ncclTopoGetLocal). A DGX has others for its storage, at the processors.
-    """
+    counted = [number for number in numbers if number < len(rows)] or range(len(rows))
+    others = [rows[number][other] for number in counted for other in counted if other != number]
+    links = "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
     header = next((line.split() for line in matrix.splitlines() if re.match(r"\s+GPU0\b", line)), [])
     names, nearest = dict(re.findall(r"^\s*(NIC\d+): (\S+)", matrix, re.MULTILINE)), set()
-    for _, cells in _rows_of_gpus(matrix, visible):
-        cards = {names.get(name, name): cell for name, cell in zip(header, cells, strict=False) if cell in DISTANCES}
-        cards = {name: DISTANCES.index(cell) for name, cell in cards.items() if not name.startswith("GPU")}
-        nearest |= {name for name, distance in cards.items() if distance == min(cards.values())}
-    return nearest
+    for number in counted:
+        cells = zip(header, rows[number], strict=False)
+        cards = {name: DISTANCES.index(cell) for name, cell in cells if cell in DISTANCES and name[:3] != "GPU"}
+        nearest |= {names.get(name, name) for name, distance in cards.items() if distance == min(cards.values())}
+    return links, nearest
 
 
 def read_network(sysfs: Path = SYSFS, *, nearest: Collection[str] = ()) -> str:
     """Return the cards that carry a node's traffic to others, with their Gbit/s: the fastest InfiniBand or RoCE ports
     of those that NCCL_IB_HCA names, and of these the `nearest` to the GPUs, where they are known; without any, the
-    fastest network interface, one. Empty where no rate can be read: many virtual machines tell none. The kernel
-    documents both in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net.
+    fastest network interface. Empty where no rate can be read, as in many virtual machines. The kernel documents both
+    in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net.
     """
     # "mlx5_0,mlx5_1:1": cards, or what their names begin with, and ports; "=" whole names, "^" all but these.
     sign, named = re.fullmatch(r"(\^?=?)(.*)", os.environ.get("NCCL_IB_HCA", "")).groups()
@@ -454,11 +438,7 @@ def _read(path: Path) -> str:
 
 
 def require_kernels(gpu: int) -> None:
-    """Refuse a GPU for which this torch was not built: its first kernel would end with a traceback.
-
-    Raises:
-        UserError: with the card and what torch has.
-    """
+    """Refuse a GPU for which this torch was not built: its first kernel would end with a traceback (UserError)."""
     import torch
 
     names = torch.cuda.get_arch_list() if torch.version.cuda else []

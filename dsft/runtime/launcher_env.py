@@ -24,18 +24,13 @@ import psutil
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
 from dsft.runtime.software import code_folder
 
-LAUNCH = "DSFT_LAUNCH"
-"""Variable with an id of a `dsft launch`: its restarts tell their own run from the one that `overwrite` replaces."""
-
-JOB = "DSFT_JOB"
-"""Variable with the job's id, the same on all nodes: no rank takes a place in another job that meets at its port."""
-
-WORDS = "DSFT_WORDS"
-"""Variable with the digest of the words that a `dsft launch` has read, for its ranks to compare with theirs."""
-
-CHECKS_ALONE = "DSFT_CHECKS_ALONE"
-"""Variable with which `dsft launch` starts rank 0's entry alone, before any rank: it checks what needs no other, and
-exits."""
+# Variables that `dsft launch` sets.
+LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
+JOB = "DSFT_JOB"  # the job's id, the same on all nodes: no rank takes a place in another job that meets at its port
+WORDS = "DSFT_WORDS"  # the digest of the words that the launch has read, for its ranks to compare with theirs
+CHECKS_ALONE = (
+    "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone, before any rank: it checks what needs no other, and exits
+)
 
 MPI_NAMES = {
     "OpenMPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -56,7 +51,6 @@ LEAST = {
     **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
 }
 """Variable that must be a whole number, where it is set -> the least it can be."""
-ACCELERATORS = ("cuda", "cpu")  # what DS_ACCELERATOR may ask for
 
 
 def world_size() -> int:
@@ -70,22 +64,16 @@ def rank() -> int:
 
 
 def ranks_per_node() -> int:
-    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
-
-    LOCAL_SIZE first: accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
-    """
+    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE."""
+    # accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
 
 
 def check_environment(given: Mapping[str, str]) -> None:
-    """Check the variables that are read as numbers or names, before anything reads them.
-
-    Raises:
-        UserError: naming each that is none.
-    """
+    """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
+    remedy = "unset it, or start dsft through a launcher, which sets it"
     problems = [
-        f"{name}={given[name]} in the environment: must be a whole number from {least} on; unset it, or start dsft"
-        " through a launcher, which sets it"
+        f"{name}={given[name]} in the environment: must be a whole number from {least} on; {remedy}"
         for name, least in LEAST.items()
         if name in given and not (re.fullmatch(r"[0-9]+", given[name].strip()) and int(given[name]) >= least)
     ]
@@ -93,12 +81,9 @@ def check_environment(given: Mapping[str, str]) -> None:
         problems.append(
             f"RANK={given['RANK']} in the environment, but WORLD_SIZE={given['WORLD_SIZE']}: ranks are counted from 0"
         )
-    accelerator = given.get("DS_ACCELERATOR", "cpu")
-    if accelerator not in ACCELERATORS:
-        problems.append(
-            f"DS_ACCELERATOR={accelerator} in the environment: must be {' or '.join(ACCELERATORS)}; unset it to take"
-            " the GPUs there are"
-        )
+    if (accelerator := given.get("DS_ACCELERATOR", "cpu")) not in ("cuda", "cpu"):
+        remedy = "unset it to take the GPUs there are"
+        problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu; {remedy}")
     raise_if_any(problems)
 
 
@@ -108,10 +93,8 @@ def digest_of_words(words: list[str]) -> str:
 
 
 def check_words(words: list[str]) -> None:
-    """Compare this rank's words with those that its `dsft launch` has read.
-
-    Raises:
-        UserError: they differ; a shell or a launcher on the way has understood some of them.
+    """Compare this rank's words with those that its `dsft launch` has read: a shell or a launcher on the way may have
+    understood some of them (UserError).
     """
     expected = os.environ.pop(WORDS, None)  # what a rank starts has words of its own
     # DeepSpeed's launcher adds the local rank.
@@ -125,9 +108,7 @@ def check_words(words: list[str]) -> None:
 
 
 def unset_single_process_env() -> None:
-    """Remove the variables of a single process: a notebook that trained leaves them to the commands it starts, and its
-    process group has the port.
-    """
+    """Remove the variables of a single process, which a notebook that trained leaves to the commands it starts."""
     # A pod alone in its job has no LOCAL_RANK, and needs the others.
     if os.environ.get("WORLD_SIZE") == "1" and "LOCAL_RANK" in os.environ:
         for name in (*SINGLE_PROCESS_ENV, "MASTER_PORT"):
@@ -135,8 +116,7 @@ def unset_single_process_env() -> None:
 
 
 def map_launcher_variables() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT where only MPI's or SLURM's own are
-    there. Safe to call again.
+    """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again.
 
     Raises:
         UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
@@ -153,9 +133,7 @@ def map_launcher_variables() -> None:
 
 
 def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Derive the variables of this process from those in `given`; empty where RANK is there already or the process is
-    the only one.
-    """
+    """Derive the variables of this process from `given` ones; none where RANK is there or it is the only process."""
     if "RANK" in given:
         return {}
     # MPI goes before SLURM: mpirun inside a SLURM allocation starts its processes through srun, whose variables are
@@ -185,9 +163,7 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def port_of_job(number: int) -> int:
-    """A port for the rendezvous of nodes that cannot ask each other for a free one: by the job's number, so that two
-    jobs seldom have one in common.
-    """
+    """A port for nodes that cannot ask each other for a free one; two jobs seldom have one in common."""
     return 20_000 + number % 10_000
 
 
@@ -202,18 +178,14 @@ def free_port() -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: node-0 of `node-[0-3,7],login`. Needs no scontrol, which a container may
-    lack.
-    """
+    """The first name of a SLURM node list: node-0 of `node-[0-3,7],login`. A container may lack scontrol."""
     return re.sub(r"\[([^],-]+)[^]]*]", r"\1", nodes).split(",")[0]
 
 
 def choose_interface() -> None:
     """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, where ranks run on
-    several nodes and the user has not set them. Never the loopback one, also where MASTER_ADDR is this machine.
-
-    gloo would take the address of the host's own name, which Debian's installer writes as 127.0.1.1 into /etc/hosts:
-    other nodes cannot connect to that.
+    several nodes and the user has not set them. Never the loopback one, which gloo takes where /etc/hosts has the
+    host's own name at 127.0.1.1, as Debian's installer writes it.
     """
     if world_size() <= ranks_per_node() or all(name in os.environ for name in INTERFACE_VARIABLES):
         return
@@ -245,9 +217,7 @@ def _reachable_addresses() -> dict[str, str]:
 
 
 def outgoing_address(destination: str) -> str | None:
-    """This machine's own address on the way to `destination`, as the kernel routes it (no packet is sent); None without
-    a way there.
-    """
+    """This machine's address on the way to `destination` (no packet is sent); None without a way there."""
     try:
         targets = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -260,9 +230,7 @@ def outgoing_address(destination: str) -> str | None:
 
 
 def own_addresses(names: Iterable[str]) -> list[str]:
-    """The addresses of this machine at which the machines `names` reach it, also where its own name is 127.0.1.1; the
-    loopback address where there is no network.
-    """
+    """The addresses of this machine at which machines of these names reach it; without a network the loopback one."""
     towards = dict.fromkeys(address for name in names if (address := outgoing_address(name)))
     # Also those that no interface of psutil's has (eth0:1). ssh may know names that do not resolve here.
     return [address for address in towards if _is_reachable(address)] or [*_reachable_addresses()] or [LOOPBACK]
@@ -286,8 +254,7 @@ def read_hosts(
     """The nodes that `deepspeed --hostfile HOSTFILE` with these options starts ranks on, the first (rank 0's) first.
 
     Raises:
-        UserError: for a missing or malformed file, a filter that names a host or slot that is not there, or options
-            that exclude each other.
+        UserError: a missing or malformed file, a filter for a host or slot that is not there, exclusive options.
     """
     if not Path(hostfile).is_file():
         here = f"seen from {os.getcwd()}"
@@ -311,10 +278,9 @@ def read_hosts(
     finally:
         runner.logger.disabled = False
     active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
-    nodes = [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items() if slots]
-    if not nodes:
+    if not any(active.values()):
         raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")
-    return nodes
+    return [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items() if slots]
 
 
 def port_owner(port: int) -> str:
@@ -405,10 +371,8 @@ class SshProblem:
 
 
 def ssh_problem(node: str, text: str, exit_code: int | None) -> SshProblem:
-    """Why a command on a node broke off, from the last words of ssh, the shell or Python; and, where ssh got no answer
-    in time, from whether its server says anything in one small packet.
-    """
-    if "timed out" in text:
+    """Why a command on a node broke off, from the last words of ssh, the shell or Python."""
+    if "timed out" in text:  # does its server say anything in one small packet?
         banner = ""
         with contextlib.suppress(OSError), socket.create_connection((node, 22), timeout=3) as connection:
             connection.settimeout(3)

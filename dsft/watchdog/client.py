@@ -1,12 +1,11 @@
 """What a rank reports to the sidecar beside it: its phase, its progress, its errors, and that it exits in order.
+Without a launcher all of this does nothing.
 
     watchdog.start(config)                  before the process group, where a launcher started this process
     watchdog.connect(endpoints)             after it, with the `endpoint()` of every rank: the sidecars meet
     with watchdog.phase("saving"): ...
     watchdog.heartbeat(step)                at each step
     watchdog.close()                        at the end
-
-Without a launcher all of them do nothing.
 """
 
 import contextlib
@@ -61,8 +60,6 @@ class Endpoint(NamedTuple):
 
 @dataclasses.dataclass
 class _Client:
-    """This rank's end of the connection to its sidecar."""
-
     timeouts: Any
     sidecar: Connection
     endpoint: Endpoint | None = None
@@ -76,9 +73,7 @@ current_phase = "starting"  # of this rank, also without a sidecar
 
 
 def start(timeouts: Any) -> None:
-    """Start the sidecar of this rank, with the limits of `config.TimeoutFields`. Errors that nobody catches are
-    reported from now on.
-    """
+    """Start the sidecar of this rank, with the limits of `config.TimeoutFields`, and report errors nobody catches."""
     global _client
     if "RANK" not in os.environ or _client is not None:
         return
@@ -132,8 +127,8 @@ def endpoint() -> Endpoint | None:
 
 
 def connect(endpoints: list[Endpoint | None]) -> None:
-    """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks in
-    their order. One sidecar of each machine speaks for all of them there. The phase is "loading".
+    """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks.
+    One sidecar of each machine speaks for all of them there. The phase is "loading".
     """
     if _client is None or _client.endpoint is None or endpoints[0] is None:
         return
@@ -183,9 +178,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def set_file(kind: Literal["log", "run"], path: Path) -> None:
-    """Report where this rank's output goes, for messages; or, on rank 0, the run.json in which the coordinator records
-    a failure.
-    """
+    """Report where this rank's output goes; or, on rank 0, the run.json in which the coordinator records a failure."""
     if _client is not None:
         if kind == "log":
             _client.log = path
@@ -193,8 +186,8 @@ def set_file(kind: Literal["log", "run"], path: Path) -> None:
 
 
 def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
-    """Report that this rank is about to exit by itself with `exit_code`, and with the error messages `lines`. Returns
-    whether the coordinator will print those.
+    """Report that this rank is about to exit with `exit_code` and these messages; returns whether the coordinator will
+    print them.
     """
     global _client
     if _client is None:
@@ -207,7 +200,7 @@ def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
 
 
 def _report_error(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Put an error that nobody caught into this rank's log; the coordinator prints it, if it was the first."""
+    # Goes into this rank's log; the coordinator prints it, if it was the first.
     text = "".join(traceback.format_exception(kind, error, trace))
     if _client is not None:
         with contextlib.suppress(OSError):  # a full disk must not hide the error

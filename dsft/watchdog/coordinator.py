@@ -31,8 +31,8 @@ from dsft.watchdog.messages import (
 
 SHOWN_FRAMES = 5  # of a rank's main thread, on the screen
 
-# In seconds. They follow each other when a rank fails: its sidecar reports it, the coordinator collects what else
-# fails, says what came first, and has all ranks ended (sidecar.py).
+# They follow each other when a rank fails: its sidecar reports it, the coordinator collects what else fails, says what
+# came first, and has all ranks ended (sidecar.py).
 SILENCE_SECONDS = 1.0  # how often the silence of all nodes is looked at
 RANK_0_FIRST_SECONDS = 1.5  # for rank 0 to end with the same message as another rank, which it prints itself
 LEAVE_SECONDS = 8.0  # from the first rank that ends with a message of its own to the end of those that did not
@@ -105,7 +105,6 @@ class Coordinator:
             self.poller.add(self.launcher)
 
     def is_over(self) -> bool:
-        """Whether nobody needs the coordinator any more."""
         now = time.monotonic()
         if self.state is JobState.ENDING:
             return now > self.deadline or all(connection.closed for connection in self.nodes)
@@ -115,7 +114,7 @@ class Coordinator:
         return self._all_left() or (all_have_come and all_are_gone)
 
     def finish(self) -> None:
-        """Print what is still unprinted, and tell `dsft launch` the exit code, where the ranks themselves had one."""
+        """Print what is unprinted, and tell `dsft launch` the exit code, where the ranks themselves had one."""
         self._print_errors_of_others(time.monotonic())
         if self.run_file and any(self.exit_codes):
             record_failure(self.run_file, self.first_error)  # where rank 0 could not
@@ -158,15 +157,16 @@ class Coordinator:
             if reason:
                 if self.run_file:
                     record_failure(self.run_file, self.first_error or reason)
-                self._end_ranks(reason, now)
+                self._end_ranks(now)
         if now >= self.deadline and self.state is not JobState.ENDING:
-            self._end_ranks(self._announce_cause() if self.state is JobState.COLLECTING else "a rank ended", now)
+            if self.state is JobState.COLLECTING:
+                self._announce_cause()
+            self._end_ranks(now)
         if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self._tell_all("heartbeat")
 
     def _read(self, node: Node, now: float) -> None:
-        """Take the messages of a node's sidecars."""
         node.last_heard = now
         try:
             for message in node.connection.read():
@@ -229,10 +229,8 @@ class Coordinator:
                 self.printed.add(text)
                 self.say(f"error: rank {member.rank} on {member.host}: {text}")
 
-    def _announce_cause(self) -> str:
-        """Print what failed first, with its traceback or all stacks, of which everything goes to a file beside rank 0's
-        log too; returns the sentence.
-        """
+    def _announce_cause(self) -> None:
+        """Print what failed first, with its traceback or all stacks, which go to a file beside rank 0's log too."""
         stacks = {member: member.stacks for _, member in sorted(self.members.items()) if member.stacks}
         frozen = [member for member in stacks if stacks[member]["is_stopped"]]
         cause = first_cause(self.reports)
@@ -269,10 +267,9 @@ class Coordinator:
         if self.launcher:
             lost = sorted({report.host for report in self.reports if report.failure is Failure.LOST})
             self.launcher.send("failed", cause=cause.sentence(), lost=lost)
-        return cause.sentence()
 
-    def _end_ranks(self, reason: str, now: float) -> None:
-        self._tell_all("end", reason=reason)
+    def _end_ranks(self, now: float) -> None:
+        self._tell_all("end")
         self.state, self.deadline = JobState.ENDING, now + END_SECONDS
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
@@ -291,10 +288,9 @@ class Child:
 
 @dataclass(eq=False)
 class Relay:
-    """The one connection between the sidecars of a node and the coordinator.
-
-    What a sidecar sends goes up with its rank; what the coordinator says goes down to all of them. A sidecar that is
-    gone or silent is reported; where the coordinator is, the sidecars' connections end.
+    """The one connection between the sidecars of a node and the coordinator: what a sidecar sends goes up with its
+    rank, what the coordinator says goes down to all. A sidecar that is gone or silent is reported; where the
+    coordinator is, the sidecars' connections end.
     """
 
     server: Server | None  # for the other sidecars of this node; None where this one serves its own rank alone
@@ -312,8 +308,7 @@ class Relay:
         if self.server:
             self.poller.add(self.server.poller)
         self.coordinator: Connection | None = None
-        self.has_answered = False
-        """Whether the coordinator ever said anything: until then the connection is tried again."""
+        self.has_answered = False  # until the coordinator says anything the connection is tried again
         self.is_cut_off = False
         self.started = self.last_heard = time.monotonic()
         self.last_sent = self.last_look = 0.0
@@ -321,7 +316,7 @@ class Relay:
         self._connect()
 
     def is_over(self) -> bool:
-        """Whether no sidecar needs the relay any more, and all of their words are sent."""
+        """Whether no sidecar needs the relay any more, and all that they said is sent."""
         have_come = len(self.children) >= self.expected or time.monotonic() > self.started + CONNECT_SECONDS
         has_ended = self.coordinator is None or self.coordinator.closed
         return all(connection.closed for connection in self.children) and (

@@ -227,9 +227,8 @@ class Connection:
 
 
 class Server:
-    """Accepts connections whose first message is proven by `token`, and closes all others.
-
-    To others it gives STRANGER_SECONDS, and MOST_STRANGERS places: no number of them ends it.
+    """Accepts connections whose first message is proven by `token`. Others get STRANGER_SECONDS and MOST_STRANGERS
+    places: no number of them ends it.
     """
 
     def __init__(self, listener: socket.socket, token: str):
@@ -242,9 +241,7 @@ class Server:
         self._resume_at: float | None = None
 
     def accept(self) -> Iterator[tuple[Connection, dict[str, Any]]]:
-        """Give each new connection that has proven its first message, with that. Its further messages may have come
-        with it: they are to be read at once.
-        """
+        """Give each new connection that has proven its first message, with that; further ones may be there already."""
         now = time.monotonic()
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
@@ -304,8 +301,8 @@ def listen() -> socket.socket:
 
 
 def listen_on_node() -> tuple[socket.socket, str] | None:
-    """Open a socket that processes of this machine and network namespace reach, by the name returned beside it (an
-    abstract one, unix(7): no file that would stay behind); None where the system has none.
+    """Open a socket that processes of this machine and network namespace reach by the name returned beside it: an
+    abstract one (unix(7)), no file that would stay behind; None where the system has none.
     """
     name = f"dsft-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX)
@@ -339,8 +336,8 @@ def connect(address: str | tuple[str, int], token: str, *, seconds: float = CONN
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, from any process and inside a signal's handler, where `print` may not be called.
-    A launcher that is gone, and shows it nowhere, is no reason to fail.
+    """Write a line to standard error, also inside a signal's handler, where `print` may not be called, and where the
+    launcher that would show it is gone.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{in_columns(f'dsft: {line}', is_terminal=os.isatty(2))}\n".encode(errors="replace"))
@@ -354,9 +351,7 @@ def raise_file_limit() -> None:
 
 def connect_to_launcher(rank: int, host: str) -> Connection | None:
     """Connect a sidecar with the `dsft launch` that started this job; None without one, or where it cannot be reached.
-
-    Raises:
-        ConnectionRefusedError: its machine answers, but nobody listens there any more: the launch is gone.
+    Raises ConnectionRefusedError where its machine answers, but nobody listens there any more: the launch is gone.
     """
     if not (value := os.environ.get(VARIABLE)):
         return None

@@ -26,9 +26,7 @@ LAUNCHERS = {
     "mpirun": ("mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "mpiexec.hydra", "hydra_pmi_proxy"),
     "dsft": ("dsft", "dsft.cli.main"),
 }
-"""Launcher -> the names of its programs, and the modules or packages that `python -m` runs, of which one or more stand
-above each rank; known here because ranks are also started without `dsft launch`.
-"""
+"""Launcher -> its programs, and modules or packages that `python -m` runs, of which some stand above each rank."""
 VARIABLE = "DSFT_LAUNCHER_PROCESSES"
 """The same of the launcher that `dsft launch` has started (launch/launchers.py), with commas between."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
@@ -52,9 +50,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> str | None:
-    """When the process started, in clock ticks; None when it has ended, though its parent may not have taken its
-    remains (a zombie) yet.
-    """
+    """When the process started, in clock ticks; None when it has ended, also where it still is a zombie."""
     fields = _stat(pid)
     # psutil's create_time moves with the system's clock, and would not identify a process to another one.
     return fields[19] if fields and fields[0] not in ("Z", "X") else None
@@ -151,10 +147,7 @@ def name_of(pid: int) -> str:
 
 
 def program_of(words: Sequence[str]) -> str:
-    """The name of what a command line runs: the program's own, or with Python that of the script or the module.
-
-    The folders it lies in, its options and their values are no part of that.
-    """
+    """The name of what a command line runs, without folders and options: the program, with Python script or module."""
     if not words:
         return ""
     name = os.path.basename(words[0].lstrip("-").partition(":")[0])  # "-bash", "slurmstepd: [7.0]"
@@ -183,7 +176,7 @@ def programs_of(pids: Sequence[int]) -> list[str]:
 
 
 def is_dsft(pid: int) -> bool:
-    """Whether a process is `dsft train`, `eval` or `launch`; that of another user or one that is gone is not."""
+    """Whether a process is `dsft train`, `eval` or `launch`, as far as this user may know."""
     return not {*programs_of([pid])}.isdisjoint(LAUNCHERS["dsft"])
 
 
@@ -196,7 +189,7 @@ def is_launcher(words: Sequence[str]) -> bool:
 
 def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
     """The unbroken line of launchers above a process, nearest first, and the process above them: a shell or session,
-    which may end without harm. A shell between them runs no more than the command that it was given.
+    which may end without harm. A shell between them runs just the command that it was given.
     """
     launchers = []
     with contextlib.suppress(psutil.Error, OSError):  # one of them has ended just now
@@ -214,15 +207,12 @@ def launchers_of(pid: int) -> tuple[list[Process], psutil.Process | None]:
 
 @dataclass(frozen=True)
 class StartedBy:
-    """Those that have started a rank. To be asked when it begins: one that is killed while its libraries load would be
-    missed later.
-    """
+    """Those that have started a rank; asked when it begins, before one of them is killed while its libraries load."""
 
     pid: int  # of the rank
     launchers: list[Process]
     ssh_session: Process | None  # the sshd above them; None where that was no ssh
-    launchers_over_ssh: list[Process]
-    """Those of this machine that opened this session, nearest first: pdsh and `deepspeed` on the first node."""
+    launchers_over_ssh: list[Process]  # of this machine, that opened this session: pdsh and `deepspeed` on node 1
 
     @classmethod
     def now(cls) -> "StartedBy":

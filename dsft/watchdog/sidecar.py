@@ -33,17 +33,13 @@ from dsft.watchdog.messages import (
 from dsft.watchdog.processes import Process, descendants, end, is_dsft, name_of
 
 IMPORT_SECONDS = 60.0  # for a rank to import its libraries, from a slow disk, before it tries to meet the others
-EXIT_SECONDS = 60.0
-"""For a rank to exit after it has said that it ends in order; one that does other work then is believed so far."""
+EXIT_SECONDS = 60.0  # for a rank to exit after it has said that it ends in order; it is believed so far
 STACKS_SECONDS = 2.0  # for a rank to write its stacks
 TERMINATE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 KILL_SECONDS = 1.0  # for a process to be gone after SIGKILL
 LAUNCHER_SECONDS = 15.0  # for a launcher to end after its ranks
 
-MOVES_FILES = ("loading", "saving")
-"""Phases in which a rank that reads or writes files makes progress: libraries write a shard of 50 GB in one call, of
-which no heartbeat comes.
-"""
+MOVES_FILES = ("loading", "saving")  # phases in which reading or writing files is progress, in one call without beats
 PROGRESS_BYTES = 2**20  # read or written at least, to be progress: what a waiting rank says to others is less
 LONGEST_STACKS = 20_000  # characters, from their end
 LARGEST_STACKS_BYTES = 1 << 20
@@ -61,9 +57,7 @@ class RankState(Enum):
 
 
 class Sidecar:
-    """Args: `options` as `client.start` gives them."""
-
-    def __init__(self, options: dict[str, Any]):
+    def __init__(self, options: dict[str, Any]):  # as `client.start` gives them
         self.rank, self.world_size = options["rank"], options["world_size"]
         self.is_first_of_node = options["local_rank"] == 0
         self.lost_timeout: float = options["lost_timeout"]
@@ -71,8 +65,7 @@ class Sidecar:
             socket.socket(fileno=options[name]) if options[name] is not None else None
             for name in ("listener", "node_listener")
         )
-        self.stacks: int = options["stacks"]
-        """Descriptor of the file in memory to which the rank writes its stacks when it is asked."""
+        self.stacks: int = options["stacks"]  # descriptor of the file in memory to which the rank writes its stacks
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
         self.exit_code: int | None = None  # of the rank, once it is seen
@@ -241,7 +234,6 @@ class Sidecar:
         self.to_coordinator.send("join", rank=self.rank)
 
     def _read_orders(self) -> None:
-        """Do what the coordinator and `dsft launch` ask of this node."""
         for message in self.to_coordinator.read() if self.to_coordinator else ():
             self.last_heard = time.monotonic()
             match message:
@@ -272,14 +264,13 @@ class Sidecar:
             self._report(Failure.LAUNCHER_GONE, LAUNCHER_GONE)
 
     def _inspect_rank(self, now: float) -> None:
-        """Find out what no message reports."""
         if self.state is RankState.LEAVING:
             return
         is_stopped = self.process.is_stopped()
         self.stopped_since = (self.stopped_since or now) if is_stopped else None
         if self.stopped_since and now - self.stopped_since > self.lost_timeout:
-            text = f"is stopped (SIGSTOP) for {self.lost_timeout:.0f} s, in phase {self._where()}"
-            self._report(Failure.STOPPED, text)
+            stopped = f"is stopped (SIGSTOP) for {self.lost_timeout:.0f} s, in phase {self._where()}"
+            self._report(Failure.STOPPED, stopped)
         for launcher in (*self.launchers, *self.launchers_over_ssh):
             if not launcher.is_alive():
                 self._report(Failure.LAUNCHER_GONE, f"lost its launcher: process {launcher.pid} is gone")
@@ -309,7 +300,6 @@ class Sidecar:
         self._end_rank()
 
     def _end_rank(self) -> None:
-        """End the rank and all that it started: politely, then not."""
         self.state = RankState.ENDED
         pids = [pid for pid in descendants(self.process.pid) if pid != os.getpid()]
         steps = ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, KILL_SECONDS))
@@ -319,9 +309,7 @@ class Sidecar:
             self.to_coordinator.close()
 
     def _send_stacks(self, coordinator: Connection) -> None:
-        """Send the stacks of all threads of the rank, which its faulthandler writes also while it is inside a library's
-        call; none of a stopped one.
-        """
+        # The rank's faulthandler writes them also while it is inside a library's call; not while it is stopped.
         os.ftruncate(self.stacks, 0)
         os.lseek(self.stacks, 0, os.SEEK_SET)  # the rank's place in it too
         self.process.signal(signal.SIGUSR2)

@@ -31,6 +31,7 @@ from dsft.planner.plans import as_dict
 from dsft.run_setup import resolve
 from dsft.run_setup.arguments import keep_global_batch
 from dsft.run_setup.resolve import TrainingRun, check_start, resolve_run, resume_decisions
+from dsft.runtime.disk import RunLock
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 

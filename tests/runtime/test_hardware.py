@@ -22,10 +22,9 @@ from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     Machine,
     cpu_computes_bfloat16,
-    links_between_all,
-    nearest_cards,
     read_interconnect,
     read_network,
+    read_topology,
     require_kernels,
     require_seen_gpus,
 )
@@ -95,7 +94,7 @@ def test_cards_that_no_gpu_is_near_to_count_where_they_alone_are_fast(tmp_path):
     for number in (1, 2):
         write_port(tmp_path, f"mlx5_{number}", "400 Gb/sec (4X NDR)")
     assert read_network(tmp_path, nearest={"mlx5_0"}) == "2xib400"
-    assert nearest_cards(matrix("X NV4", "NV4 X")) == {"NIC0"} and nearest_cards("") == set()
+    assert read_topology(matrix("X NV4", "NV4 X"))[1] == {"NIC0"} and read_topology("")[1] == set()
 
 
 @pytest.mark.parametrize(
@@ -197,13 +196,13 @@ def matrix(*rows: str) -> str:
     ],
 )
 def test_nvlink_counts_where_it_joins_all_gpus(rows, links):
-    assert links_between_all(matrix(*rows)) == links
+    assert read_topology(matrix(*rows))[0] == links
 
 
 def test_only_visible_gpus_count():
     pairs = matrix("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")
-    assert links_between_all(pairs, "2,3") == "nvlink" and links_between_all(pairs, "1,2") == "pcie"
-    assert links_between_all(pairs, "GPU-8a3f") == "pcie" and links_between_all(pairs, "0") == "pcie"
+    assert read_topology(pairs, "2,3")[0] == "nvlink" and read_topology(pairs, "1,2")[0] == "pcie"
+    assert read_topology(pairs, "GPU-8a3f")[0] == "pcie" and read_topology(pairs, "0")[0] == "pcie"
 
 
 def test_a_bridge_is_planned_slower_than_a_switch():

@@ -1,4 +1,4 @@
-"""The watchdog: which failure is named, and that nothing of a job outlives it. Real ranks under torchrun."""
+"""The watchdog: which failure is named, and that nothing of a job outlives it. Real ranks."""
 
 import json
 import os
@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import KERNEL, ROOT
+from ranks import started_entry
 
 from dsft.config.options import TrainConfig
 from dsft.runtime import distributed
@@ -90,43 +92,48 @@ def test_limits_of_a_planned_run_hold_from_its_next_phase_on(monkeypatch):
     assert [message["limit"] for message in sent] == [300.0, 900.0]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """(exit code, screen, all stacks as they were saved, processes left) of a job of two ranks per fault, all at
-    once.
+RANK = ROOT / "tests/workers/watched_rank.py"
+
+
+@pytest.fixture(scope="module", params=["forked", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def ended(request, tmp_path_factory):
+    """(exit code, screen, all stacks as they were saved, processes left) of a job of two ranks per fault, all at once:
+    forked, or under torchrun as "none" and "launcher" always are.
     """
-    folders, jobs, results = {}, {}, {}
-    for fault in FAULTS:
-        folders[fault] = tmp_path_factory.mktemp(fault)
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--master_port",
-            str(distributed.free_port()),
-            str(ROOT / "tests/workers/watched_rank.py"),
-            fault,
-            str(folders[fault]),
-        ]
-        jobs[fault] = subprocess.Popen(
-            command,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    for fault, job in jobs.items():
-        screen, _ = job.communicate(timeout=600)
-        pids = [int(path.read_text()) for path in folders[fault].glob("pid_*")]
-        assert len(pids) == 2, screen
-        until = time.monotonic() + 120
-        while time.monotonic() < until and any(start_time(pid) for pid in pids):
-            time.sleep(0.2)
-        file = folders[fault] / "stacks.txt"
-        stacks = file.read_text() if file.is_file() else ""
-        results[fault] = (job.returncode, screen, stacks, [pid for pid in pids if start_time(pid)])
+    folders = {fault: tmp_path_factory.mktemp(fault) for fault in FAULTS}
+    launched = FAULTS if request.param == "torchrun" else ("none", "launcher")
+    results = {}
+    with ExitStack() as stack:
+        forked = {
+            fault: stack.enter_context(started_entry(str(RANK), [fault, folder], world=2))
+            for fault, folder in folders.items()
+            if fault not in launched
+        }
+        jobs = {}
+        for fault in launched:
+            words = ["--nproc_per_node", "2", "--master_port", distributed.free_port(), RANK, fault, folders[fault]]
+            jobs[fault] = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        for fault, folder in folders.items():
+            if fault in jobs:
+                screen, _ = jobs[fault].communicate(timeout=600)
+                code = jobs[fault].returncode
+            else:
+                result, _ = forked[fault]()
+                code, screen = result.returncode, result.stdout + result.stderr
+            pids = [int(path.read_text()) for path in folder.glob("pid_*")]
+            assert len(pids) == 2, screen
+            until = time.monotonic() + 120
+            while time.monotonic() < until and any(start_time(pid) for pid in pids):
+                time.sleep(0.2)
+            file = folder / "stacks.txt"
+            stacks = file.read_text() if file.is_file() else ""
+            results[fault] = (code, screen, stacks, [pid for pid in pids if start_time(pid)])
     return results
 
 

@@ -1,4 +1,4 @@
-"""A rank of two that works, or fails in the way named on the command line, watched by its sidecar. Under torchrun."""
+"""A rank of two that works, or fails in the way named on the command line, watched by its sidecar."""
 
 import os
 import signal
@@ -64,4 +64,8 @@ def wait_for_nothing() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # multiprocessing, which forks ranks, calls none
+        os._exit(1)
