@@ -38,7 +38,7 @@ def tables_of_migrating() -> str:
     """Returns the generated end of docs/migrating.md."""
     defaults = ["| trainer | options |", "|---|---|"]
     for trainer, values in DEFAULTS.items():
-        given = [f"`{name}: {value}`" for name, value in values.items() if value is not None]
+        given = [f"`{name}: {value}`" for name, value in values.items() if value != ""]
         defaults.append(f"| {trainer} | {', '.join(given)} |")
     names = ["| elsewhere | dsft | |", "|---|---|---|"]
     for each in ELSEWHERE:

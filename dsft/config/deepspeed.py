@@ -1,10 +1,7 @@
 """A DeepSpeed JSON: read from `ds_configs/` or the user's file, checked, compared with the options, completed.
 
-"auto" values in these files are filled by transformers from TrainingArguments.
-
-DeepSpeed takes a key that it does not know for none at all, so that a misspelt section trains something else without a
-word. Which keys it knows only its own reading shows: it is given each entry of the file in a mapping that notes what it
-asks for. Its pydantic models refuse unknown keys themselves.
+transformers fills "auto" values from TrainingArguments. DeepSpeed ignores a key that it does not know, and only its own
+reading shows which it knows: it is given each entry in a mapping that notes what it asks for.
 """
 
 import inspect
@@ -98,7 +95,7 @@ def known_names() -> list[str]:
 
 
 def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration called `zero` (a name or a path), as it stands in its file."""
+    """The DeepSpeed configuration called `zero` (a name or a path), as it stands in its file; {} where it cannot be."""
 
     def no_number(constant: str) -> None:
         raise ValueError(f"{constant} is no number")
@@ -169,13 +166,10 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
 
 def check_nvme(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
     """The folder that offload to NVMe writes to must exist on this node."""
-    path = nvme_path(deepspeed_config)
-    if not path or Path(path).is_dir():
-        return []
-    return [
-        f"zero={zero}: nvme_path={path} is no folder here; copy {CONFIG_DIR / 'zero3_nvme.json'}, name a folder on a"
-        " fast local disk, and give that file as zero"
-    ]
+    path, example = nvme_path(deepspeed_config), CONFIG_DIR / "zero3_nvme.json"
+    way_out = f"copy {example}, name a folder on a fast local disk, and give that file as zero"
+    is_here = not path or Path(path).is_dir()
+    return [] if is_here else [f"zero={zero}: nvme_path={path} is no folder here; {way_out}"]
 
 
 def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
@@ -184,10 +178,8 @@ def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
 
 
 def compose(deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None) -> dict[str, Any]:
-    """A copy completed for this job: precision sections that follow the flags, and no timer that waits for the device.
-
-    Args:
-        hpz_ranks: of a node, over which hpZ's second partition then lies; None keeps what is written.
+    """A copy completed for this job: precision sections that follow the flags, no timer that waits for the device, and
+    hpZ's second partition over `hpz_ranks`, those of a node, where given.
     """
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
@@ -283,9 +275,7 @@ def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_entry(key: str, value: Any) -> list[str]:
-    """Checks the values of one entry, which DeepSpeed would take as text too, and where "auto" cannot stand; then lets
-    DeepSpeed read it.
-    """
+    """Checks the values of one entry, which DeepSpeed would take as text too, then lets DeepSpeed read it."""
     from pydantic import ValidationError
 
     problems = []
@@ -361,8 +351,7 @@ def _names_of_models() -> set[str]:
 
 class _Section(Mapping, dict):
     """A mapping of the file that notes which keys it is asked for: Mapping answers all else through `__getitem__` and
-    `__iter__`. "auto" is not there, as DeepSpeed's models take it; transformers fills it before DeepSpeed reads the
-    file.
+    `__iter__`. "auto" is not there: transformers fills it before DeepSpeed reads the file.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -439,11 +428,7 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
     taken = {parameter for signature in signatures for parameter in signature} - first
     if key == "optimizer" and name.lower() in ("adam", "adamw"):
         taken |= {*ADAM}
-    required = [
-        parameter.name
-        for parameter in signatures[0].values()
-        if parameter.default is parameter.empty and parameter.name not in first
-    ]
+    required = [each.name for each in signatures[0].values() if each.default is each.empty and each.name not in first]
     if key == "optimizer" and name.lower() == "muon":
         taken, required = MUON, []
     return [

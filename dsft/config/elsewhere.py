@@ -73,9 +73,9 @@ def translated(kind: str, option: str, value: Any, given: Values, notes: list[st
                 return {option: float(value)} if float(value) else {}
             notes.append(f"{value} rows are held out there; eval_fraction is a share of them, such as 0.02")
         case "answers":
-            if value is None and not {"assistant_only_loss", "completion_only_loss"} & given.keys():
+            if value == "" and not {"assistant_only_loss", "completion_only_loss"} & given.keys():
                 notes.append("TRL learns all tokens of a chat by default, dsft the answers; train_on: all learns all")
-            return {} if value is None else {option: "answers" if value else "all"}
+            return {} if value == "" else {option: "answers" if value else "all"}
         case "peft":
             if value and "lora_target_modules" not in given:
                 notes.append(
@@ -282,38 +282,7 @@ VALUES = {
 }
 """(option of dsft, value that others give it) -> what is meant here."""
 
-TRAINERS = {
-    "axolotl": "base_model",
-    "llamafactory": "stage finetuning_type cutoff_len template dataset_dir",
-    "trl": "dataset_name datasets max_length use_peft",
-}
+TRAINERS: dict[str, str] = _TABLES["trainers"]
 """Trainer that `dsft convert` reads -> options by which its files are known, in this order."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    # src/axolotl/utils/schemas, core/builders/base.py
-    "axolotl": {
-        "output_dir": "./model-out",
-        "sequence_len": 512,
-        "micro_batch_size": 1,
-        "num_epochs": 1,
-        "lr_scheduler": "cosine",
-        "warmup_ratio": 0.03,
-        "save_strategy": "epoch",
-    },
-    # src/llamafactory/hparams; lora_alpha is twice the rank; its processors cut what is too long
-    "llamafactory": {
-        "finetuning_type": "lora",
-        "cutoff_len": 2048,
-        "lora_rank": 8,
-        "lora_alpha": None,
-        "too_long": "truncate",
-    },
-    # trl/trainer/sft_config.py, model_config.py; trl/scripts/utils.py
-    "trl": {
-        "learning_rate": 2e-5,
-        "truncation_mode": "keep_start",
-        "lora_dropout": 0.05,
-        "dataset_test_split": "test",
-        "assistant_only_loss": None,
-    },
-}
-"""What these trainers take where nothing is given, and dsft does not; None is written where it is derived."""
+DEFAULTS: dict[str, dict[str, Any]] = _TABLES["defaults"]
+"""What these trainers take where nothing is given, and dsft does not; empty where it is derived."""

@@ -9,6 +9,7 @@ each class, headed by its docstring.
 
 import ast
 import builtins
+import collections
 import dataclasses
 import enum
 import functools
@@ -484,16 +485,13 @@ NEW_NAMES = {
 
 @functools.cache
 def argument_types() -> dict[str, Any]:
-    """Map each field of transformers.TrainingArguments to its type. A class that is neither built in nor an enumeration
-    of transformers is Any.
-
-    Read from the source: importing it takes seconds, and wrong options should be reported at once.
-    """
+    """Maps each field of transformers.TrainingArguments to its type, read from the source: its import takes seconds."""
     folder = Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
     files = [folder / "trainer_utils.py", folder / "training_args.py"]  # the enumerations, the fields
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
-    names = _Names()
+    # What the annotations name: a class that is neither built in nor an enumeration is Any.
+    names = collections.defaultdict(lambda: Any, vars(typing) | vars(builtins))
     for name, node in classes.items():
         if any("Enum" in ast.unparse(base) for base in node.bases):
             assignments = [each for each in node.body if isinstance(each, ast.Assign)]
@@ -507,10 +505,3 @@ def argument_types() -> dict[str, Any]:
             types[node.target.id] = eval(ast.unparse(node.annotation), {}, names)
     # transformers before 5.23 has the older names alone; an option of dsft has one name everywhere.
     return {new: types[old] for new, old in NEW_NAMES.items()} | types
-
-
-class _Names(dict):
-    """What the annotations name."""
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, getattr(typing, name, Any))

@@ -84,10 +84,7 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
     """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults where the
-    file cannot be read, of which nothing else is said then.
-
-    Args:
-        also: class of other options of the command, which a mistyped one may mean.
+    file cannot be read, of which nothing else is said then. A mistyped option may mean one of the class `also`.
     """
     values = read_file_and_flags(argv, problems)
     return cls() if values is None else make_config(cls, values, problems, also=also)
@@ -323,11 +320,8 @@ def check_values(
 
 
 def _hint(key: str, known: list[str]) -> str:
-    """What an unknown option may mean, with a semicolon before it: by the table of other trainers' names, else by its
+    """Returns, after a semicolon, which known option an unknown one may mean: by other trainers' names, else by its
     spelling; empty where nothing is like it.
-
-    Args:
-        known: the options that the command has.
     """
     if key not in OF:
         return nearest(key, known)
@@ -451,10 +445,8 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
 def _check_training(options: TrainConfig) -> list[str]:
     problems, training = [], options.training
     if options.data_weights and len(options.data_weights) != len(options.data):
-        problems.append(
-            f"data_weights: {len(options.data_weights)} weights for {len(options.data)} entries of data; give one for"
-            " each"
-        )
+        numbers = f"{len(options.data_weights)} weights for {len(options.data)} entries of data"
+        problems.append(f"data_weights: {numbers}; give one for each")
     if any(not weight > 0 for weight in options.data_weights):
         problems.append(
             f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
@@ -508,14 +500,12 @@ def _check_training(options: TrainConfig) -> list[str]:
     problems += _check_patterns(options)
     if options.method == "full" and options.adapter:
         problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
-    halves = [(key, dtype) for key, dtype in HALF_PRECISION.items() if training.get(key)]
+    halves = {key: dtype for key, dtype in HALF_PRECISION.items() if training.get(key)}
     if len(halves) == 2:
-        return [*problems, "bf16 and fp16 are both true; keep one"]
-    return problems + [
-        f"dtype={options.dtype} contradicts {key}=true; keep one"
-        for key, dtype in halves
-        if options.dtype not in ("auto", dtype)
-    ]
+        problems.append("bf16 and fp16 are both true; keep one")
+    elif halves and options.dtype not in ("auto", *halves.values()):
+        problems.append(f"dtype={options.dtype} contradicts {next(iter(halves))}=true; keep one")
+    return problems
 
 
 def _check_held_out(options: TrainConfig) -> list[str]:

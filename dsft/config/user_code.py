@@ -1,7 +1,6 @@
 """The user's own code in a run: named as `module:function` in a YAML file or a flag, or given from Python as it is.
 
-Options hold what was given. It is loaded where it is needed, and what goes wrong in it is an error with its own
-traceback. Modules are those that Python finds, and files of the current folder.
+It is loaded where it is needed, from modules that Python finds and files of the current folder.
 """
 
 import contextlib
@@ -126,9 +125,7 @@ def digests(options: Any) -> dict[str, str]:
 
 
 def failed(where: str, error: BaseException) -> UserError:
-    """Returns the error of user code as one of this package: what it was, and the traceback from the user's own lines
-    on.
-    """
+    """Returns the error of user code as one of dsft: what it was, and the traceback from the user's own lines on."""
     frames = error.__traceback__
     while frames.tb_next and (PACKAGE in (file := frames.tb_frame.f_code.co_filename) or "importlib" in file):
         frames = frames.tb_next

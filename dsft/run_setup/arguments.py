@@ -70,9 +70,7 @@ REPORTERS = {
 
 
 def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
-    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user named another: then both are
-    named.
-    """
+    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user named another."""
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
         if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in environment and options.zero == "auto":
@@ -157,12 +155,8 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
     ]
     decisions, problems = batch_decisions(decide(options, kept), world)
-    raise_if_any(
-        [
-            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows; {problem}"
-            for problem in problems
-        ]
-    )
+    must = f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows"
+    raise_if_any([f"{must}; {problem}" for problem in problems])
     return kept + decisions
 
 
@@ -183,9 +177,7 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
 
 
 def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
-    """Decides how long the watchdog waits for a step: at least ten planned ones where a plan uses NVMe, whose rate is a
-    guess.
-    """
+    """Decides how long the watchdog waits for a step: ten planned ones with NVMe, whose rate is a guess."""
     seconds, reason = options.step_timeout, f"{STEPS_WAITED} planned steps, with offload to NVMe"
     if any(term.place == "nvme" for term in plan.terms):
         seconds = max(seconds, float(math.ceil(STEPS_WAITED * plan.time.step_seconds)))
@@ -375,11 +367,10 @@ def check_hub(options: TrainConfig) -> list[str]:
 
 
 def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *, here: bool = True) -> list[str]:
-    """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed, and whether
-    the optimizer's package is there.
+    """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed.
 
     Args:
-        known: problems found so far; what transformers reports of an option that is named there is left out.
+        known: problems so far; what transformers reports of an option that is named there is left out.
         here: whether the run is to take place on this machine, whose devices and packages transformers looks at.
     """
     named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
@@ -476,26 +467,19 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         notes.append("eval_fraction: ignored, because eval_data is given")
     notes += [f"{name}: ignored, {why}" for name, why in IGNORED_ARGUMENTS.items() if name in training]
     if options.fp32_accumulation is True and not sums_in_fp32(deepspeed_config):
-        why = (
-            "dtype is float32" if options.dtype == "float32" else f"ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
-        )
-        notes.append(f"fp32_accumulation: ignored, because {why}")
+        is_fp32, cannot = options.dtype == "float32", f"ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
+        notes.append(f"fp32_accumulation: ignored, because {'dtype is float32' if is_fp32 else cannot}")
     if "optim" in training and training["optim"] not in OPTIMIZERS:
         notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
     if training.get("use_liger_kernel") and size.model_type not in LIGER_MODELS:
         notes.append(f"use_liger_kernel: ignored, because Liger has no kernels for {size.model_type}")
+    brought = "ignored, because the DeepSpeed configuration brings"
     if "optimizer" in deepspeed_config and "optim" in training:
-        notes.append(
-            "optim: ignored, because the DeepSpeed configuration brings"
-            f" {deepspeed_config['optimizer'].get('type')}, which offload needs"
-        )
+        notes.append(f"optim: {brought} {deepspeed_config['optimizer'].get('type')}, which offload needs")
     if "optimizer" in deepspeed_config and training.get("weight_decay"):
         notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
     if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
-        notes.append(
-            "lr_scheduler_type: ignored, because the DeepSpeed configuration brings"
-            f" {deepspeed_config['scheduler'].get('type')}"
-        )
+        notes.append(f"lr_scheduler_type: {brought} {deepspeed_config['scheduler'].get('type')}")
     if size.unadapted_expert_params:
         notes.append(
             f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's"
