@@ -8,44 +8,35 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD
+from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, Term, bytes_by_phase
 from dsft.report.runs import Report, Run
 from dsft.units import GiB
 
-COLOURS = {
-    "ink": "#1f2933",
-    "muted": "#5f6b7a",
-    "grid": "#e4e7eb",
-    "paper": "#ffffff",
-    "series-1": "#2563a8",
-    "series-2": "#c2571a",
-    "series-3": "#2e7d4f",
-    "series-4": "#8446a6",
-    "series-5": "#b0891b",
-    "series-6": "#5f6b7a",
-}
+SERIES = ("#2563a8", "#c2571a", "#2e7d4f", "#8446a6", "#b0891b", "#5f6b7a")
+COLOURS = {"ink": "#1f2933", "muted": "#5f6b7a", "grid": "#e4e7eb", "paper": "#ffffff"}
+COLOURS |= {f"series-{number}": colour for number, colour in enumerate(SERIES, start=1)}
 """The light palette, by the names of the page's CSS variables."""
 ON_PAGE = {name: f"var(--{name})" for name in COLOURS}
-MOST_PARTS = 4
-"""Components shown by name; the smaller ones of a bar are added up."""
+MOST_PARTS = 4  # components shown by name; the smaller ones of a bar are added up
 OTHERS = "other components"
 MEASURED = {"measured": "muted", "held between steps": "muted", "added by a step": "ink"}
 """Parts of the measured bar -> their colours: the sum alone, or what a GPU's allocator can distinguish."""
 BELOW = {"title": None, "orient": "bottom"}
-ZERO = "datum.value == 0 ? '0' : datum.label"
-"""A label for 0 without the prefix of its neighbours, 0k."""
-MOST_POINTS = 1_500
-"""A line of more points is thinned; nobody sees the others."""
-SMOOTH = "smooth"
-"""Signal of each chart, which the page's switch sets."""
-SMOOTHED = 11
-"""Neighbouring points of a line, of which the page's switch shows the mean."""
+ZERO = "datum.value == 0 ? '0' : datum.label"  # a label for 0 without the prefix of its neighbours, 0k
+MOST_POINTS = 1_500  # a line of more points is thinned; nobody sees the others
+SMOOTH = "smooth"  # signal of each chart, which the page's switch sets
+SMOOTHED = 11  # neighbouring points of a line, of which the page's switch shows the mean
 TIMES = {"hours": 3600, "minutes": 60, "seconds": 1}
-FEWEST = 5
-"""Of a unit of time, for an axis in it."""
+FEWEST = 5  # of a unit of time, for an axis in it
+MEMORY = (
+    "The plan's components at their peak, beside what was measured: on CPU ranks the sum alone, on GPUs also what a"
+    " step adds. Components cannot be measured apart."
+)
+TIMED = "Since training was last started, without loading."
 LINE = {"type": "line", "strokeWidth": 1.5}
 DASHES = LINE | {"strokeDash": [4, 3]}
 POINTS = {"type": "point", "filled": True, "size": 45}
+SQUARES = {"type": "square", "filled": True, "size": 60, "opacity": 1}
 
 Palette = dict[str, str]
 Spec = dict[str, Any]
@@ -55,8 +46,7 @@ Spec = dict[str, Any]
 class Chart:
     """One chart of the page."""
 
-    name: str
-    """Of its PNG."""
+    name: str  # of its PNG
     title: str
     caption: str
     spec: Spec
@@ -99,23 +89,14 @@ def charts(report: Report, palette: Palette) -> list[Chart]:
     longest = max(sum(run.seconds.values()) for run in runs)
     unit = next((unit for unit, seconds in TIMES.items() if longest >= FEWEST * seconds), "seconds")
     for name, title, x, scale, parts_of, caption in (
-        (
-            *("memory", "Memory, planned against measured", "GiB", 1, memory_parts),
-            "The plan's components at their peak, beside what was measured: on CPU ranks the sum alone, on GPUs also"
-            " what a step adds. Components cannot be measured apart.",
-        ),
-        (
-            *("time", "Where the time went", unit, TIMES[unit], time_parts),
-            "Since training was last started, without loading.",
-        ),
+        ("memory", "Memory, planned against measured", "GiB", 1, memory_parts, MEMORY),
+        ("time", "Where the time went", unit, TIMES[unit], time_parts, TIMED),
     ):
-        rows = [
-            row
-            | {"bar": ": ".join(filter(None, (run.name if len(runs) > 1 or not row["bar"] else "", row["bar"])))}
-            | {"value": row["value"] / scale}
-            for run in runs
-            for row in parts_of(run)
-        ]
+        rows = []
+        for run in runs:
+            for row in parts_of(run):
+                bar = ": ".join(filter(None, (run.name if len(runs) > 1 or not row["bar"] else "", row["bar"])))
+                rows.append(row | {"bar": bar, "value": row["value"] / scale})
         if rows:
             spec = _bars(largest_parts(rows), palette, x=x)
             made.append(Chart(name=name, title=title, caption=caption, spec=spec))
@@ -138,22 +119,13 @@ def _perplexity(report: Report, palette: Palette) -> Chart | None:
         _layer(logged, DASHES),
         _layer(logged, POINTS, "perplexity"),
         _layer(measured, {"type": "rule", "strokeWidth": 1.5}, **interval),
-        _layer(
-            measured,
-            {"type": "square", "filled": True, "size": 60, "opacity": 1},
-            *("perplexity", "low", "high", "model", "data"),
-        ),
+        _layer(measured, SQUARES, "perplexity", "low", "high", "model", "data"),
     ]
     caption = "Points: held out, as training measured it, with 95 % interval."
     if measured:
         caption += " Squares: dsft eval, on the data that the table below names."
-    options = {
-        "y": "perplexity (log scale)",
-        "number": ",~r",
-        "scale": {"type": "log", "nice": False},
-        "caption": caption,
-    }
-    return _over_tokens(report, palette, "perplexity", "Perplexity", layers, **options)
+    axis = {"y": "perplexity (log scale)", "number": ",~r", "scale": {"type": "log", "nice": False}}
+    return _over_tokens(report, palette, "perplexity", "Perplexity", layers, caption=caption, **axis)
 
 
 def _over_tokens(
@@ -169,11 +141,8 @@ def _over_tokens(
     scale: Spec | None = None,
     names: list[str] | None = None,
 ) -> Chart | None:
-    """Put the layers that have points over the tokens seen, with a colour for each run and a legend where there are
-    several; None where no layer has a point.
-
-    Args:
-        names: what has a colour, in place of the runs.
+    """Put the layers that have points over the tokens seen, a colour for each run, or each of `names`, and a legend
+    where there are several; None where no layer has a point.
     """
     layers = [layer for layer in layers if layer["data"]["values"]]
     if not layers:
@@ -181,38 +150,26 @@ def _over_tokens(
     names = names or [run.name for run in report.runs]
     series = [palette[f"series-{index % 6 + 1}"] for index in range(len(names))]
     legend = BELOW | {"columns": 3} if len(names) > 1 else None
+
+    def number_axis(field: str, title: str, *, scale: Spec | None = None, **axis: Any) -> Spec:
+        channel = {"field": field, "type": "quantitative", "title": title}
+        return channel | ({"scale": scale} if scale else {}) | {"axis": axis | {"labelExpr": ZERO, "tickCount": 5}}
+
+    scale_of_colour = {"domain": names, "range": series}
     encoding = {
-        "x": {
-            "field": "tokens",
-            "type": "quantitative",
-            "title": "tokens seen",
-            "axis": {"format": "~s", "labelExpr": ZERO, "grid": False, "tickCount": 5},
-        },
-        "y": {
-            "field": "value",
-            "type": "quantitative",
-            "title": y,
-            "scale": scale or {"zero": False},
-            "axis": {"format": number, "labelExpr": ZERO, "tickCount": 5},
-        },
-        "color": {
-            "field": "run",
-            "type": "nominal",
-            "scale": {"domain": names, "range": series},
-            "legend": legend,
-        },
+        "x": number_axis("tokens", "tokens seen", format="~s", grid=False),
+        "y": number_axis("value", y, scale=scale or {"zero": False}, format=number),
+        "color": {"field": "run", "type": "nominal", "scale": scale_of_colour, "legend": legend},
     }
     spec = _base(palette) | {"height": 220, "encoding": encoding, "layer": layers}
     return Chart(name=name, title=title, caption=caption, spec=spec)
 
 
 def _points(runs: list[Run], metric: str, **more: str) -> list[dict[str, Any]]:
-    """Return a point for each log entry with a metric: run, step, tokens, and the metric as value.
-
-    Args:
-        more: other metrics -> their names in the point.
+    """Return a point for each log entry with a metric: run, step, tokens, the metric as value, and `more` metrics under
+    their names in the point.
     """
-    points = []
+    names, points = {metric: "value", **more}, []
     for run in runs:
         entries = [entry for entry in run.log if entry.get(metric) is not None]
         every = max(-(-len(entries) // MOST_POINTS), 1)
@@ -220,9 +177,7 @@ def _points(runs: list[Run], metric: str, **more: str) -> list[dict[str, Any]]:
             if index % every == 0 or entry is entries[-1]:
                 point = {"run": run.name, "step": entry["step"]}
                 point["tokens"] = entry.get("num_input_tokens_seen", entry["step"])
-                points.append(
-                    point | {name: entry[key] for key, name in {metric: "value", **more}.items() if key in entry}
-                )
+                points.append(point | {name: entry[key] for key, name in names.items() if key in entry})
     return points
 
 
@@ -258,21 +213,11 @@ def _bars(rows: list[dict[str, Any]], palette: Palette, *, x: str) -> Spec:
     parts = list(dict.fromkeys(row["part"] for row in rows))
     planned = [part for part in parts if part not in MEASURED]
     names = MEASURED | {part: f"series-{index % 5 + 1}" for index, part in enumerate(planned)}
+    axis = {"grid": False, "labelLimit": 170, "ticks": False, "domain": False}
+    value = {"field": "value", "title": x}
     encoding = {
-        "y": {
-            "field": "bar",
-            "type": "nominal",
-            "sort": None,
-            "title": None,
-            "axis": {"grid": False, "labelLimit": 170, "ticks": False, "domain": False},
-        },
-        "x": {
-            "field": "value",
-            "type": "quantitative",
-            "title": x,
-            "stack": "zero",
-            "axis": {"tickCount": 5, "format": "~g"},
-        },
+        "y": {"field": "bar", "type": "nominal", "sort": None, "title": None, "axis": axis},
+        "x": value | {"type": "quantitative", "stack": "zero", "axis": {"tickCount": 5, "format": "~g"}},
         "color": {
             "field": "part",
             "type": "nominal",
@@ -281,11 +226,7 @@ def _bars(rows: list[dict[str, Any]], palette: Palette, *, x: str) -> Spec:
             "legend": BELOW | {"columns": 2, "labelFontSize": 11, "columnPadding": 6},
         },
         "order": {"field": "order", "type": "quantitative"},
-        "tooltip": [
-            {"field": "part"},
-            {"field": "value", "title": x, "format": ".3~f"},
-            {"field": "detail", "title": "from"},
-        ],
+        "tooltip": [{"field": "part"}, value | {"format": ".3~f"}, {"field": "detail", "title": "from"}],
     }
     return _base(palette) | {
         "height": 30 * len({row["bar"] for row in rows}),
@@ -296,28 +237,22 @@ def _bars(rows: list[dict[str, Any]], palette: Palette, *, x: str) -> Spec:
 
 
 def memory_parts(run: Run) -> list[dict[str, Any]]:
-    """Return segments of bars, in GiB: the planned components that are alive at the peak, and what was measured.
-
-    On GPUs that is what torch allocates on the fullest, split into what is held between steps and what a step adds; on
-    CPU ranks the host memory of a node.
+    """Return segments of bars, in GiB: the planned components alive at the peak, and what was measured: on GPUs what
+    torch allocates on the fullest, held between steps and added by a step; on CPU ranks the host memory of a node.
     """
     plan = run.facts.get("plan")
     if not plan:
         return []
     planned: dict[str, tuple[float, str]] = {}
     is_gpu, ranks = plan["has_gpu"], plan["ranks_per_node"]
+    terms = [Term(**term) for term in plan["terms"]]
     for place in ("device",) if is_gpu else ("device", "host"):
-        # As planner/zero_layout.py: what is always there, with the larger of a micro batch and the optimizer's step.
-        terms = {phase: [] for phase in ("always", "compute", "step")}
-        for term in plan["terms"]:
-            if term["place"] == place and term["phase"] in terms:
-                terms[term["phase"]].append(term)
-        peak = max(terms["compute"], terms["step"], key=lambda alive: sum(term["num_bytes"] for term in alive))
-        for term in terms["always"] + peak:
-            num_bytes, formula = term["num_bytes"], term["formula"]
-            if place == "device" and not is_gpu:
-                num_bytes, formula = ranks * num_bytes, f"{ranks} ranks x ({formula})"
-            planned[term["name"]] = num_bytes, formula
+        sums = bytes_by_phase(terms, place)
+        alive = ("always", max("compute", "step", key=sums.get))  # a micro batch, or the optimizer's step
+        for term in (term for phase in alive for term in terms if (term.place, term.phase) == (place, phase)):
+            is_of_ranks = place == "device" and not is_gpu
+            formula = f"{ranks} ranks x ({term.formula})" if is_of_ranks else term.formula
+            planned[term.name] = term.num_bytes * (ranks if is_of_ranks else 1), formula
     if is_gpu:
         planned.pop(OVERHEAD, None)  # which torch does not allocate
     checks = run.results.get("plan_check", {})
@@ -357,11 +292,8 @@ def largest_parts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def time_parts(run: Run) -> list[dict[str, Any]]:
     """Return the segments of one bar, in seconds; none before anything was timed."""
-    return [
-        {"bar": "", "part": part, "value": value, "detail": f"{value:,.1f} s"}
-        for part, value in run.seconds.items()
-        if value
-    ]
+    timed = {part: value for part, value in run.seconds.items() if value}
+    return [{"bar": "", "part": part, "value": value, "detail": f"{value:,.1f} s"} for part, value in timed.items()]
 
 
 def _base(palette: Palette) -> Spec:

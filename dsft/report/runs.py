@@ -4,10 +4,10 @@ A run that is still running, stopped early or was killed has less of it; nothing
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,24 +27,18 @@ class Checkpoint:
 
     name: str
     step: int
-    tokens_seen: int
-    """Over all ranks, without padding."""
-    evaluation: dict[str, float]
-    """The log entry of its step with eval_perplexity; empty where there was no evaluation."""
+    tokens_seen: int  # over all ranks, without padding
+    evaluation: dict[str, float]  # the log entry of its step with eval_perplexity; empty where there is none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """One result of `dsft eval`."""
 
-    run: str
-    """Name of the run whose model it is; empty for another model, such as the base."""
-    model: str
-    """As a person would call it: checkpoint-60, final, or the path of another."""
-    tokens_seen: int | None
-    """Of the model, over all ranks; None where that is not known."""
-    report: dict[str, Any]
-    """Of perplexity.json."""
+    run: str  # name of the run whose model it is; empty for another model, such as the base
+    model: str  # as a person would call it: checkpoint-60, final, or the path of another
+    tokens_seen: int | None  # of the model, over all ranks; None where that is not known
+    report: dict[str, Any]  # of perplexity.json
     documents: list[dict[str, Any]]
     """Rows of documents.parquet that have scored tokens, from the fewest nats per token to the most."""
 
@@ -57,13 +51,10 @@ class Measured:
 class Run:
     """One run, as far as it came."""
 
-    name: str
-    """The shortest end of its path that no other run of the report has."""
+    name: str  # the shortest end of its path that no other run of the report has
     folder: Path
-    facts: dict[str, Any]
-    """The content of run.json."""
-    log: list[dict[str, Any]]
-    """One entry for each time that training logged, as in metrics.jsonl."""
+    facts: dict[str, Any]  # the content of run.json
+    log: list[dict[str, Any]]  # one entry for each time that training logged, as in metrics.jsonl
     checkpoints: list[Checkpoint]
 
     @property
@@ -96,7 +87,6 @@ class Run:
         return {"training": max(total - sum(stalls.values()), 0.0)} | stalls if total else {}
 
     def values(self, name: str) -> list[float]:
-        """Return a metric's values, in the order of the log."""
         return [entry[name] for entry in self.log if entry.get(name) is not None]
 
 
@@ -106,8 +96,7 @@ class Report:
 
     runs: list[Run]
     evaluations: list[Measured]
-    answers: list[dict[str, str]]
-    """Of the evaluations' folders: the prompt, and what each model answers, by its name."""
+    answers: list[dict[str, str]]  # of the evaluations' folders: the prompt, and what each model answers, by its name
 
     @property
     def metrics(self) -> dict[str, dict[str, Any]]:
@@ -121,13 +110,8 @@ class Report:
 
 
 def read_report(folders: list[str]) -> Report:
-    """Read runs, and the evaluations of their models in their folders and beside them.
-
-    Args:
-        folders: of runs; one of an evaluation may stand among them, and is taken whole.
-
-    Raises:
-        UserError: with every folder that holds neither, or where there is no run at all.
+    """Read runs, and the evaluations of their models in their folders and beside them; a folder of an evaluation may
+    stand among those of runs, and is taken whole.
     """
     paths = list(dict.fromkeys(Path(folder).expanduser() for folder in folders))
     named = [path for path in paths if not is_run(path) and (path / REPORTS).is_file()]
@@ -148,18 +132,12 @@ def read_report(folders: list[str]) -> Report:
         try:
             read_options_of_run(str(folder))  # without them it is no run of dsft
             facts = read_run(str(folder))
-            path = folder / METRICS
+            path, log = folder / METRICS, []
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-            entries = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
-            log = [
+            for entry in (json.loads(line) for line in lines if line.endswith("\n")):  # a kill may cut off the last
                 # Values that are NaN or infinite are left out, such as the gradient norm of a skipped step.
-                {
-                    key: value
-                    for key, value in entry.items()
-                    if isinstance(value, str) or (value is not None and math.isfinite(value))
-                }
-                for entry in entries
-            ]
+                known = {key: value for key, value in entry.items() if value is not None}
+                log.append({key: value for key, value in known.items() if isinstance(value, str) or isfinite(value)})
             evaluated = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
             saved = []
             for path in checkpoints(folder):
@@ -171,14 +149,13 @@ def read_report(folders: list[str]) -> Report:
             raise UserError(f"{folder}: {RUN}, {METRICS} or a {TRAINER_STATE} cannot be read ({error})") from None
         runs.append(Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved))
 
-    named = [path.resolve() for path in named]
+    named, evaluations, answers = [path.resolve() for path in named], [], []
     beside = [
         path.resolve()
         for folder in run_folders
         for path in (folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir()))
         if (path / REPORTS).is_file()
     ]
-    evaluations, answers = [], []
     for folder in dict.fromkeys((*named, *beside)):
         results, measured = Results(folder), []
         for key, report in results.reports.items():
@@ -188,30 +165,25 @@ def read_report(folders: list[str]) -> Report:
             measured.append(Measured(run=name, model=model, tokens_seen=tokens_seen, report=report, documents=rows))
         if folder in named or any(item.run for item in measured):
             evaluations += measured
-            if (folder / ANSWERS).is_file():
-                answers += _read_answers(folder / ANSWERS)
+            answers += _read_answers(folder / ANSWERS)
     return Report(runs=runs, evaluations=evaluations, answers=answers)
 
 
 def _read_answers(path: Path) -> list[dict[str, str]]:
-    """Raises UserError, naming the file, where a row is not what ANSWERS says."""
     rows = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line) if line.strip() else None
-            except ValueError:
-                row = line
-            if row is not None and not (isinstance(row, dict) and all(isinstance(text, str) for text in row.values())):
-                raise UserError(f"{path}: line {number} is no JSON object of texts; correct it, or rename the file")
-            rows += [row] if row else []
+    for number, line in enumerate(path.open(encoding="utf-8", errors="replace") if path.is_file() else (), start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            row = line
+        if row is not None and not (isinstance(row, dict) and all(isinstance(text, str) for text in row.values())):
+            raise UserError(f"{path}: line {number} is no JSON object of texts; correct it, or rename the file")
+        rows += [row] if row else []
     return rows
 
 
 def _model_of(model: str, runs: list[Run]) -> tuple[str, str, int | None]:
-    """Find the run whose model a result is of: its name, what the model is called there, and the tokens it has seen;
-    ("", model, None) where it is none of theirs.
-    """
+    """Find whose model a result is of: run, the model's name there, tokens seen; ("", model, None) if no run's."""
     for run in runs:
         path, root = Path(path_of(model, str(run.folder))).resolve(), run.folder.resolve()
         if not path.is_relative_to(root):

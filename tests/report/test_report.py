@@ -15,9 +15,8 @@ from dsft.cli.commands import ReportOptions
 from dsft.cli.report import run_report
 from dsft.errors import UserError
 from dsft.report.charts import COLOURS, charts, largest_parts, time_parts
-from dsft.report.page import page_html
+from dsft.report.page import folded, headline, page_html, tables
 from dsft.report.runs import read_report
-from dsft.report.tables import folded, headline, tables
 from dsft.training.metrics import METRICS
 
 HOSTILE = "</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"

@@ -17,8 +17,8 @@ from dsft.config.options import TrainConfig
 from dsft.data.batches import Sequences
 from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
+from dsft.report.page import tables
 from dsft.report.runs import read_report
-from dsft.report.tables import tables
 from dsft.training import generation
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
