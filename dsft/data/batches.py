@@ -20,8 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import FormattedSource
-from dsft.data.packing import best_fit
-from dsft.data.store import Store
+from dsft.data.prepare import Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
 from dsft.models.head import next_tokens
@@ -37,46 +36,34 @@ BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNO
 
 
 def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = None) -> Sequence:
-    """Makes a sequence; its first token is never trained: nothing stands before it."""
     ids = np.asarray(ids, np.int64)
     labels = np.where(trained, ids, IGNORED)
-    labels[:1] = IGNORED
+    labels[:1] = IGNORED  # nothing stands before the first token
     return {"input_ids": ids, "labels": labels} | ({} if weights is None else {"weights": np.array(weights)})
 
 
 def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
-    """Lists the sequences of items, which are sequences or lists of them."""
     return [sequence for item in items for sequence in (item if isinstance(item, list) else [item])]
 
 
 class Items(torch.utils.data.Dataset):
     """What an epoch is made of: sequences, or lists of sequences that share a row or a batch."""
 
-    lengths: np.ndarray
-    """Tokens of each."""
-
-    @property
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the shortest and of the longest sequence of each."""
-        return self.lengths, self.lengths
+    lengths: np.ndarray  # tokens of each
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitems__(self, indices: Iterable[int]) -> list[Any]:
-        """Several at once, as torch's loader asks for them."""
+    def __getitems__(self, indices: Iterable[int]) -> list[Any]:  # asked for by torch's loader
         return [self[index] for index in indices]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Number of items, and a digest of their lengths and of tokens, labels and weights of some evenly spread over
-        them.
-        """
+        """Number of items, and a digest of all lengths and of the tokens, labels and weights of some, evenly spread."""
         content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
         for sequence in sequences_in(self[index] for index in range(0, len(self), max(1, len(self) // 1000))):
-            content.update(sequence["input_ids"].tobytes())
-            content.update(sequence["labels"].tobytes())
-            content.update(sequence["weights"].tobytes() if "weights" in sequence else b"")
+            for name in ("input_ids", "labels", "weights"):
+                content.update(sequence[name].tobytes() if name in sequence else b"")
         return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
 
 
@@ -89,14 +76,12 @@ class Sequences(Items):
     """[N], which of `stores` each is in; from `starts` [N] to `ends` [N] there."""
     starts: np.ndarray
     ends: np.ndarray
-    sources: tuple[str, ...] = ()
-    """Names of the sources whose losses are told apart."""
+    sources: tuple[str, ...] = ()  # names of those whose losses are told apart
     numbers: tuple[np.ndarray, ...] = ()
     """Of each store: numbers of `sources` by those that the store has; of all of it where it has none."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """[N] tokens."""
         return self.ends - self.starts
 
     @property
@@ -130,21 +115,13 @@ class PackedRows(Items):
         self.sequences, self.groups = sequences, groups
         self.lengths = np.array([sequences.lengths[group].sum() for group in groups])
 
-    @property
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        lengths = self.sequences.lengths
-        return tuple(np.array([bound(lengths[group]) for group in self.groups]) for bound in (np.min, np.max))
-
     def __getitem__(self, index: int) -> list[Sequence]:
         return [self.sequences[i] for i in self.groups[index]]
 
 
 def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> Sequences:
-    """Makes all sequences of `stores`, in order.
-
-    Args:
-        seq_len: text is laid end to end and cut into windows of so many tokens.
-        keep_documents: a text is a sequence of its own, cut only where it is longer (for packing).
+    """Makes all sequences of `stores`, in order. Text is laid end to end and cut into windows of `seq_len` tokens; with
+    `keep_documents`, for packing, a text is a sequence of its own, cut only where it is longer.
     """
     parts = []
     for place, store in enumerate(stores):
@@ -152,14 +129,14 @@ def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> 
             ends = store.ends if keep_documents else np.array([len(store.tokens)])
             starts, ends = cut(ends, seq_len)
         else:
-            starts, ends = np.concatenate([np.zeros(1, np.int64), store.ends])[: len(store.ends)], store.ends
+            starts, ends = np.r_[0, store.ends][:-1], store.ends
         parts.append((np.full(len(starts), place, np.int16), starts, ends))
     return Sequences(stores, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts documents that end at `ends` into pieces of at most `length` tokens, as (starts, ends)."""
-    begins = np.concatenate([np.zeros(1, np.int64), ends])[: len(ends)]
+    begins = np.r_[0, ends][:-1]
     pieces = -(-(ends - begins) // length)
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.repeat(begins, pieces) + within * length
@@ -167,12 +144,8 @@ def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Sequences, list[float]]:
-    """Draws as many sequences as there are, of each source its share by weight.
-
-    Each source is drawn without repetition until it is used up, then from its beginning again.
-
-    Returns:
-        (sequences, epochs per source).
+    """Draws as many sequences as there are, of each source its share by weight, each time without repetition until it
+    is used up. Returns (sequences, epochs per source).
     """
     total, share = len(sequences), np.array(weights) / sum(weights)
     generator = np.random.default_rng(seed)
@@ -189,7 +162,6 @@ def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Seque
 
 
 def describe_counts(counts: dict[str, Any]) -> str:
-    """Writes counts as a sentence's end, without those that are 0."""
     words = []
     for name, value in counts.items():
         text = name.replace("_", " ")
@@ -207,21 +179,74 @@ def count(sequences: Sequences, stores: list[Store], *, epochs: list[float] | No
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
     counts["sequences"] = len(sequences)
     if epochs is None:  # the first token of each window of text is context only
-        counts["trained_tokens"] -= sum(
-            int((sequences.places == place).sum()) for place, store in enumerate(stores) if store.is_text
-        )
+        texts = [place for place, store in enumerate(stores) if store.is_text]
+        counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
     else:
         counts["passes"] = [round(number, 4) for number in epochs]
     return counts
 
 
+# Which sequences share a row, or a batch, so that it is full
+
+
+def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
+    """Forms rows of indices with at most `room` tokens each; no length may be more.
+
+    The longest first, and into each row what fills it best (after best-fit decreasing; Ding et al., "Fewer Truncations
+    Improve Language Modeling", arXiv 2404.10830, section 3). Works on the counts of each length, so that its time grows
+    with the number of different lengths (after Krell et al., arXiv 2107.02027, section 3).
+    """
+    order = np.argsort(lengths, kind="stable")
+    sizes, used, counts = np.unique(lengths[order], return_index=True, return_counts=True)
+    left, rows = counts.copy(), []
+    while left.any():
+        fullest = _fullest_row(sizes, left.copy(), room)
+        kinds = np.flatnonzero(fullest)
+        assert len(kinds), "a sequence is longer than a row"  # else no round would take one, without end
+        for _ in range(int((left[kinds] // fullest[kinds]).min())):
+            rows.append(np.concatenate([order[used[kind] : used[kind] + fullest[kind]] for kind in kinds[::-1]]))
+            used[kinds] += fullest[kinds]
+            left[kinds] -= fullest[kinds]
+    return rows
+
+
+def _fullest_row(sizes: np.ndarray, left: np.ndarray, room: int) -> np.ndarray:
+    """Fills one row from `left` (changed) of each of `sizes` (in order); returns how many of each it takes: the
+    largest, then always the largest that fits, but the two that fit best where these fill the row better.
+    """
+    row = np.zeros_like(left)
+    while len(fitting := np.flatnonzero((left > 0) & (sizes <= room))):
+        fitting_sizes = sizes[fitting]
+        chosen = [fitting[-1]]
+        if row.any() and 2 * fitting_sizes[-1] >= room:
+            partner = np.searchsorted(fitting_sizes, room - fitting_sizes, side="right") - 1
+            partner -= (partner == np.arange(len(fitting_sizes))) & (left[fitting] == 1)
+            pairs = np.where(partner >= 0, fitting_sizes + fitting_sizes[partner], 0)
+            if pairs.max() > fitting_sizes[-1]:
+                best = int(pairs.argmax())
+                chosen = [fitting[best], fitting[partner[best]]]
+        for kind in chosen:
+            row[kind] += 1
+            left[kind] -= 1
+            room -= sizes[kind]
+    return row
+
+
+def batches_by_token_budget(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Forms batches of sequences of like length that take, padded to a multiple of 8, at most `tokens`; a longer
+    sequence is a batch of its own.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        if not batches or (len(batches[-1]) + 1) * width > tokens:
+            batches.append([])
+            width = padded_width(int(lengths[index]))
+        batches[-1].append(index)
+    return [np.array(batch) for batch in batches]
+
+
 # Order
-
-
-GROUPED_STEPS = 50
-"""Sequences of like length are looked for among those of so many steps, as transformers' own LengthGroupedSampler does
-(trainer_pt_utils.py).
-"""
 
 
 class PaddedToFullSteps(Items):
@@ -230,14 +255,7 @@ class PaddedToFullSteps(Items):
     def __init__(self, items: Items, per_step: int):
         self.items, self.per_step = items, per_step
         self.blank = [BLANK] if isinstance(items, PackedRows) else BLANK
-        self.lengths = self._with_blanks(items.lengths)
-
-    @property
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        return tuple(map(self._with_blanks, self.items.bounds))
-
-    def _with_blanks(self, lengths: np.ndarray) -> np.ndarray:
-        return np.append(lengths, np.zeros(-len(self.items) % self.per_step, np.int64))
+        self.lengths = np.append(items.lengths, np.zeros(-len(items) % per_step, np.int64))
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index] if index < len(self.items) else self.blank
@@ -253,34 +271,29 @@ def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any
             yield from batch
 
 
+@dataclass(eq=False)
 class EpochSampler(torch.utils.data.Sampler):
-    """Yields a permutation of the items for each epoch, then the blank ones.
+    """Yields a permutation of the items for each epoch, then the blank ones."""
 
-    Args:
-        micro_batch, shared_by: as `repeated` takes them.
-        strategy: train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the
-            step holds the same items as with "random". "group_by_length": steps are of like length, beginning with the
-            longest, which pads least, but makes steps that differ. "sequential": every epoch takes the items as they
-            stand in the data.
-        step: the optimizer steps already done; asked at the beginning of each epoch, also of one that is resumed in its
-            middle.
-        drop_last: leave out what does not fill a step.
+    data: PaddedToFullSteps
+    _: KW_ONLY
+    seed: int
+    step: Callable[[], int]
+    """The optimizer steps already done; asked at the beginning of each epoch, also of one resumed in its middle."""
+    drop_last: bool = False  # leave out what does not fill a step
+    strategy: str = "random"
+    """train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the step holds
+    the same items as with "random". "group_by_length": steps are of like length, beginning with the longest, which pads
+    least, but makes steps that differ. "sequential": every epoch takes the items as they stand in the data.
     """
+    micro_batch: int = 1
+    shared_by: int = 1
+    """Both as `repeated` takes them."""
 
-    def __init__(
-        self,
-        data: PaddedToFullSteps,
-        *,
-        seed: int,
-        step: Callable[[], int],
-        drop_last: bool = False,
-        strategy: str = "random",
-        micro_batch: int = 1,
-        shared_by: int = 1,
-    ):
-        self.data, self.seed, self.step, self.strategy = data, seed, step, strategy
-        self.micro_batch, self.shared_by = micro_batch, shared_by
-        self.number = len(data.items) // data.per_step * data.per_step if drop_last else len(data)
+    @property
+    def number(self) -> int:
+        per_step = self.data.per_step
+        return len(self.data.items) // per_step * per_step if self.drop_last else len(self.data)
 
     def __len__(self) -> int:
         return self.number * self.shared_by
@@ -290,13 +303,11 @@ class EpochSampler(torch.utils.data.Sampler):
         return repeated(order, self.micro_batch, self.shared_by)
 
     def order(self, epoch: int) -> list[int]:
-        """Lists the items of an epoch in their order."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         real = torch.randperm(len(self.data.items), generator=generator).numpy()
         lengths, per_step = self.data.items.lengths, self.data.per_step
 
-        def longest_first(size: int) -> np.ndarray:
-            """Orders each `size` items that follow each other."""
+        def longest_first(size: int) -> np.ndarray:  # of each `size` items that follow each other
             groups = [real[start : start + size] for start in range(0, len(real), size)]
             return np.concatenate([group[np.argsort(-lengths[group], kind="stable")] for group in groups or [real]])
 
@@ -305,7 +316,8 @@ class EpochSampler(torch.utils.data.Sampler):
         elif self.strategy == "batch_rebalance":
             real = longest_first(per_step)
         elif self.strategy == "group_by_length":
-            by_length = longest_first(GROUPED_STEPS * per_step)
+            # Looked for among those of 50 steps, as transformers' own LengthGroupedSampler does (trainer_pt_utils.py).
+            by_length = longest_first(50 * per_step)
             num_full = len(by_length) // per_step
             rest = by_length[num_full * per_step :]
             steps = by_length[: num_full * per_step].reshape(num_full, per_step)
@@ -317,13 +329,6 @@ class EpochSampler(torch.utils.data.Sampler):
         return [*real.tolist(), *range(len(real), len(self.data))][: self.number]
 
 
-def num_mixed(order: list[int], items: Items, batch: int, rules: RowRules) -> int:
-    """Counts the batches of `batch` items that follow in `order` and hold sequences that may not share one."""
-    shortest, longest = (bounds[order].reshape(-1, batch) for bounds in items.bounds)
-    shortest = np.where(shortest, shortest, longest.max(1, keepdims=True))  # blank ones train nothing
-    return int((rules.sides(shortest.min(1)) != rules.sides(longest.max(1))).sum())
-
-
 def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
     """Returns the share of computed positions without a token, in batches of `batch` items that follow in `order`."""
     lengths_of_batches = lengths[order].reshape(-1, batch)
@@ -332,10 +337,6 @@ def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
 
 
 # Streams
-
-
-PACKED_AT_ONCE = 1000
-"""Sequences among which those that share rows are looked for."""
 
 
 @dataclass(eq=False)
@@ -358,44 +359,24 @@ class Stream(torch.utils.data.IterableDataset):
     weights: list[float]
     seed: int
     shuffle_buffer: int
-    names: tuple[str, ...] = ()
-    """Of the sources."""
-    counts: Counter = field(default_factory=Counter)
-    """As of prepared data, of what this process has read so far."""
-    micro_batch: int = 1
+    counts: Counter = field(default_factory=Counter)  # as of prepared data, of what this process has read so far
+    micro_batch: int = 1  # as `repeated` takes them; the Trainer sets both
     shared_by: int = 1
-    """As `repeated` takes them; the Trainer sets both."""
 
     @property
     def identity(self) -> dict[str, Any]:
         """A digest of what the order depends on, for resuming."""
-        order = json.dumps(
-            [
-                [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
-                for formatted in self.sources
-            ]
-            + [self.weights, self.pack, self.shuffle_buffer],
-            sort_keys=True,
-        )
+        facts = [
+            [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
+            for formatted in self.sources
+        ]
+        order = json.dumps([*facts, self.weights, self.pack, self.shuffle_buffer], sort_keys=True)
         return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
         return repeated(self._items(), self.micro_batch, self.shared_by)
 
     def _items(self) -> Iterator[Sequence | list[Sequence]]:
-        sequences = self._shuffled()
-        if not self.pack:
-            yield from sequences  # without end
-        waiting: list[Sequence] = []
-        while True:  # best fit among the sequences at hand; those of the emptiest row wait for more
-            waiting += [next(sequences) for _ in range(PACKED_AT_ONCE)]
-            lengths = np.array([len(each["input_ids"]) for each in waiting])
-            *full, emptiest = sorted(best_fit(lengths, self.seq_len), key=lambda row: -lengths[row].sum())
-            yield from ([waiting[index] for index in row] for row in full)
-            waiting = [waiting[index] for index in emptiest]
-
-    def _shuffled(self) -> Iterator[Sequence]:
-        """Draws each time one of the next `shuffle_buffer` sequences, each of a source drawn by weight."""
         parts = [self._sequences(each, number) for number, each in enumerate(self.sources)]
         share = np.array(self.weights or [1.0] * len(parts))
         of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
@@ -403,11 +384,23 @@ class Stream(torch.utils.data.IterableDataset):
         def draw() -> Sequence:
             return next(parts[of_sources.choice(len(parts), p=share / share.sum())])
 
-        buffer = [draw() for _ in range(self.shuffle_buffer)]
-        while True:
-            index = int(of_buffer.integers(self.shuffle_buffer))
-            yield buffer[index]
-            buffer[index] = draw()
+        def shuffled() -> Iterator[Sequence]:
+            buffer = [draw() for _ in range(self.shuffle_buffer)]
+            while True:
+                index = int(of_buffer.integers(self.shuffle_buffer))
+                yield buffer[index]
+                buffer[index] = draw()
+
+        sequences = shuffled()
+        if not self.pack:
+            yield from sequences  # without end
+        waiting: list[Sequence] = []
+        while True:  # best fit among a thousand sequences at hand; those of the emptiest row wait for more
+            waiting += islice(sequences, 1000)
+            lengths = np.array([len(each["input_ids"]) for each in waiting])
+            *full, emptiest = sorted(best_fit(lengths, self.seq_len), key=lambda row: -lengths[row].sum())
+            yield from ([waiting[index] for index in row] for row in full)
+            waiting = [waiting[index] for index in emptiest]
 
     def _sequences(self, formatted: FormattedSource, number: int) -> Iterator[Sequence]:
         """Yields the sequences of a source, again from its beginning at its end."""
@@ -446,29 +439,23 @@ def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int, num_sourc
     several; is_token, [B, T], true but for padding and blank sequences.
     """
     shape = (len(groups), width)
-    ids_BT = torch.full(shape, pad_token_id, dtype=torch.long)
-    labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
-    weights_BT, sources_BT = torch.ones(shape), torch.zeros(shape, dtype=torch.long)
-    is_token_BT = torch.zeros(shape, dtype=torch.bool)
+    batch = {
+        "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
+        "labels": torch.full(shape, IGNORED, dtype=torch.long),
+    }
+    if any("weights" in each for group in groups for each in group):
+        batch["weights"] = torch.ones(shape)
+    if num_sources > 1:
+        batch["sources"] = torch.zeros(shape, dtype=torch.long)
+    batch["is_token"] = torch.zeros(shape, dtype=torch.bool)
     for row, group in enumerate(groups):
         end = 0
         for each in group:
             start, end = end, end + len(each["input_ids"])
-            ids_BT[row, start:end] = torch.as_tensor(each["input_ids"])
-            labels_BT[row, start:end] = torch.as_tensor(each["labels"])
-            if "weights" in each:
-                weights_BT[row, start:end] = torch.as_tensor(each["weights"])
-            if "sources" in each:
-                sources_BT[row, start:end] = torch.tensor(each["sources"])
-            is_token_BT[row, start:end] = each is not BLANK
-    has_weights = any("weights" in each for group in groups for each in group)
-    return {
-        "input_ids": ids_BT,
-        "labels": labels_BT,
-        **({"weights": weights_BT} if has_weights else {}),
-        **({"sources": sources_BT} if num_sources > 1 else {}),
-        "is_token": is_token_BT,
-    }
+            for name in each.keys() & batch.keys():
+                batch[name][row, start:end] = torch.tensor(each[name])
+            batch["is_token"][row, start:end] = each is not BLANK
+    return batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,10 +475,9 @@ class Part:
         """
         before = "" if self.size == 1 else "shift_"
         if self.size > 1:
+            rows = {}
             if "position_ids" in batch and "cu_seq_lens_q" not in batch:
-                rows = {"row_positions": batch["position_ids"].expand_as(batch["input_ids"])}
-            else:
-                rows = {}
+                rows["row_positions"] = batch["position_ids"].expand_as(batch["input_ids"])
             for name, last in (("labels", IGNORED), ("weights", 0), ("sources", 0)):
                 if name in batch:
                     batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
@@ -510,9 +496,7 @@ WHOLE = Part()
 
 @dataclass(eq=False)
 class Collator:
-    """Pads sequences on the right to the longest, rounded up to a multiple of 8.
-
-    Items that are lists of sequences are taken apart.
+    """Pads sequences, also those of lists, on the right to the longest, rounded up to a multiple of 8.
 
     Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
     choice of the pad token changes no loss. num_tokens, weights and sources are for the Trainer, not for the model
@@ -520,8 +504,7 @@ class Collator:
     """
 
     pad_token_id: int
-    rules: RowRules = NO_RULES
-    """With the lengths that padding does not go beyond."""
+    rules: RowRules = NO_RULES  # with the lengths that padding does not go beyond
     masked: bool = True
     """False leaves attention_mask out, for models in which no token sees the padding after it. A batch without padding
     has none either: transformers would read it back from the GPU to see that it is of ones.

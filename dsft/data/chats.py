@@ -30,15 +30,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from dsft.data.formats import Chat, FormatRules, Message
 from dsft.models.chat_template import EXTENSIONS
 
+# What templates raise at what they cannot render.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What templates raise at what they cannot render."""
-
+# The first of the private characters (planes 15 and 16 of Unicode), each of which stands for one text of a chat.
 _MARK = 0xF0000
-"""The first of the private characters (planes 15 and 16 of Unicode), each of which stands for one text of a chat."""
-_KEPT = r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]"
-"""Tags, at which templates split."""
-_LETTER = r"[^\s\"'&<>\\\[\x00-\x1f\x7f]"
-"""What no template trims or escapes."""
+_KEPT = r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]"  # tags, at which templates split
+_LETTER = r"[^\s\"'&<>\\\[\x00-\x1f\x7f]"  # what no template trims or escapes
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _EMPTY_THINKING = re.compile(
     r"(?:<(think|thinking|thought|seed:think)>\s*</\1>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\]"
@@ -56,12 +53,9 @@ class Rendered:
     """The text of a sequence."""
 
     text: str
-    spans: list[tuple[int, int]]
-    """Characters that are trained, as (start, end)."""
-    weights: list[float]
-    """Of each span; where spans overlap, that of the later one holds."""
-    ends_open: bool
-    """Nothing in the text stops the model after the last span: the tokenizer's end token belongs there."""
+    spans: list[tuple[int, int]]  # characters that are trained, as (start, end)
+    weights: list[float]  # of each span; where spans overlap, that of the later one holds
+    ends_open: bool  # nothing in the text stops the model after the last span: the tokenizer's end token belongs there
 
 
 class _Field(NamedTuple):
@@ -76,29 +70,21 @@ class _Field(NamedTuple):
 class _Place:
     """Where an answer stands in a rendering: characters from `start` to `end` are trained."""
 
-    begins: int
-    """Where the text between it and the message before begins."""
+    begins: int  # where the text between it and the message before begins
     start: int
-    last: int
-    """Its last letter."""
+    last: int  # its last letter
     end: int = 0
-    ends_open: bool = False
-    """Nothing that stops generation ends it."""
-    missing: tuple[str, ...] = ()
-    """Its parts that are not rendered."""
-    shape: str = ""
-    """What is rendered of it, with letters replaced, and without empty thinking."""
+    ends_open: bool = False  # nothing that stops generation ends it
+    missing: tuple[str, ...] = ()  # its parts that are not rendered
+    shape: str = ""  # what is rendered of it, with letters replaced, and without empty thinking
     empty_thinking: bool = False
     as_generated: bool = True
 
 
 def render_chat(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, *, template: str | None = None
+    chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules
 ) -> tuple[list[Rendered], dict[str, str]]:
     """Renders a chat, and finds which of its characters are trained.
-
-    Args:
-        template: in place of the tokenizer's own.
 
     Returns:
         (sequences, of beginnings of the chat that end with an answer and of the whole chat; what became of the chat:
@@ -108,7 +94,7 @@ def render_chat(
         ValueError: where the template leaves out a part of the chat, or leaves open which text is an answer.
         jinja2.TemplateError: where it raises.
     """
-    finder = _Finder(chat, tokenizer, rules, template or tokenizer.get_chat_template(tools=chat.tools or None))
+    finder = _Finder(chat, tokenizer, rules)
     length = len(chat.messages)
     rendering = finder.rendering(length)
     finder.check_rendered(rendering)
@@ -153,8 +139,7 @@ class _Rendering:
         if text:  # a private character of the user's own stands in both
             is_mark &= codes != _codes(text)
         self.marks = np.flatnonzero(is_mark)
-        self.owners = codes[self.marks] - _MARK
-        """[marks], which field each is of."""
+        self.owners = codes[self.marks] - _MARK  # [marks], which field each is of
 
     def of(self, index: int) -> np.ndarray:
         """Where the letters of a field stand; only those of the first copy, where a template repeats it."""
@@ -168,24 +153,25 @@ class _Rendering:
     @property
     def tail(self) -> str:
         """What stands after the last letter of any field."""
-        return self.marked[int(self.marks[-1]) + 1 if len(self.marks) else 0 :]
+        return self.after(int(self.marks.max(initial=-1)))
 
 
 class _Finder:
     """Finds the answers of a chat in its renderings."""
 
-    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules, template: str):
-        self.tokenizer, self.rules, self.tools, self.template = tokenizer, rules, chat.tools, template
-        known = _forms_of.setdefault(tokenizer, {})
-        key = (template, len(tokenizer))
-        self.forms = known.get(key) or known.setdefault(key, _Forms(tokenizer, template))
+    def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules):
+        self.tokenizer, self.rules, self.tools = tokenizer, rules, chat.tools
+        self.template = template = tokenizer.get_chat_template(tools=chat.tools or None)
+        known, key = _forms_of.setdefault(tokenizer, {}), (template, len(tokenizer))
+        if key not in known:
+            known[key] = _Forms(tokenizer, template)
+        self.forms = known[key]
         self.source = chat.messages
         self.weights = [message.get("weight", 1) for message in chat.messages]
-        answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]
-        answers = [turn for turn in answers if turn >= chat.answers_from]
-        answers = answers[-1:] if rules.train_on == "last" else answers
-        self.wanted = [turn for turn in answers if self.weights[turn]]
-        """The turns that are trained."""
+        turns = range(chat.answers_from, len(self.source))
+        answers = [turn for turn in turns if self.source[turn]["role"] == "assistant"]
+        # The turns that are trained.
+        self.wanted = [turn for turn in answers[-1 if rules.train_on == "last" else 0 :] if self.weights[turn]]
         self.notes: dict[str, str] = {}
         self.fields, self.marked = _mark(chat.messages)
         # Turn -> the marked rendering that ends with it, and the end of the generation prompt before it.
@@ -198,7 +184,7 @@ class _Finder:
         # A list of one chat: transformers looks into the first message of a chat alone, and there may be none before a
         # first answer.
         return self.tokenizer.apply_chat_template(
-            [[_in_form(message, self.forms) for message in messages]],
+            [[*map(self.forms.take, messages)]],
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=prompt,
@@ -230,7 +216,6 @@ class _Finder:
         )
 
     def _alone(self, turn: int) -> _Rendering:
-        """Renders the marked messages up to an answer and with it."""
         if turn not in self.alone:
             self.alone[turn] = _Rendering(self._render(self.marked[: turn + 1]), self.fields)
         return self.alone[turn]
@@ -271,7 +256,6 @@ class _Finder:
         )
 
     def _begin(self, turn: int, rendering: _Rendering) -> _Place | None:
-        """Finds where an answer begins, and its last letter."""
         how = self.rules.train_thinking
         trains_thinking = how in ("auto", "all") or (how == "last" and self.wanted[-1:] == [turn])
         kinds = {index: field.kind for index, field in enumerate(self.fields) if field.message == turn}
@@ -305,7 +289,7 @@ class _Finder:
         )
 
     def _prompt_end(self, turn: int, between: str) -> int:
-        """Returns how much of the text before an answer is the generation prompt's."""
+        """Counts the characters before an answer that are the generation prompt's."""
         try:
             if turn not in self.prompts:
                 self.prompts[turn] = _Rendering(self._render(self.marked[:turn], prompt=True), self.fields).tail
@@ -349,17 +333,15 @@ class _Finder:
         return self._alone(turn).tail
 
     def sequence(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> Rendered:
-        """The rendering of the first `length` messages, with the answers at `places` trained.
-
-        Where the template marks answers with {% generation %}, that is trained, the last stretch of it up to what ends
-        the answer.
+        """The rendering of the first `length` messages, with the answers at `places` trained; where the template marks
+        answers with {% generation %}, that is trained, the last stretch of it up to what ends the answer.
         """
         text, spans, weights, ends_open, stretches = rendering.text, [], [], False, None
         if places and self.rules.train_on != "all" and _GENERATION.search(self.template):
             # Only the stretches are taken from transformers: its mask of tokens loses turns where a tokenizer trims
             # offsets.
             _, (stretches,) = render_jinja_template(
-                [[_in_form(message, self.forms) for message in self.source[:length]]],
+                [[*map(self.forms.take, self.source[:length])]],
                 tools=self.tools or None,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -370,10 +352,8 @@ class _Finder:
             if stretches is not None:
                 of_answer = [(a, b) for a, b in stretches if a <= place.last and b > place.begins and b > a]
                 if not of_answer:
-                    raise ValueError(
-                        f"message {turn + 1}: the chat template marks other text as generated, and nothing of this"
-                        " answer"
-                    )
+                    problem = "the chat template marks other text as generated, and nothing of this answer"
+                    raise ValueError(f"message {turn + 1}: {problem}")
                 inside = [(max(start, place.start), end) for start, end in of_answer if end > place.start]  # no prompt
                 inside[-1] = (inside[-1][0], max(place.end, place.last + 1))
             spans += inside
@@ -385,10 +365,9 @@ class _Finder:
     # The exceptions
 
     def check_rendered(self, rendering: _Rendering) -> None:
-        """Raises, or counts, where the template leaves out a part of the chat.
-
-        An assistant's turn that is not trained must stand in a rendering that ends with it: from there on, it is the
-        template's to shorten, as it does for a server. One that is trained is looked for where it is trained.
+        """Raises, or notes, where the template leaves out a part of the chat. An assistant's turn that is not trained
+        must stand in a rendering that ends with it: from there on, it is the template's to shorten, as it does for a
+        server. One that is trained is looked for where it is trained.
         """
         problems = []
         if self.tools:
@@ -399,8 +378,8 @@ class _Finder:
                 pass  # it needs them: they are rendered
         all_there = self.rules.train_on == "all"
         for index, field in enumerate(self.fields):
-            is_looked_for_later = field.message in self.wanted and not all_there and not self.rules.keep_all
-            if is_looked_for_later or (field.kind == "reasoning" and not all_there):
+            is_looked_for_later = field.message in self.wanted and not self.rules.keep_all
+            if not all_there and (is_looked_for_later or field.kind == "reasoning"):
                 continue
             is_there = len(rendering.of(index)) >= field.size
             if not is_there and self.source[field.message]["role"] == "assistant" and not all_there:
@@ -413,29 +392,24 @@ class _Finder:
             self.notes["unrendered"] = problems[0]
 
     def _not_rendered(self, turn: int, *kinds: str) -> str:
-        return (
-            f"message {turn + 1} ({self.source[turn]['role']}): the chat template does not render its"
-            f" {' and '.join(kinds)}"
-        )
+        role = self.source[turn]["role"]
+        return f"message {turn + 1} ({role}): the chat template does not render its {' and '.join(kinds)}"
 
     def not_whole(self, turn: int, rendering: _Rendering, place: _Place | None) -> Rendered:
-        """Makes the sequence of an answer that the template does not render whole where it is the last message.
-
-        Where only reasoning is missing and the generation prompt opens it with <think>, the answer is what the model
-        would generate after that prompt. Else it is trained without what is missing, if that is asked for.
+        """Makes the sequence of an answer that the template does not render whole as the last message: where only
+        reasoning is missing and the generation prompt opens it with <think>, what the model would generate after that
+        prompt; else, if that is asked for, without what is missing.
         """
         kinds = dict.fromkeys(field.kind for field in self.fields if field.message == turn)
         missing = place.missing if place else tuple(kinds)
         prompt = self._render(self.source[:turn], prompt=True) if place and missing == ("reasoning",) else ""
         if re.search(r"<think>\s*$", prompt):
             message = self.source[turn]
-            # Reasoning may stand at the beginning of the content.
-            thought = message.get("reasoning_content") or (
-                message["content"].split("</think>", 1)[0].replace("<think>", "", 1)
-            )
-            content = next(
-                index for index, (of, kind, size) in enumerate(self.fields) if (of, kind) == (turn, "content") and size
-            )
+            thought = message.get("reasoning_content")
+            if not thought:  # it stands at the beginning of the content
+                thought = message["content"].split("</think>", 1)[0].replace("<think>", "", 1)
+            of_kind = [(field.message, field.kind) if field.size else None for field in self.fields]
+            content = of_kind.index((turn, "content"))
             start = self._content_start(turn, rendering, int(rendering.of(content).min()))
             text = f"{prompt}{thought.strip()}\n</think>\n\n{rendering.text[start : place.end]}"
             return Rendered(
@@ -456,9 +430,8 @@ class _Finder:
         )
 
     def all_trained(self, rendering: _Rendering) -> Rendered:
-        """Makes the sequence of which all tokens are trained (train_on: all).
-
-        The last message is still looked for, since it may end open, and so are answers of another weight.
+        """Makes the sequence of train_on: all. The last message is looked for (it may end open), and so is an answer
+        of another weight.
         """
         places, length = {}, len(self.source)
         for turn, message in enumerate(self.source):
@@ -489,23 +462,15 @@ def _common(first: str, second: str) -> int:
 
 
 def _last(pattern: re.Pattern, text: str) -> re.Match | None:
-    match = None
-    for match in pattern.finditer(text):  # noqa: B007
-        pass
-    return match
+    return [None, *pattern.finditer(text)][-1]
 
 
 def _mark(messages: list[Message], *, kept: tuple[str, ...] = ()) -> tuple[list[_Field], list[Message]]:
-    """Replaces the letters of each text of the messages by a character of its own.
-
-    Args:
-        kept: words to be left as they are, beside tags.
-    """
+    """Replaces the letters of each text of the messages by a character of its own, but for tags and words in `kept`."""
     fields: list[_Field] = []
     stays = "|".join([_KEPT, *map(re.escape, kept)])
     # Runs of letters, but where words are kept, which may begin in the midst of one.
     pattern = re.compile(f"({stays})|({_LETTER}{'' if kept else '+'}|\\[)")
-    anything = re.compile(r"\S")
 
     def marked(value: Any, turn: int, kind: str) -> Any:
         """Marks a text, or each text within lists and objects but for keys."""
@@ -518,7 +483,7 @@ def _mark(messages: list[Message], *, kept: tuple[str, ...] = ()) -> tuple[list[
         letter = chr(_MARK + len(fields))
         text = pattern.sub(lambda match: match[1] or letter * len(match[2]), value)
         if letter not in text:  # of tags or quotes alone: nothing else is there to be found
-            text = anything.sub(letter, value)
+            text = re.sub(r"\S", letter, value)
         fields.append(_Field(message=turn, kind=kind, size=text.count(letter)))
         return text
 
@@ -546,9 +511,6 @@ def _mark(messages: list[Message], *, kept: tuple[str, ...] = ()) -> tuple[list[
     return fields, result
 
 
-# What a template takes
-
-
 class _Forms:
     """How a template takes messages, found by rendering small ones, and the tokens it can end them with."""
 
@@ -569,33 +531,31 @@ class _Forms:
             return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
         text, parts = "question", [{"type": "text", "text": "question"}]
+        # Content as a list of parts, else as text; arguments of a call as JSON text, else as an object.
         self.parts = not renders(text, text, {"content": text}) and renders(text, parts, {"content": parts})
-        """Content as a list of parts; else as text."""
         as_object, as_json = calling({"key": "value"}), calling('{"key": "value"}')
         self.json_arguments = not renders("lookup", "q", as_object) and renders("lookup", "q", as_json)
-        """Arguments of a call as JSON text; else as an object."""
+        # Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary.
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self.special, self.added = any_of(special), any_of({token.content for token in added} | special)
-        """Special tokens of the tokenizer as they stand in a text, and all that were added to its vocabulary."""
+
+    def take(self, message: Message) -> Message:
+        """Returns a message as the template takes it."""
+        message = {key: value for key, value in message.items() if key != "weight" and value is not None}
+        if self.parts and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        if self.json_arguments and message.get("tool_calls"):  # as a server gives them
+            dumps = partial(json.dumps, ensure_ascii=False)
+            message["tool_calls"] = [
+                call | {"function": call["function"] | {"arguments": dumps(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
+        return message
 
 
 _forms_of: WeakKeyDictionary = WeakKeyDictionary()
 """Tokenizer -> (template, number of tokens) -> _Forms."""
-
-
-def _in_form(message: Message, forms: _Forms) -> Message:
-    """Returns a message as its template takes it."""
-    message = {key: value for key, value in message.items() if key != "weight" and value is not None}
-    if forms.parts and isinstance(message.get("content"), str):
-        message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    if forms.json_arguments and message.get("tool_calls"):  # as a server gives them
-        dumps = partial(json.dumps, ensure_ascii=False)
-        message["tool_calls"] = [
-            call | {"function": call["function"] | {"arguments": dumps(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return message
 
 
 @lru_cache

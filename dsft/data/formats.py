@@ -23,17 +23,15 @@ ROLES = {
 """Roles as OpenAI, LLaMA-Factory and ms-swift name them -> those of chat templates; the content of a tool_call is the
 call as JSON, which becomes `tool_calls` of the assistant's turn.
 """
-MOST_WEIGHT = 1_000_000
-"""Of a message: beyond it fp32 sums of a step would lose its other tokens."""
+MOST_WEIGHT = 1_000_000  # of a message: beyond it fp32 sums of a step would lose its other tokens
+# Keys of a message: its reasoning, as transformers reads it; those that are false where it is given and not trained
+# (axolotl, ms-swift); and all that are read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning, as transformers reads them."""
 TURN_FLAGS = ("train", "loss", "training", "label")
-"""Keys of a message that are false where it is given and not trained (axolotl, ms-swift)."""
 MESSAGE_KEYS = {
     *("role", "content", "from", "value", "name", "weight"),
     *("tool_calls", "tool_call_id", "function_call", *TURN_FLAGS, *REASONING),
 }
-"""Those that are read of a message."""
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CHAT_COLUMNS = (*SYSTEM_COLUMNS, "tools", "functions")
 """Read beside the turns wherever a row becomes a chat. `functions` is OpenAI's form before tools."""
@@ -55,10 +53,8 @@ PARTS_OF_MESSAGES = PICTURES | {
     ),
 }
 """Likewise of a message: keys of LLaMA-Factory, ms-swift and axolotl."""
-PREFERENCES = ("chosen", "rejected")
-"""Columns of DPO and of reward models (TRL, LLaMA-Factory)."""
-VERDICTS = ("kto_tag", "label")
-"""Columns of KTO (LLaMA-Factory, TRL): false marks an answer to be avoided."""
+PREFERENCES = ("chosen", "rejected")  # columns of DPO and of reward models (TRL, LLaMA-Factory)
+VERDICTS = ("kto_tag", "label")  # columns of KTO (LLaMA-Factory, TRL): false marks an answer to be avoided
 WITHOUT = "take it out of the data, or set drop_unrendered: true, which goes on without it"
 
 Message = dict[str, Any]
@@ -70,9 +66,8 @@ objects, and weight where it is not 1 (0 for a turn that is not trained).
 @dataclass(frozen=True, kw_only=True)
 class Text:
     text: str
-    starts_document: bool = True
+    starts_document: bool = True  # as of a Row
     ends_document: bool = True
-    """As of a Row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +102,9 @@ class FormatRules:
     bad_rows: str
     train_thinking: str = "auto"
     drop_unrendered: bool = False
-    source_column: str | None = None
-    """Of a training."""
-    has_chat_pairs: bool = False
-    """Whether prompts and completions are lists of messages."""
-    grouped_by: tuple[str, ...] = ()
-    """Columns that would be refused and that an evaluation reads for its groups."""
+    source_column: str | None = None  # of a training
+    has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
+    grouped_by: tuple[str, ...] = ()  # columns that would be refused and that an evaluation reads for its groups
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
@@ -134,13 +126,8 @@ class Format:
     columns: Callable[[DataFields | FormatRules], set[str]]
     """Those that show it: a source of this format has them all. Empty where no columns do."""
     sample: Callable[[Row, FormatRules, bool], Text | Pair | Chat]
-    """(row, rules, whether the tokenizer can render chats) -> the row in its one form.
-
-    Raises:
-        EmptyAnswer, ValueError: why the row cannot be used.
-    """
-    forms: Callable[[FormatRules], set[type]]
-    """See FormatRules."""
+    """(row, rules, whether the tokenizer can render chats) -> the row in its one form, or errors as of `canonical`."""
+    forms: Callable[[FormatRules], set[type]]  # see FormatRules
     more_columns: tuple[str, ...] = ()
     """Read where they are there, beside CHAT_COLUMNS where the row becomes a chat."""
 
@@ -151,30 +138,26 @@ class FormattedSource:
 
     source: Source
     rules: FormatRules
-    held_out: HeldOut | None = None
-    """The share of the rows that is read; None for all of them."""
-    unused: tuple[str, ...] = ()
-    """Columns of the first rows, and keys of their messages, that are not read."""
+    held_out: HeldOut | None = None  # the share of the rows that is read; None for all of them
+    unused: tuple[str, ...] = ()  # columns of the first rows, and keys of their messages, that are not read
 
     def batches(self) -> Iterator[Batch]:
         """Reads the rows in order."""
         if self.held_out is None:
             yield from self.source.batches()
             return
-        first, held_out_rows = 0, self.held_out.rows()
+        first, held_out_rows, wanted = 0, self.held_out.rows(), self.held_out.wanted
         following = next(held_out_rows)
         for batch in self.source.batches():
-            held_out_here = set()
-            while following < first + len(batch.rows):
-                held_out_here.add(following - first)
-                following = next(held_out_rows)
+            rows = []
+            for number, row in enumerate(batch.rows, start=first):
+                is_held_out = number == following
+                if is_held_out:
+                    following = next(held_out_rows)
+                if is_held_out == wanted:  # a piece of a text is a document by itself here
+                    rows.append(row._replace(starts_document=True, ends_document=True))
             first += len(batch.rows)
-            rows = [row for index, row in enumerate(batch.rows) if (index in held_out_here) == self.held_out.wanted]
-            left_out = 0 if self.held_out.wanted else batch.left_out
-            # A piece of a text is a document by itself here.
-            yield replace(
-                batch, left_out=left_out, rows=[row._replace(starts_document=True, ends_document=True) for row in rows]
-            )
+            yield replace(batch, left_out=0 if wanted else batch.left_out, rows=rows)
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"
@@ -182,17 +165,14 @@ class FormattedSource:
 
 def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False) -> FormatRules:
     """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
-    first rows.
-
-    Raises:
-        ValueError: listing the columns there are.
+    first rows; ValueError lists the columns there are.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row.values))
     name = config.data_format
     if name == "auto" and config.completion_template:  # the user's own, whatever other columns there are
         name = "template"
     if name == "auto":
-        shown_by = {known: each.columns(config) for known, each in FORMATS.items() if each.columns(config)}
+        shown_by = {known: needed for known, each in FORMATS.items() if (needed := each.columns(config))}
         name = next((known for known, needed in shown_by.items() if needed <= {*columns}), None)
         if name is None and (preferred := [column for column in columns if column in PREFERENCES]):
             raise ValueError(
@@ -226,41 +206,15 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
         has_template: whether the tokenizer can render chats.
 
     Raises:
-        EmptyAnswer, ValueError: why the row cannot be used.
+        EmptyAnswer, ValueError: why the row cannot be used; also a column or key that is not read, and changes what the
+            row's text or answer means.
     """
-    if not rules.completion_template:  # templates of the user's own name what they mean
-        _check_unread(row.values, rules, has_template)
-    sample = FORMATS[rules.format].sample(row, rules, has_template)
-    if isinstance(sample, Chat):
-        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
-    else:
-        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
-    return sample
-
-
-@lru_cache
-def read_columns(rules: FormatRules, *, has_template: bool) -> frozenset[str]:
-    """Returns the columns that are read of a source's rows, by `canonical` and for groups."""
-    known = FORMATS[rules.format]
-    is_chat = Chat in rules.forms and (has_template or rules.forms == {Chat})
-    beside = CHAT_COLUMNS if is_chat else ()
-    return frozenset({*known.columns(rules), *known.more_columns, *beside, *rules.grouped_by})
-
-
-def _check_unread(values: dict[str, Any], rules: FormatRules, has_template: bool) -> None:
-    """Raises where a column or key that is not read changes what the row's text or answer means."""
-    read = read_columns(rules, has_template=has_template)
+    values, read = row.values, read_columns(rules, has_template=has_template)
     parts = {} if rules.drop_unrendered else PICTURES if rules.is_text else PARTS
-    for name, value in values.items():
+    for name, value in values.items() if not rules.completion_template else ():  # the user's own name what they mean
         if name in read:
-            turns = value if isinstance(value, list) and not rules.drop_unrendered else []
-            for number, turn in enumerate(turns, start=1):
-                for key in turn if isinstance(turn, dict) else ():
+            for number, turn in enumerate(value if isinstance(value, list) else (), start=1):
+                for key in turn if isinstance(turn, dict) and not rules.drop_unrendered else ():
                     if turn[key] and key in PARTS_OF_MESSAGES:
                         raise ValueError(
                             f"message {number} of {name!r} has {key!r}: {PARTS_OF_MESSAGES[key]}; {WITHOUT}"
@@ -278,6 +232,26 @@ def _check_unread(values: dict[str, Any], rules: FormatRules, has_template: bool
                 "columns 'chosen' and 'rejected' are of preference training, which dsft does not do, and no column that"
                 " is read holds the chosen answer; take them out of the data"
             )
+    sample = FORMATS[rules.format].sample(row, rules, has_template)
+    if isinstance(sample, Chat):
+        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
+    else:
+        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
+    return sample
+
+
+@lru_cache
+def read_columns(rules: FormatRules, *, has_template: bool) -> frozenset[str]:
+    """Returns the columns that are read of a source's rows, by `canonical` and for groups."""
+    known = FORMATS[rules.format]
+    is_chat = Chat in rules.forms and (has_template or rules.forms == {Chat})
+    beside = CHAT_COLUMNS if is_chat else ()
+    return frozenset({*known.columns(rules), *known.more_columns, *beside, *rules.grouped_by})
 
 
 def _verdict(name: str, value: Any) -> bool | None:
@@ -320,9 +294,9 @@ def text_of(sample: Text | Pair | Chat) -> str:
 def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
     """Reads a column that must hold text, and some of it unless it may be `empty`."""
     value = row.get(name)
+    if value is None:
+        raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
     if not isinstance(value, str):
-        if value is None:
-            raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
         raise ValueError(f"column {name!r} must hold text; it holds {type(value).__name__}")
     if not value and not empty:
         raise ValueError(f"column {name!r} is empty")
@@ -345,11 +319,7 @@ def _from_template(row: Row, rules: FormatRules, has_template: bool) -> Text | P
 
 
 def template_columns(config: DataFields | FormatRules) -> set[str]:
-    """Lists the columns that the user's templates name.
-
-    Raises:
-        ValueError: where a template is none.
-    """
+    """Lists the columns that the user's templates name."""
     names = set()
     for key in ("prompt_template", "completion_template"):
         template = getattr(config, key) or ""
@@ -384,21 +354,16 @@ def _from_alpaca(row: Row, rules: FormatRules, has_template: bool) -> Pair | Cha
     if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
         raise ValueError("column 'history' must be a list of [instruction, output]")
     if has_template:
-        question = f"{instruction}\n{given}" if given else instruction
-        turns = [
-            {"role": role, "content": text}
-            for turn in [*history, (question, output)]
-            for role, text in zip(("user", "assistant"), turn, strict=True)
-        ]
-        return _chat(turns, values)
+        turns = [*history, (f"{instruction}\n{given}" if given else instruction, output)]
+        pairs = [zip(("user", "assistant"), turn, strict=True) for turn in turns]
+        return _chat([{"role": role, "content": text} for pair in pairs for role, text in pair], values)
     if history:
         raise ValueError(
             "column 'history' holds earlier turns, which need a chat template; name one with chat_template"
         )
     # The headings of github.com/tatsu-lab/stanford_alpaca.
-    parts = [system] if system else []
-    parts += [f"### Instruction:\n{instruction}", *([f"### Input:\n{given}"] if given else []), "### Response:\n"]
-    return _pair("\n\n".join(parts), output)
+    parts = [system, f"### Instruction:\n{instruction}", given and f"### Input:\n{given}", "### Response:\n"]
+    return _pair("\n\n".join(filter(None, parts)), output)
 
 
 # Chats
@@ -428,8 +393,8 @@ FOLLOWS = {
     "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
     "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
 }
-"""Role -> (the roles that it may follow, None at the beginning; the problem after another). Templates raise at
-others, or render what no server renders. Two turns of an assistant in a row are two answers.
+"""Role -> (the roles that it may follow, None at the beginning; the problem after another: templates raise, or render
+what no server renders). Two turns of an assistant in a row are two answers.
 """
 
 
@@ -442,11 +407,7 @@ def _system(row: dict[str, Any]) -> str:
 
 
 def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
-    """Brings messages of every shape into one, with what stands beside them in the row.
-
-    Raises:
-        EmptyAnswer, ValueError: why a message cannot be used.
-    """
+    """Brings messages of every shape into one, with what stands beside them in the row."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages must be a list of {role, content}")
     chat: list[Message] = []
@@ -458,11 +419,9 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         if before not in allowed:
             follows = f"a message of the {before}" if before else "nothing"
             raise ValueError(f"message {number} ({role}) follows {follows}: {problem}")
-        if (
-            role == "assistant"
-            and number > answers_from
-            and message.get("weight", 1)
-            and not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+        is_trained = role == "assistant" and number > answers_from and message.get("weight", 1)
+        if is_trained and not (
+            message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
         ):
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
         if is_call and before == "assistant" and number - 1 != answers_from:  # calls that stand beside the turn
@@ -562,14 +521,10 @@ def _json(text: Any, problem: str) -> Any:
 FORMATS = {
     "messages": Format(
         columns=lambda _: {"messages"},
-        sample=lambda row, rules, has_template: _chat(row.values.get("messages"), row.values),
+        sample=lambda row, *_: _chat(row.values.get("messages"), row.values),
         forms=lambda _: {Chat},
     ),
-    "sharegpt": Format(
-        columns=lambda _: {"conversations"},
-        sample=_from_sharegpt,
-        forms=lambda _: {Chat},
-    ),
+    "sharegpt": Format(columns=lambda _: {"conversations"}, sample=_from_sharegpt, forms=lambda _: {Chat}),
     "alpaca": Format(
         columns=lambda _: {"instruction", "output"},
         more_columns=("input", "history", *SYSTEM_COLUMNS),
@@ -596,6 +551,4 @@ FORMATS = {
         forms=lambda rules: {Pair} if rules.prompt_template else {Text},
     ),
 }
-"""`data_format` -> what it is; tried by their columns in this order. Another one is a value here, with its function
-above, its name among the choices of the option, and a line of the table in docs/data.md.
-"""
+"""`data_format` -> what it is; tried by their columns in this order."""

@@ -2,6 +2,17 @@
 
 The first process to come holds a lock and works; the others wait for it outside of any collective, and send their
 watchdogs heartbeats meanwhile.
+
+The tokens lie on disk, read without loading them, in a folder that is complete or not there:
+
+tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
+trained.bin   [F] bool
+weights.bin   [F] float32, by which the loss of each token is multiplied; only where it is neither 0 nor 1 for any
+ends.bin      [S] int64
+sources.bin   [S] uint16, numbers of facts["sources"]; only where source_column names what they are of
+hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
+document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
+facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained and ends together
 """
 
 import ctypes
@@ -9,24 +20,27 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from os.path import getsize
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import Chat, FormatRules, FormattedSource
 from dsft.data.sources import Batch
-from dsft.data.store import FACTS, Store, StoreWriter
 from dsft.data.tokenization import Tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime.console import progress_bar
@@ -34,8 +48,18 @@ from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count, free_host_bytes
 from dsft.watchdog import client as watchdog
 
-VERSION = 6
-"""Of the folders; a change of code that changes tokens raises it."""
+FACTS = "facts.json"
+COUNTS = (
+    *("rows", "left_out_by_map_row", "truncated", "split"),
+    *("dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
+    *("rendered_apart", "unrendered", "empty_thinking", "trained_tokens", "weighted_tokens"),
+)
+"""What is counted of every source, in the order of the data line; `tokens` and `duplicates` follow. Of chats:
+rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking;
+weighted_tokens are trained ones of a weight other than 1.
+"""
+MOST_SOURCES = 100  # each has a loss of its own in every line of the log
+VERSION = 6  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.
@@ -44,11 +68,128 @@ WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
 
 
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _column(name: str, dtype: str = "") -> cached_property:
+    """A file of a store, opened when it is asked for; `facts` know the dtype of tokens."""
+    return cached_property(lambda store: _mapped(store.folder / f"{name}.bin", dtype or store.facts["dtype"]))
+
+
+@dataclass(frozen=True)
+class Store:
+    """A finished folder."""
+
+    folder: Path
+
+    def __reduce__(self):  # processes of torch's loader open the files themselves
+        return Store, (self.folder,)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """format, is_text, source, seconds, dtype, counts, first, tokens_hash, sources."""
+        return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
+
+    tokens, trained, ends = _column("tokens"), _column("trained", "bool"), _column("ends", "int64")
+    hashes, sources = _column("hashes", "uint64"), _column("sources", "uint16")
+    document_bytes, document_words = _column("document_bytes", "int64"), _column("document_words", "int64")
+
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        path = self.folder / "weights.bin"
+        return _mapped(path, "float32") if path.exists() else None
+
+    @property
+    def is_text(self) -> bool:
+        """Documents, to be cut into windows; else samples that are sequences as they are."""
+        return self.facts["is_text"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return self.facts["counts"]
+
+
+class StoreWriter:
+    """Writes a folder beside its place, `PLACE.partial`, and puts it there when all is on disk."""
+
+    def __init__(self, place: Path, *, largest_id: int):
+        self.place, self.partial = place, place.with_name(f"{place.name}.partial")
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
+        self.files = {
+            name: open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
+            for name in ("tokens", "trained", "ends", "hashes", "sources", "document_bytes", "document_words")
+        }
+        self.size, self.counts = 0, Counter()
+        self.first: dict[str, str] = {}
+        self.sources: dict[str, int] = {}
+
+    def append(self, tokens: Tokens) -> None:
+        tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
+        tokens.trained.tofile(self.files["trained"])
+        if tokens.weights is not None and "weights" not in self.files:
+            # The column begins with the tokens that are there already: their weight is 1 where they are trained.
+            self.files["trained"].flush()
+            self.files["weights"] = open(self.partial / "weights.bin", "wb")  # noqa: SIM115
+            trained = _mapped(self.partial / "trained.bin", "bool")
+            for start in range(0, self.size, 1 << 20):
+                trained[start : min(start + (1 << 20), self.size)].astype(np.float32).tofile(self.files["weights"])
+        if "weights" in self.files:
+            weights = tokens.trained if tokens.weights is None else tokens.weights
+            weights.astype(np.float32, copy=False).tofile(self.files["weights"])
+        (tokens.ends + self.size).tofile(self.files["ends"])
+        for name in ("hashes", "document_bytes", "document_words"):
+            getattr(tokens, name).tofile(self.files[name])
+        numbers = [self.sources.setdefault(name, len(self.sources)) for name in tokens.sources]
+        if len(self.sources) > MOST_SOURCES:
+            raise UserError(f"source_column: it has more than {MOST_SOURCES:,} values; name another column")
+        np.array(numbers, np.uint16).tofile(self.files["sources"])
+        self.size += len(tokens.ids)
+        self.counts += tokens.counts
+        self.counts["trained_tokens"] += int(tokens.trained.sum())
+        self.first = tokens.first | self.first
+
+    def finish(self, **facts: Any) -> Store:
+        counts = {name: int(self.counts[name]) for name in COUNTS}
+        for file in self.files.values():
+            file.flush()
+        hashes = _mapped(self.partial / "hashes.bin", "uint64")
+        # A sixteenth of the hashes at a time, so that memory stays small.
+        distinct = sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
+        counts |= {"tokens": self.size, "duplicates": len(hashes) - distinct}
+        content = hashlib.sha256()
+        for name in ("tokens", "trained", "ends"):
+            with open(self.partial / f"{name}.bin", "rb") as file:
+                while piece := file.read(1 << 20):
+                    content.update(piece)
+        facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
+        self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
+        json.dump(facts | {"sources": [*self.sources]}, self.files["facts"], indent=1)
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self.partial.rename(self.place)
+        return Store(self.place)
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:  # removes what was not finished
+        for file in self.files.values():
+            file.close()
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+# Preparation
+
+
 @dataclass(frozen=True)
 class Preparation:
-    """What is made of the rows of a source: sequences for training. The evaluator has kinds of its own.
-
-    Its fields are part of the fingerprint, and worker processes get a copy.
+    """What is made of the rows of a source: sequences for training. The evaluator has kinds of its own, with fields,
+    which are part of the fingerprint. Worker processes get a copy.
     """
 
     def batches(
@@ -58,11 +199,7 @@ class Preparation:
         return batches
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        """Tokenises a batch.
-
-        Raises:
-            UserError: with file and line of a row that cannot be used.
-        """
+        """Tokenises a batch; raises UserError with file and line of a row that cannot be used."""
         return tokenise(batch, rules, tokenizer)
 
 
@@ -70,7 +207,6 @@ TRAINING = Preparation()
 
 
 def cache_folder(data_cache: str | None) -> Path:
-    """The folder of the option `data_cache`, else `dsft/data` in the user's cache."""
     return Path(data_cache).expanduser() if data_cache else user_cache() / "data"
 
 
@@ -79,19 +215,12 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
     rules = data.rules
     if rules.is_text:
         rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read
-    backend = (
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
-    identity = [
-        VERSION,
-        data.source.identity,
-        asdict(rules),
-        data.held_out and asdict(data.held_out),
-        type(tokenizer).__name__,
-        backend,
-        str(tokenizer.special_tokens_map),
-        str(tokenizer.chat_template),
-    ]
+    if tokenizer.is_fast:
+        backend = tokenizer.backend_tokenizer.to_str()
+    else:
+        backend = json.dumps(sorted(tokenizer.get_vocab().items()))
+    identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
+    identity += [type(tokenizer).__name__, backend, str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
     if preparation != TRAINING:
         identity.append(repr(preparation))
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
@@ -105,11 +234,7 @@ def prepare(
     preparation: Preparation = TRAINING,
     show_progress: bool = True,
 ) -> Store:
-    """Returns the tokens of `data`, made now or earlier.
-
-    Raises:
-        UserError: naming file and line of what cannot be used, or where nothing is left to train on.
-    """
+    """Returns the tokens of `data`, made now or earlier; UserError names file and line of what cannot be used."""
     place = cache / fingerprint(data, tokenizer, preparation)
     if (place / FACTS).is_file():
         return Store(place)
@@ -126,16 +251,15 @@ def prepare(
         except Timeout:
             watchdog.heartbeat()
         except (OSError, NotImplementedError) as error:
-            raise UserError(
-                f"data_cache: {cache}: no file can be locked there ({one_line(error)}); name another folder"
-            ) from None
+            problem = f"no file can be locked there ({one_line(error)})"
+            raise UserError(f"data_cache: {cache}: {problem}; name another folder") from None
     try:
         if (place / FACTS).is_file():
             return Store(place)
         if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would fail the same way
             raise UserError(json.loads(failed.read_text(encoding="utf-8")))
         try:
-            _write(data, tokenizer, place, preparation, show_progress=show_progress)
+            _write(data, tokenizer, place, preparation, show_progress)
         except UserError as error:
             with suppress(OSError):  # of a full disk, say
                 failed.write_text(json.dumps(error.problems), encoding="utf-8")
@@ -154,7 +278,6 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     place: Path,
     preparation: Preparation,
-    *,
     show_progress: bool,
 ) -> None:
     start, source, rules = time.perf_counter(), data.source, data.rules
@@ -175,11 +298,7 @@ def _write(
                 bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
             has_rows = writer.counts["rows"] or data.held_out is None
             if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
-                dropped = {
-                    name: number
-                    for name, number in writer.counts.items()
-                    if number and name not in ("rows", "trained_tokens")
-                }
+                dropped = {name: number for name, number in writer.counts.items() if number and name != "rows"}
                 raise UserError(
                     f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of"
                     f" {writer.size} tokens; {dropped or 'nothing left out'})"
@@ -188,9 +307,8 @@ def _write(
             seconds = time.perf_counter() - start
             writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
     except OSError as error:
-        raise UserError(
-            f"data_cache: {place.parent}: {one_line(error)}; free some space or name another folder"
-        ) from None
+        way_out = "free some space or name another folder"
+        raise UserError(f"data_cache: {place.parent}: {one_line(error)}; {way_out}") from None
 
 
 def _tokenised(
@@ -206,10 +324,9 @@ def _tokenised(
         finally:
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
-    # "spawn": this process has threads (of the process group, of tokenizers), which a fork would copy half.
-    with ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenised,)
-    ) as pool:
+    # This process has threads (of the process group, of tokenizers), which a fork would copy half.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
         waiting: list[tuple[Batch, Future]] = []
         try:
             started = pool.submit(int)
@@ -223,9 +340,8 @@ def _tokenised(
             while waiting:
                 yield waiting[0][0], waiting.pop(0)[1].result()
         except BrokenProcessPool:
-            raise UserError(
-                "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
-            ) from None
+            problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
+            raise UserError(problem) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

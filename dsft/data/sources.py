@@ -2,9 +2,9 @@
 
 A hub data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice (train[:5%]).
 
-Of files each row has its number, and an error names file and line. Only a .json file that is one list is held in memory
-at once. `datasets` reads hub data sets alone: in files it guesses the types of columns over all rows, fills the keys
-that other rows have with None, loses line numbers, and takes a cut Arrow stream for a whole one.
+Of files each row has its number, and an error names file and line; only a .json file that is one list is held whole.
+`datasets` reads hub data sets alone: in files it guesses the types of columns over all rows, fills the keys that other
+rows have with None, loses line numbers, and takes a cut Arrow stream for a whole one.
 """
 
 import bz2
@@ -44,27 +44,20 @@ COMPRESSED: dict[str, Callable[[], Any]] = {
 }
 """Ending -> what decompresses one stream of such a file, and knows where it ends."""
 CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
-COMPRESSED_BYTES = 1 << 13
-"""Of a compressed file, that are decompressed at once."""
-ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""What `datasets.save_to_disk` writes beside the rows."""
+COMPRESSED_BYTES = 1 << 13  # of a compressed file, that are decompressed at once
+ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
 PIECE_BYTES = 1 << 14
 """A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
-PARQUET_ROWS = 256
-"""Rows of a Parquet file that are decoded at once."""
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
 class Row(NamedTuple):
     """A row of a source; a long text file is one document of several rows."""
 
-    values: dict[str, Any]
-    """By column."""
-    number: int
-    """From 1 in its file or data set: the line where the format has lines, else the row."""
+    values: dict[str, Any]  # by column
+    number: int  # from 1 in its file or data set: the line where the format has lines, else the row
     starts_document: bool = True
-    ends_document: bool = True
-    """Both False in the middle of a long document."""
+    ends_document: bool = True  # both False in the middle of a long document
 
 
 Rows = Iterator[tuple[Row, int]]
@@ -76,14 +69,10 @@ class Batch:
     """Some rows of one file or hub data set."""
 
     rows: list[Row]
-    place: str
-    """The file, or the data set's name."""
-    position: int = 0
-    """Bytes of the source read up to here; 0 where that is not known."""
-    first: int = 0
-    """Documents before it (evaluation)."""
-    left_out: int = 0
-    """Rows between those of `rows` that `map_row` left out."""
+    place: str  # the file, or the data set's name
+    position: int = 0  # bytes of the source read up to here; 0 where that is not known
+    first: int = 0  # documents before it (evaluation)
+    left_out: int = 0  # rows between those of `rows` that `map_row` left out
 
     def where(self, row: Row) -> str:
         has_lines = ending(self.place) in (".txt", ".jsonl", ".csv")
@@ -94,24 +83,18 @@ class Batch:
 class Source:
     """One entry of `data` or `eval_data`."""
 
-    name: str
-    """As the user wrote it."""
-    key: str
-    """The option it comes from, for messages."""
+    name: str  # as the user wrote it
+    key: str  # the option it comes from, for messages
     files: tuple[str, ...] = ()
-    hub: tuple[str, str | None, str] | None = None
-    """(name, config, split) on the hub; None with files."""
-    streaming: bool = False
-    """Read from the hub without a copy on disk."""
+    hub: tuple[str, str | None, str] | None = None  # (name, config, split) on the hub; None with files
+    streaming: bool = False  # read from the hub without a copy on disk
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """The user's own, called with each row before anything else reads it."""
 
     @property
     def identity(self) -> list[Any]:
-        """What changes when the content does.
-
-        Path, size and time of change of each file; on the hub name and split, and the revision that is cached; the
-        source of `map_row`.
+        """What changes when the content does: path, size and time of change of each file; on the hub name and split,
+        and the revision that is cached; the source of `map_row`.
         """
         mapping = [user_code.digest(self.map_row)] if self.map_row else []
         if self.files:
@@ -121,11 +104,7 @@ class Source:
         return facts + mapping
 
     def batches(self) -> Iterator[Batch]:
-        """Reads all rows in order.
-
-        Raises:
-            UserError: naming the file and line, or the data set, that cannot be read.
-        """
+        """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
         loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)
         hub_rows = ((Row(without_filler(values), number), 0) for number, values in enumerate(loaded, start=1))
         before = 0
@@ -149,11 +128,6 @@ class Source:
             before += getsize(place) if self.files else 0
 
     def first_batch(self) -> Batch:
-        """Reads the first rows.
-
-        Raises:
-            UserError: also where there is no row at all.
-        """
         for batch in self.batches():
             if batch.rows:
                 return batch
@@ -166,11 +140,10 @@ class HeldOut:
 
     fraction: float
     seed: int
-    wanted: bool
-    """True for the rows that are held out, False for the others."""
+    wanted: bool  # True for the rows that are held out, False for the others
 
     def rows(self) -> Iterator[int]:
-        """Yields the rows that are held out, from 0, without end."""
+        """Yields the numbers of the rows that are held out, from 0, without end."""
         share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
         for block in itertools.count():
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
@@ -179,10 +152,7 @@ class HeldOut:
 def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:
     """Finds the source of each entry: the files of a path, folder or glob by name, else a hub data set.
 
-    Args:
-        key: the option, for messages.
-        split: of a hub data set that names none.
-        problems: where paths that hold no data are reported.
+    `key` is the option, for messages; `split` that of a hub data set that names none. Paths without data are problems.
     """
     sources, kinds = [], f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     try:
@@ -195,11 +165,8 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
         if path.is_file():
             files = [str(path)]
         elif path.is_dir():
-            files = sorted(
-                str(file)
-                for file in path.iterdir()
-                if file.is_file() and ending(file) and not file.name.startswith(".") and file.name not in ABOUT_DATA
-            )
+            inside = [file for file in path.iterdir() if file.is_file() and ending(file)]
+            files = sorted(str(file) for file in inside if file.name[0] != "." and file.name not in ABOUT_DATA)
             problem = "" if files else f"the folder {entry} holds no {kinds} file"
         else:
             files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
@@ -229,12 +196,8 @@ def ending(path: str | Path) -> str:
 
 def is_path(entry: str) -> bool:
     """Returns whether `entry`, where no file is, must be a path, not a name on the hub."""
-    return (
-        bool(ending(entry))
-        or entry.startswith((".", "~", "/"))
-        or entry.partition(":")[0].count("/") > 1
-        or "*" in entry
-    )
+    has_folders = entry.startswith((".", "~", "/")) or entry.partition(":")[0].count("/") > 1
+    return bool(ending(entry)) or has_folders or "*" in entry
 
 
 @functools.cache
@@ -271,15 +234,12 @@ def _characters(value: Any) -> int:
 
 
 def read_file(path: str) -> Rows:
-    """Reads the rows of one file.
-
-    Raises:
-        UserError: naming file and line.
-    """
+    """Reads the rows of one file; UserError names file and line."""
     if getsize(path) == 0:
         raise UserError(f"{path} is empty")
+    reader = {".txt": _read_text, ".csv": _read_csv, ".parquet": _read_columnar, ".arrow": _read_columnar}
     try:
-        yield from READERS[ending(path)](path)
+        yield from reader.get(ending(path), _read_json)(path)
     except PermissionError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
@@ -287,10 +247,8 @@ def read_file(path: str) -> Rows:
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, which is one stream after the other.
-
-    Libraries' own readers take a zstd file that ends within a stream, and bytes after one that begin no other, for
-    the end of the file.
+    """The content of a compressed file, one stream after the other. Libraries' own readers take a zstd file that ends
+    within a stream, and bytes after one that begin no other, for the end of the file.
     """
 
     def __init__(self, raw: BinaryIO, new_stream: Callable[[], Any]):
@@ -301,11 +259,6 @@ class _Decompressed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fills a part of `buffer`.
-
-        Raises:
-            EOFError: where the file ends within a stream.
-        """
         while not self.content:
             data = b""
             if self.stream.eof:
@@ -337,53 +290,47 @@ def _lines(path: str) -> Iterator[tuple[int, str, int]]:
             try:
                 yield number, line.decode(), raw.tell()
             except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start} of the line)"
-                ) from None
+                problem = f"not valid UTF-8 ({error.reason} at byte {error.start} of the line)"
+                raise UserError(f"{path}, line {number}: {problem}") from None
+
+
+def _parsed(text: str, place: str, *, line: int | None = None) -> Any:
+    """Parses the JSON of a line, or of a whole file."""
+    at = f"{place}, line {line}" if line else place
+    try:
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
+    except DuplicateKey as error:
+        raise UserError(f"{at}: duplicate column {error}{'' if line else ' in a row'}") from None
+    except json.JSONDecodeError as error:
+        at, shown = (at, f": {text.strip()[:80]}") if line else (f"{place}, line {error.lineno}", "")
+        raise UserError(f"{at}: not valid JSON ({error.msg} at column {error.colno}){shown}") from None
+    except RecursionError:
+        shown = f": {text.strip()[:80]}" if line else ""
+        raise UserError(f"{at}: not valid JSON (nested too deeply){shown}") from None
 
 
 def _read_json(path: str) -> Rows:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
-    text = b""
+    text, size = b"", getsize(path)
     if ending(path) == ".json":
         content, raw = _open(path)
         with content, raw:
             if content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 text = content.read()
-    if not text:
-        for number, line, position in _lines(path):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
-            except DuplicateKey as error:
-                raise UserError(f"{path}, line {number}: duplicate column {error}") from None
-            except (json.JSONDecodeError, RecursionError) as error:
-                is_syntax = isinstance(error, json.JSONDecodeError)
-                reason = f"{error.msg} at column {error.colno}" if is_syntax else "nested too deeply"
-                raise UserError(f"{path}, line {number}: not valid JSON ({reason}): {line.strip()[:80]}") from None
-            yield Row(_mapping(row, f"{path}, line {number}"), number), position
-        return
-    try:
-        rows = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
-    except DuplicateKey as error:
-        raise UserError(f"{path}: duplicate column {error} in a row") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise UserError(f"{path}: not valid JSON (nested too deeply)") from None
-    size = getsize(path)
-    del text  # the rows hold its content
-    for number, row in enumerate(rows, start=1):
-        yield Row(_mapping(row, f"{path}, row {number}"), number), size * number // len(rows)
-
-
-def _mapping(row: Any, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
-    return row
+    if text:
+        try:
+            listed = _parsed(text.decode("utf-8-sig"), path)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})") from None
+        del text  # the rows hold its content
+        rows = ((f"row {number}", number, row, size * number // len(listed)) for number, row in enumerate(listed, 1))
+    else:
+        lines = ((number, line, position) for number, line, position in _lines(path) if line.strip())
+        rows = ((f"line {number}", number, _parsed(line, path, line=number), at) for number, line, at in lines)
+    for place, number, row, position in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, {place}: expected a JSON object, got {type(row).__name__}")
+        yield Row(row, number), position
 
 
 def _read_csv(path: str) -> Rows:
@@ -402,9 +349,8 @@ def _read_csv(path: str) -> Rows:
         line = reader.line_num + 1
         for values in reader:
             if values and len(values) != len(header):
-                raise UserError(
-                    f"{path}, line {line}: {len(values)} values for {len(header)} columns ({', '.join(header)})"
-                )
+                columns = f"{len(header)} columns ({', '.join(header)})"
+                raise UserError(f"{path}, line {line}: {len(values)} values for {columns}")
             if values:
                 yield Row(dict(zip(header, values, strict=True)), line), position
             line = reader.line_num + 1
@@ -427,7 +373,7 @@ def _read_columnar(path: str) -> Rows:
         if ending(path) == ".parquet":
             parquet = pyarrow.parquet.ParquetFile(file)
             names, number_of_rows = parquet.schema_arrow.names, parquet.metadata.num_rows
-            batches = parquet.iter_batches(batch_size=PARQUET_ROWS)
+            batches = parquet.iter_batches(batch_size=256)  # rows decoded at once
         else:
             try:
                 reader, is_stream = pyarrow.ipc.open_stream(file), True
@@ -445,18 +391,16 @@ def _read_columnar(path: str) -> Rows:
                 try:
                     row = {name: batch.column(name)[index].as_py() for name in names}
                 except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path}, row {number}: not valid UTF-8 ({error.reason} at byte {error.start})"
-                    ) from None
+                    problem = f"not valid UTF-8 ({error.reason} at byte {error.start})"
+                    raise UserError(f"{path}, row {number}: {problem}") from None
                 yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
         if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
             raise EOFError(CUT_OFF)
 
 
 def _read_text(path: str) -> Rows:
-    """Reads the file as one document, in pieces that end with a line.
-
-    The line after a piece does not begin with white space: there tokenizers begin a new word anyhow.
+    """Reads the file as one document, in pieces that end with a line. The line after a piece does not begin with white
+    space: there tokenizers begin a new word anyhow.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, line = "", 1
@@ -489,13 +433,3 @@ def _read_text(path: str) -> Rows:
         waiting = Row({"text": held}, line, starts_document=waiting is None), getsize(path)
     if waiting:
         yield waiting[0]._replace(ends_document=True), waiting[1]
-
-
-READERS = {
-    ".txt": _read_text,
-    ".json": _read_json,
-    ".jsonl": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_columnar,
-    ".arrow": _read_columnar,
-}

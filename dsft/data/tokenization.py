@@ -1,11 +1,8 @@
 """Turns rows into token sequences: what is trained of each, and what happens to those that are too long.
 
-Everything cut or dropped is counted.
-
-Texts get the tokens that their tokenizer gives them, long ones too. A tokenizer takes about 150 bytes of memory for
-each byte of a text, so a document of 50 MB would take 7 GB. It is cut between words or lines, only where the tokens
-around a place are the same with the cut and without. A tokenizer that has no such place (SentencePiece's Llama 2, which
-puts a blank before each text) gets the text whole.
+Everything cut or dropped is counted. A tokenizer takes about 150 bytes of memory for each byte of a text, so long texts
+are cut between words or lines, only where the tokens around a place are the same with the cut and without. A tokenizer
+that has no such place (SentencePiece's Llama 2, which puts a blank before each text) gets the text whole.
 """
 
 import hashlib
@@ -26,17 +23,13 @@ from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canoni
 from dsft.data.sources import Batch, Row
 from dsft.errors import UserError, one_line
 
-LONG_TEXT = 1 << 20
-"""Characters. Longer texts are cut."""
-PIECE = 1 << 18
-"""Characters between places where a cut is tried."""
+LONG_TEXT = 1 << 20  # characters; longer texts are cut
+PIECE = 1 << 18  # characters between places where a cut is tried
 PIECES_AT_ONCE = 8
-TRIED, AROUND = 4, 1 << 10
-"""Cuts tried at each place, and characters on either side whose tokens are compared."""
+TRIED, AROUND = 4, 1 << 10  # cuts tried at each place, and characters on either side whose tokens are compared
+# Between a word and the blank before the next, or behind a line.
 _CUTS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
-"""Between a word and the blank before the next, or behind a line."""
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A byte that is a token of its own, where SentencePiece has no piece for a character."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of its own, where SentencePiece has no piece for a character
 
 Spans = list[tuple[int, int]]
 
@@ -45,34 +38,24 @@ Spans = list[tuple[int, int]]
 class Tokens:
     """Sequences laid end to end. F tokens, S sequences."""
 
-    ids: np.ndarray
-    """[F] int32."""
-    trained: np.ndarray
-    """[F] bool: whether the token is to be predicted; never the first of a sequence."""
+    ids: np.ndarray  # [F] int32
+    trained: np.ndarray  # [F] bool: whether the token is to be predicted; never the first of a sequence
     ends: np.ndarray
     """[S] int64; what follows the last of them belongs to a document that continues in the next batch."""
-    hashes: np.ndarray
-    """[S] uint64, of the ids: the same for duplicates. In an evaluation, of the texts."""
-    counts: Counter
-    """Of rows and sequences; the keys are COUNTS of the store."""
+    hashes: np.ndarray  # [S] uint64, of the ids: the same for duplicates; in an evaluation, of the texts
+    counts: Counter  # of rows and sequences; the keys are COUNTS of prepare.py
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[S] UTF-8 bytes of the text of each; none where only training reads them."""
-    document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[S] words, likewise."""
+    document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [S] words, likewise
     weights: np.ndarray | None = None
     """[F] float32: what the token's loss is multiplied by, 0 where it is not trained; None where it is 1 in all."""
-    sources: list[str] = field(default_factory=list)
-    """[S], what source_column says of each; empty where no column is named."""
+    sources: list[str] = field(default_factory=list)  # [S], of source_column; empty where no column is named
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Turns rows into token sequences.
-
-    Raises:
-        UserError: with file and line of a row that cannot be used, where `bad_rows` is error.
-    """
+    """Turns rows into token sequences; UserError names a row that cannot be used, where `bad_rows` is error."""
     builder = _TokensBuilder(rules)
     samples: list[tuple[Row, Text | Pair | Chat | None]] = []
     for row in batch.rows:
@@ -86,12 +69,12 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
             builder.drop_bad(f"{batch.where(row)}: {error}")
     kinds = {type(sample) for _, sample in samples} - {type(None)}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    closes = kinds & {Text, Pair} and closes_texts(tokenizer)
 
     if kinds == {Text}:  # documents as they stand, an end token after each
         texts = [text for _, text in samples]
         first = encode(tokenizer, [text.text for text in texts if text.starts_document])
         later = encode_continued(tokenizer, [text.text for text in texts if not text.starts_document])
-        closes = closes_texts(tokenizer)
         for row, text in samples:
             builder.begin(row)
             ids = next(first if text.starts_document else later)
@@ -106,15 +89,13 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
     elif kinds == {Pair}:  # prompt and completion as they stand, then the end token
         prompts = encode(tokenizer, [pair.prompt for _, pair in samples if pair])
         completions = encode_continued(tokenizer, [pair.completion for _, pair in samples if pair])
-        closes = closes_texts(tokenizer)
         for row, pair in samples:
             builder.begin(row)
             if pair is None:
                 builder.put_blank()
                 continue
-            prompt, completion = next(prompts), next(completions)
-            prompt = prompt[:-1] if closes else prompt
-            ids = prompt + completion + end
+            prompt = next(prompts)[: -1 if closes else None]
+            ids = prompt + next(completions) + end
             trained_from = 0 if rules.train_on == "all" else len(prompt)
             builder.add(ids, [(trained_from, len(ids))], [1], partial(batch.where, row))
     else:  # chats in the tokenizer's template
@@ -138,7 +119,19 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
     builder.counts["rows"] = len(batch.rows)
     if batch.left_out:
         builder.counts["left_out_by_map_row"] = batch.left_out
-    return builder.tokens()
+    weights = np.concatenate([np.zeros(0, bool), *builder.trained])
+    if weights.dtype != bool:
+        builder.counts["weighted_tokens"] = int(np.count_nonzero(weights != weights.astype(bool)))
+    return Tokens(
+        ids=np.concatenate([np.zeros(0, np.int32), *builder.ids]),
+        trained=weights.astype(bool, copy=False),
+        weights=None if weights.dtype == bool else weights,
+        ends=np.array(builder.ends, np.int64),
+        hashes=np.array(builder.hashes, np.uint64),
+        counts=builder.counts,
+        first=builder.first,
+        sources=builder.sources,
+    )
 
 
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -166,12 +159,11 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int
             continue
         if not is_byte_level and _BYTE.fullmatch(piece):
             bytes_V[number] = 1
-        elif number in added:
-            bytes_V[number] = len(added[number].encode())
-        elif is_byte_level:
+        elif is_byte_level and number not in added:
             bytes_V[number] = len(piece)
         else:
-            bytes_V[number] = len(piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode())
+            text = added.get(number) or piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+            bytes_V[number] = len(text.encode())
     blank = int(bytes_V[next(encode(tokenizer, ["a"], special=False))].sum()) - 1
     return bytes_V, max(0, blank)
 
@@ -180,14 +172,10 @@ class _TokensBuilder:
     """Collects sequences under the rules for length and for rows without a trained token."""
 
     def __init__(self, rules: FormatRules):
-        self.rules, self.counts, self.first = rules, Counter(), {}
+        self.rules, self.counts, self.first, self.size = rules, Counter(), {}, 0
         self.ids: list[np.ndarray] = []
-        self.trained: list[np.ndarray] = []
-        """Of each sequence bool, or float32 weights where one is neither 0 nor 1."""
-        self.ends: list[int] = []
-        self.hashes: list[int] = []
-        self.sources: list[str] = []
-        self.size = 0
+        self.trained: list[np.ndarray] = []  # of each sequence bool, or float32 weights where one is neither 0 nor 1
+        self.ends, self.hashes, self.sources = [], [], []
 
     def begin(self, row: Row) -> None:
         """Adds from now on what becomes of `row`."""
@@ -199,11 +187,7 @@ class _TokensBuilder:
         self.first.setdefault(name, why)
 
     def drop_bad(self, problem: str) -> None:
-        """Counts a row that cannot be used.
-
-        Raises:
-            UserError: unless bad rows are dropped.
-        """
+        """Counts a row that cannot be used; raises UserError unless bad rows are dropped."""
         if self.rules.keep_all:
             raise UserError(problem)
         if self.rules.bad_rows == "error":
@@ -215,10 +199,9 @@ class _TokensBuilder:
         self.put(np.zeros(1, np.int32), np.zeros(1, bool))
 
     def add(self, ids: list[int], spans: Spans, weights: Sequence[float], where: Callable[[], str]) -> None:
-        """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds.
-
-        A sample longer than seq_len follows the policy `too_long`. A sequence without a trained token (its answer was
-        cut off) is left out.
+        """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds. One
+        longer than seq_len follows the policy `too_long`. A sequence without a trained token (its answer was cut off)
+        is left out.
         """
         array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), bool if {*weights} <= {0, 1} else np.float32)
         for (start, end), weight in zip(spans, weights, strict=True):
@@ -255,21 +238,6 @@ class _TokensBuilder:
             if self.rules.source_column:
                 self.sources.append(self.source)
 
-    def tokens(self) -> Tokens:
-        weights = np.concatenate([np.zeros(0, bool), *self.trained])
-        if weights.dtype != bool:
-            self.counts["weighted_tokens"] = int(np.count_nonzero(weights != weights.astype(bool)))
-        return Tokens(
-            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
-            trained=weights.astype(bool, copy=False),
-            weights=None if weights.dtype == bool else weights,
-            ends=np.array(self.ends, np.int64),
-            hashes=np.array(self.hashes, np.uint64),
-            counts=self.counts,
-            first=self.first,
-            sources=self.sources,
-        )
-
 
 def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], Spans]:
     """Encodes the text of a chat; returns its ids, and which of them are trained."""
@@ -303,16 +271,13 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
     return ids, of_tokens
 
 
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> list[int]:
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Lists the ids of the tokens that trained answers end with, that of a plain answer first.
 
     Small chats are rendered: an answer at the end, one that another message follows, and a tool call. A server must
-    stop at each, so they belong into `eos_token_id` of the generation configuration.
-
-    Args:
-        template: in place of the tokenizer's own.
+    stop at each: `eos_token_id` of the generation configuration.
     """
-    if not (template or tokenizer.chat_template):
+    if not tokenizer.chat_template:
         return []
     ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
@@ -321,7 +286,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None)
     rules, stops = format_rules([Row({"messages": []}, 1)], DataFields()), []
     for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
         try:
-            rendered, _ = render_chat(Chat(messages=messages), tokenizer, rules, template=template)
+            rendered, _ = render_chat(Chat(messages=messages), tokenizer, rules)
             sequences = [_encode_rendered(each, tokenizer) for each in rendered]
         except TEMPLATE_ERRORS:
             continue  # a template without tools has no such end
@@ -333,27 +298,18 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
-    """Encodes as `tokenizer(texts)` does.
-
-    Args:
-        special: with the tokens that the tokenizer puts around a text.
-    """
+    """Encodes as `tokenizer(texts)` does; `special` with the tokens that the tokenizer puts around a text."""
     short = _encode_whole(tokenizer, [text for text in texts if len(text) <= LONG_TEXT], special=special)
     return (next(short) if len(text) <= LONG_TEXT else _encode_long(tokenizer, text, special=special) for text in texts)
 
 
 def _encode_long(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    """Encodes a text in pieces.
-
-    A function of its own, at whose end the pieces and lists go: a generator would hold them while the tokens are used.
-    """
+    # A function of its own, at whose end the pieces and lists go: a generator would hold them while tokens are used.
     bounds = [0, *safe_cuts(tokenizer, text), len(text)]
     if len(bounds) == 2:
         return next(_encode_whole(tokenizer, [text], special=special))
     pieces = [text[start:end] for start, end in pairwise(bounds)]
-    ids, after = [], []
-    if special:
-        ids, after = tokens_around(tokenizer)
+    ids, after = tokens_around(tokenizer) if special else ([], [])
     for start in range(0, len(pieces), PIECES_AT_ONCE):
         for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
             ids += part
@@ -368,10 +324,7 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[i
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
-    """Encodes texts that continue another one.
-
-    That is without the blank that some tokenizers put before each text (SentencePiece's dummy prefix).
-    """
+    """Encodes texts that continue another one: without the blank that SentencePiece puts before each text."""
     before = next(encode(tokenizer, ["\n"], special=False))
     probe = next(encode(tokenizer, ["\na"], special=False))
     if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,17 @@ from dsft.data.batches import (
     Part,
     Sequences,
     Stream,
+    batches_by_token_budget,
+    best_fit,
     count,
     mix,
-    num_mixed,
     padding_share,
     sequences_of,
 )
 from dsft.data.chats import TEMPLATE_ERRORS
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
-from dsft.data.packing import batches_by_token_budget, best_fit
-from dsft.data.prepare import cache_folder, fingerprint, prepare
+from dsft.data.prepare import FACTS, MOST_SOURCES, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
-from dsft.data.store import FACTS, MOST_SOURCES, Store
 from dsft.data.tokenization import stop_tokens, tokenise
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.tokenizer import chat_ids, split_tokens, text_ids
@@ -52,12 +52,9 @@ ROW_NOTES = {
     " an empty think block; it is not trained (train_thinking: all does)",
 }
 """Count of a store -> what became of rows that are not trained as they stand in the data."""
-WARNED_SHARE = 0.01
-"""Of the rows: where more are too long and dropped, a note warns."""
-LONGEST_BEGINNING = 32
-"""Tokens of a held-out text that a sample continues."""
-CHECKED_ROWS = 50
-"""Of each source, read and tokenised before anything else is done."""
+WARNED_SHARE = 0.01  # of the rows: where more are too long and dropped, a note warns
+LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
+CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
 
 
 def check_sources(
@@ -74,11 +71,11 @@ def check_sources(
     sources = []
     for source in find_sources(entries, config, key=key, split=split, problems=problems):
         try:
-            batch = source.first_batch()
-            rules = format_rules(batch.rows[:CHECKED_ROWS], config, keep_all=keep_all)
+            batch, column = source.first_batch(), config.source_column
+            rows = batch.rows[:CHECKED_ROWS]
+            rules = format_rules(rows, config, keep_all=keep_all)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
-            batch = replace(batch, rows=batch.rows[:CHECKED_ROWS])
-            columns, column = dict.fromkeys(name for row in batch.rows for name in row.values), config.source_column
+            columns = dict.fromkeys(name for row in rows for name in row.values)
             if column and column not in columns and key == "data" and not keep_all:
                 raise ValueError(
                     f"source_column={column}: there is no such column; there are {', '.join(columns)}"
@@ -90,8 +87,8 @@ def check_sources(
                         f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name"
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
-                tokenise(batch, rules, tokenizer)
-            grouped_by = (*getattr(config, "group_by", ()), config.source_column)  # group_by: of an evaluation
+                tokenise(replace(batch, rows=rows), rules, tokenizer)
+            grouped_by = (*getattr(config, "group_by", ()), column)  # group_by: of an evaluation
             unused = tuple(name for name in unused if name not in grouped_by)
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
@@ -103,8 +100,7 @@ def check_sources(
 
 def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Lists the tokens with which trained answers of chats end; other data ends with the tokenizer's own end token."""
-    has_chats = any(Chat in each.rules.forms for each in data)
-    return stop_tokens(tokenizer) if has_chats else []
+    return stop_tokens(tokenizer) if any(Chat in each.rules.forms for each in data) else []
 
 
 @dataclass(frozen=True)
@@ -121,24 +117,15 @@ def sample_prompts(
     tokenizer: PreTrainedTokenizerBase,
     held_out: Sequences | None = None,
 ) -> list[Prompt]:
-    """Lists the prompts of `generate_samples`. A text is a user's turn where the data are chats.
-
-    Args:
-        held_out: of which, where the option is a number, so many are taken, evenly spread: what stands before the first
-            token that is trained, or the beginning of a text.
-
-    Raises:
-        TEMPLATE_ERRORS: the chat template cannot render a prompt.
+    """Lists the prompts of `generate_samples`. A text is a user's turn where the data are chats; TEMPLATE_ERRORS where
+    the chat template cannot render it. A number takes so many of `held_out`, evenly spread: what stands before the
+    first token that is trained, or the beginning of a text.
     """
     if isinstance(config.generate_samples, list):
-        in_chats = tokenizer.chat_template and any(Chat in each.rules.forms for each in data)
-        return [
-            Prompt(
-                text,
-                chat_ids(tokenizer, [{"role": "user", "content": text}]) if in_chats else text_ids(tokenizer, text),
-            )
-            for text in config.generate_samples
-        ]
+        texts = config.generate_samples
+        if tokenizer.chat_template and any(Chat in each.rules.forms for each in data):
+            return [Prompt(text, chat_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
+        return [Prompt(text, text_ids(tokenizer, text)) for text in texts]
     # The last window of a text may be of a single token, before which there is no prompt.
     prompts, usable = [], np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
     number = min(config.generate_samples, len(usable))
@@ -181,39 +168,35 @@ class TrainingData:
     held_out: Sequences | None
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
-    prompts: list[Prompt] = field(default_factory=list)
-    """Answered at each evaluation."""
-    sources: tuple[str, ...] = ()
-    """Names of the sources whose losses are told apart; empty for one alone."""
-    held_out_sets: tuple[str, ...] = ()
-    """Names of the stores of `held_out`; empty where they have none."""
-    strategy: str = "random"
-    """train_sampling_strategy of items that are single sequences."""
-    rules: RowRules = NO_RULES
-    """With the lengths that the model computes otherwise, and `seq_len` last."""
+    prompts: list[Prompt] = field(default_factory=list)  # answered at each evaluation
+    sources: tuple[str, ...] = ()  # names of the sources whose losses are told apart; empty for one alone
+    held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty where they have none
+    strategy: str = "random"  # train_sampling_strategy of items that are single sequences
+    rules: RowRules = NO_RULES  # with the lengths that the model computes otherwise, and `seq_len` last
     notes: list[str] = field(default_factory=list)
 
     def describe_batches(self, batch: Batch, *, seed: int) -> None:
         """Adds the padding share of the first epoch to `counts`, where items are padded sequences, and a note where its
-        batches hold lengths that the model computes otherwise.
-
-        Args:
-            seed: of the order.
+        batches hold lengths that the model computes otherwise. `seed` is that of the order.
         """
         may_mix, mixed = len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
-            all_alike = not self.items.pack and (
-                batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
-            )
-            if may_mix and not all_alike:
+            is_alike = batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
+            if may_mix and (self.items.pack or not is_alike):
                 mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
         elif may_mix or isinstance(self.items, Sequences):
             steps = PaddedToFullSteps(self.items, batch.sequences)
             order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=self.strategy).order(0)
             if isinstance(self.items, Sequences):
                 self.counts["padding_share"] = round(padding_share(order, steps.lengths, batch.micro), 4)
-            if may_mix and (number := num_mixed(order, steps, batch.micro, self.rules)):
-                mixed = f"{number:,} of the {len(order) // batch.micro:,} batches of the first epoch"
+            longest = self.items.lengths
+            if isinstance(self.items, PackedRows):  # those of one group may share a batch
+                longest = np.array([self.items.sequences.lengths[group].max() for group in self.items.groups])
+            longest = np.append(longest, np.zeros(len(steps) - len(longest), np.int64))[order].reshape(-1, batch.micro)
+            longest = np.where(longest, longest, longest.max(1, keepdims=True))  # blank ones train nothing
+            is_mixed = self.rules.sides(longest.min(1)) != self.rules.sides(longest.max(1))
+            if may_mix and is_mixed.any():
+                mixed = f"{is_mixed.sum():,} of the {len(is_mixed):,} batches of the first epoch"
                 way_out = "with batch_tokens, or per_device_train_batch_size 1, none does"
         if mixed:
             self.notes.append(
@@ -237,17 +220,20 @@ def load_training_data(
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
     Args:
-        pack: whether samples share rows.
-        flash: whether attention is flash attention, which takes the bounds of samples.
+        pack, flash: whether samples share rows, and attention takes their bounds.
         masked: whether padded batches have an attention mask.
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
         part: of every batch, that this rank computes.
-
-    Raises:
-        UserError: naming file and line of what cannot be used.
     """
     share, held_out_share = _shares(config)
-    held_out_stores = _stores(data if held_out_share else held_out, config, tokenizer, held_out_share)
+    seed, cache = _seed(config), cache_folder(config.data_cache)
+
+    def stores_of(sources: list[FormattedSource], part: HeldOut | None) -> list[Store]:
+        show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
+        parts = [replace(each, held_out=part) for each in sources]
+        return [prepare(each, tokenizer, cache, show_progress=show_progress) for each in parts]
+
+    held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
     if held_out_share and not any(store.counts["rows"] for store in held_out_stores):
         names = ", ".join(formatted.source.name for formatted in data)
         raise UserError(f"eval_fraction={config.eval_fraction} of {names} is no row; raise it or give eval_data")
@@ -260,19 +246,11 @@ def load_training_data(
     strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
     if config.streaming:
         distributed.wait_long("prepared")
-        items = Stream(
-            data,
-            tokenizer,
-            seq_len=config.seq_len,
-            pack=pack,
-            weights=config.data_weights,
-            seed=_seed(config),
-            shuffle_buffer=config.shuffle_buffer,
-            names=names,
-        )
+        how = {"weights": config.data_weights, "shuffle_buffer": config.shuffle_buffer}
+        items = Stream(data, tokenizer, seq_len=config.seq_len, pack=pack, seed=seed, **how)
         counts = items.counts
     else:
-        stores = _stores(data, config, tokenizer, share)
+        stores = stores_of(data, share)
         if share and (empty := [store.facts["source"] for store in stores if not len(store.ends)]):
             raise UserError(
                 f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
@@ -288,10 +266,10 @@ def load_training_data(
             numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
         sequences = replace(sequences, sources=names, numbers=numbers)
         if config.data_weights:
-            sequences, epochs = mix(sequences, config.data_weights, seed=_seed(config))
+            sequences, epochs = mix(sequences, config.data_weights, seed=seed)
         # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
         distributed.wait_long("prepared")
-        parts = [sequences, *([held_out_sequences] if held_out_sequences else [])]
+        parts = filter(None, (sequences, held_out_sequences))
         content = " ".join(part.identity["content of data"] for part in parts)
         require_agreement({SAME_FILES: {"content of data": content}})
         counts = count(sequences, stores, epochs=epochs)
@@ -319,6 +297,28 @@ def load_training_data(
         collator = PackedCollator(tokenizer.pad_token_id, flash=flash, num_sources=len(names), part=part)
     else:
         collator = Collator(tokenizer.pad_token_id, rules, masked=masked, num_sources=len(names), part=part)
+    # Words of templates that may be mistakes, and rows that are not trained as they stand.
+    notes = notes_on_escapes(config)
+    if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
+        notes.append(
+            f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
+            f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
+            " plain, or add_tokens: markers, is learnt faster"
+        )
+    stops = answer_ends(data, tokenizer)
+    if stops and stops != [tokenizer.eos_token_id]:
+        notes.append(
+            f"answers end with {', '.join(tokenizer.convert_ids_to_tokens(stops))}, and the tokenizer's end token is"
+            f" {tokenizer.eos_token}: a server must stop at each of them (eos_token_id of the generation configuration)"
+        )
+    for store in stores:
+        total, first, source = store.counts["rows"], store.facts["first"], store.facts["source"]
+        for name, note in ROW_NOTES.items():
+            number = store.counts[name]
+            if number > (WARNED_SHARE * total if name == "dropped_long" else 0):
+                rows, share = plural(number, "row"), number / total
+                facts = {"number": number, "rows": rows, "share": share, "total": total, "source": source}
+                notes.append(note.format(first=first.get(name), **facts))
     return TrainingData(
         items=items,
         collator=collator,
@@ -330,20 +330,8 @@ def load_training_data(
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
         rules=rules,
-        notes=[*_notes(config, data, tokenizer, stores), *notes_on_columns([*data, *held_out])],
+        notes=[*notes, *notes_on_columns([*data, *held_out])],
     )
-
-
-def _stores(
-    data: list[FormattedSource], config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut | None
-) -> list[Store]:
-    show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
-    return [
-        prepare(
-            replace(each, held_out=held_out), tokenizer, cache_folder(config.data_cache), show_progress=show_progress
-        )
-        for each in data
-    ]
 
 
 def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -374,10 +362,8 @@ def _shares(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
     """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
     if not config.eval_fraction or config.eval_data:
         return None, None
-    train, held_out = (
-        HeldOut(fraction=config.eval_fraction, seed=_seed(config), wanted=wanted) for wanted in (False, True)
-    )
-    return train, held_out
+    of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=_seed(config))
+    return of_wanted(wanted=False), of_wanted(wanted=True)
 
 
 def notes_on_escapes(config: DataFields) -> list[str]:
@@ -393,32 +379,3 @@ def notes_on_escapes(config: DataFields) -> list[str]:
 def notes_on_columns(data: Iterable[FormattedSource]) -> list[str]:
     """Names what of the data is not read, for each source."""
     return [f"{each.source.name}: columns not used: {', '.join(each.unused)}" for each in data if each.unused]
-
-
-def _notes(
-    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, stores: list[Store]
-) -> list[str]:
-    """Notes on words of templates that may be mistakes, and on rows that are not trained as they stand."""
-    notes = notes_on_escapes(config)
-    if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
-        notes.append(
-            f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
-            f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
-            " plain, or add_tokens: markers, is learnt faster"
-        )
-    stops = answer_ends(data, tokenizer)
-    if stops and stops != [tokenizer.eos_token_id]:
-        names = ", ".join(tokenizer.convert_ids_to_tokens(stops))
-        notes.append(
-            f"answers end with {names}, and the tokenizer's end token is {tokenizer.eos_token}: a server must stop at"
-            " each of them (eos_token_id of the generation configuration)"
-        )
-    for store in stores:
-        total, first, source = store.counts["rows"], store.facts["first"], store.facts["source"]
-        for name, note in ROW_NOTES.items():
-            number = store.counts[name]
-            if number > (WARNED_SHARE * total if name == "dropped_long" else 0):
-                rows, share = plural(number, "row"), number / total
-                facts = {"number": number, "rows": rows, "share": share, "total": total, "source": source}
-                notes.append(note.format(first=first.get(name), **facts))
-    return notes

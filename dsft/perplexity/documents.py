@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
-from dsft.data.prepare import Preparation, cache_folder, prepare
+from dsft.data.prepare import Preparation, Store, cache_folder, prepare
 from dsft.data.sources import Batch, Row
-from dsft.data.store import Store
 from dsft.data.tokenization import (
     AROUND,
     Tokens,

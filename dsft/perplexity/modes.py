@@ -24,7 +24,7 @@ from dsft.perplexity.windows import Windows, cut, disjoint_spans, rolling_spans,
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
-    from dsft.data.store import Store
+    from dsft.data.prepare import Store
 
 WITHOUT_POSITIONS = 2048
 """Tokens of a window where a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""

@@ -16,7 +16,7 @@ from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
     from dsft.data.batches import Sequence
-    from dsft.data.store import Store
+    from dsft.data.prepare import Store
 
 WINDOWS_AT_ONCE = 1 << 12
 Spans = Iterable[tuple[int, int, int]]

@@ -18,7 +18,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from transformers import AutoConfig, masking_utils
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
-from dsft.data import packing
+from dsft.data import batches
 from dsft.data.batches import (
     Collator,
     EpochSampler,
@@ -26,11 +26,12 @@ from dsft.data.batches import (
     PaddedToFullSteps,
     Part,
     Sequences,
+    batches_by_token_budget,
+    best_fit,
     padding_share,
     repeated,
     sequence,
 )
-from dsft.data.packing import batches_by_token_budget, best_fit
 from dsft.models import trials
 from dsft.models.trials import isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
@@ -41,8 +42,8 @@ from dsft.units import IGNORED, padded_width
 def test_best_fit_places_every_sequence_once_and_within_the_room(lengths):
     lengths = np.array(lengths)
     # Each round places a sequence. One too many fails at once: after a time limit hypothesis would try again.
-    rounds = iter([packing._fullest_row] * len(lengths))
-    with mock.patch.object(packing, "_fullest_row", lambda *row: next(rounds)(*row)):
+    rounds = iter([batches._fullest_row] * len(lengths))
+    with mock.patch.object(batches, "_fullest_row", lambda *row: next(rounds)(*row)):
         rows = best_fit(lengths, 64)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     totals = sorted(lengths[row].sum() for row in rows)

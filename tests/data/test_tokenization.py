@@ -592,7 +592,7 @@ def test_the_tokens_of_a_long_text_are_not_held_beside_those_given(monkeypatch):
     """A text file is one document: of gigabytes, a second copy counts."""
     monkeypatch.setattr(tokenization, "LONG_TEXT", 2000)
     monkeypatch.setattr(tokenization, "PIECE", 300)
-    tokenizer, text = tokenizer_of("gpt2"), long_text(5000)
+    tokenizer, text = tokenizer_of("gpt2"), long_text(1500)
     list(encode(tokenizer, [text]))  # what is kept for later texts is there now
     tracemalloc.start()
     try:

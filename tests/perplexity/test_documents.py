@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.data import tokenization
-from dsft.data.prepare import prepare
+from dsft.data.prepare import FACTS, prepare
 from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
-from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.perplexity import documents

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dsft.data.store import StoreWriter
+from dsft.data.prepare import StoreWriter
 from dsft.data.tokenization import Tokens
 from dsft.models.trials import RowRules
 from dsft.perplexity.scoring import form_batches
