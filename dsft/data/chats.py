@@ -17,7 +17,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import lru_cache, partial
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -95,37 +95,7 @@ def render_chat(
         jinja2.TemplateError: where it raises.
     """
     finder = _Finder(chat, tokenizer, rules)
-    length = len(chat.messages)
-    rendering = finder.rendering(length)
-    finder.check_rendered(rendering)
-    if rules.train_on == "all":
-        return [finder.all_trained(rendering)], finder.notes
-    sequences, wanted = [], finder.wanted
-    while wanted:
-        places = {turn: finder.place(turn, length, rendering) for turn in wanted}
-        here = {
-            turn: place
-            for turn, place in places.items()
-            # An evaluation scores the one rendering that there is (keep_all).
-            if place and (place.as_generated or (rules.keep_all and "content" not in place.missing))
-        }
-        if rules.keep_all or here:
-            sequences.append(finder.sequence(rendering, here, length))
-        elif length == wanted[-1] + 1:
-            sequences.append(finder.not_whole(wanted[-1], rendering, places[wanted[-1]]))
-            here = {wanted[-1]: places[wanted[-1]]}
-        if rules.train_thinking != "all" and any(place.empty_thinking for place in here.values()):
-            finder.notes["empty_thinking"] = "an empty think block is rendered and not trained"
-        wanted = [] if rules.keep_all else [turn for turn in wanted if turn not in here]
-        if wanted:  # the template renders them otherwise once the chat goes on
-            length = wanted[-1] + 1
-            rendering = finder.rendering(length)
-    sequences = sequences or [finder.sequence(rendering, {}, length)]
-    if len(sequences) > 1:
-        finder.notes["rendered_apart"] = (
-            f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
-        )
-    return sequences[::-1], finder.notes
+    return finder.sequences(), finder.notes
 
 
 class _Rendering:
@@ -195,7 +165,7 @@ class _Finder:
         """Renders the first messages, and checks that the marked text differs from theirs in letters alone."""
         text = self._render(self.source[:length])
         # A template that compares words of a message with its own renders it otherwise without them: these stay then.
-        for kept in ((), _constants(self.template)):
+        for kept in ((), self.forms.constants):
             fields, marked = _mark(self.source, kept=kept) if kept else (self.fields, self.marked)
             try:
                 again = self._render(marked[:length])
@@ -362,13 +332,14 @@ class _Finder:
                 text, ends_open = text[: place.end], True
         return Rendered(text=text, spans=spans, weights=weights, ends_open=ends_open)
 
-    # The exceptions
+    # Sequences, with the exceptions
 
-    def check_rendered(self, rendering: _Rendering) -> None:
-        """Raises, or notes, where the template leaves out a part of the chat. An assistant's turn that is not trained
-        must stand in a rendering that ends with it: from there on, it is the template's to shorten, as it does for a
-        server. One that is trained is looked for where it is trained.
+    def sequences(self) -> list[Rendered]:
+        """Makes the sequences of all wanted answers; raises, or notes, where the template leaves out a part of the
+        chat.
         """
+        length, rules, trains_all = len(self.source), self.rules, self.rules.train_on == "all"
+        rendering = self.rendering(length)
         problems = []
         if self.tools:
             try:
@@ -376,20 +347,50 @@ class _Finder:
                     problems.append("the chat template does not render tools")
             except TEMPLATE_ERRORS:
                 pass  # it needs them: they are rendered
-        all_there = self.rules.train_on == "all"
         for index, field in enumerate(self.fields):
-            is_looked_for_later = field.message in self.wanted and not self.rules.keep_all
-            if not all_there and (is_looked_for_later or field.kind == "reasoning"):
+            # A trained answer is looked for where it is trained.
+            is_looked_for_later = field.message in self.wanted and not rules.keep_all
+            if not trains_all and (is_looked_for_later or field.kind == "reasoning"):
                 continue
             is_there = len(rendering.of(index)) >= field.size
-            if not is_there and self.source[field.message]["role"] == "assistant" and not all_there:
+            # One that is not must stand in a rendering that ends with it: from there on, it is the template's to
+            # shorten, as it does for a server.
+            if not is_there and self.source[field.message]["role"] == "assistant" and not trains_all:
                 is_there = len(self._alone(field.message).of(index)) >= field.size
             if not is_there:
                 problems.append(self._not_rendered(field.message, field.kind))
-        if problems and not self.rules.drop_unrendered:
+        if problems and not rules.drop_unrendered:
             raise ValueError(f"{problems[0]}; {_WAY_OUT}")
         if problems:
             self.notes["unrendered"] = problems[0]
+        if trains_all:
+            return [self.all_trained(rendering)]
+        sequences, wanted = [], self.wanted
+        while wanted:
+            places = {turn: self.place(turn, length, rendering) for turn in wanted}
+            here = {
+                turn: place
+                for turn, place in places.items()
+                # An evaluation scores the one rendering that there is (keep_all).
+                if place and (place.as_generated or (rules.keep_all and "content" not in place.missing))
+            }
+            if rules.keep_all or here:
+                sequences.append(self.sequence(rendering, here, length))
+            elif length == wanted[-1] + 1:
+                sequences.append(self.not_whole(wanted[-1], rendering, places[wanted[-1]]))
+                here = {wanted[-1]: places[wanted[-1]]}
+            if rules.train_thinking != "all" and any(place.empty_thinking for place in here.values()):
+                self.notes["empty_thinking"] = "an empty think block is rendered and not trained"
+            wanted = [] if rules.keep_all else [turn for turn in wanted if turn not in here]
+            if wanted:  # the template renders them otherwise once the chat goes on
+                length = wanted[-1] + 1
+                rendering = self.rendering(length)
+        sequences = sequences or [self.sequence(rendering, {}, length)]
+        if len(sequences) > 1:
+            self.notes["rendered_apart"] = (
+                f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
+            )
+        return sequences[::-1]
 
     def _not_rendered(self, turn: int, *kinds: str) -> str:
         role = self.source[turn]["role"]
@@ -539,6 +540,10 @@ class _Forms:
         added = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
         self.special, self.added = any_of(special), any_of({token.content for token in added} | special)
+        # The words that the template compares with, longest first.
+        tree = Environment(extensions=EXTENSIONS).parse(template)
+        words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self.constants = tuple(sorted((text for text in words if len(text.strip()) > 2), key=len, reverse=True))
 
     def take(self, message: Message) -> Message:
         """Returns a message as the template takes it."""
@@ -556,11 +561,3 @@ class _Forms:
 
 _forms_of: WeakKeyDictionary = WeakKeyDictionary()
 """Tokenizer -> (template, number of tokens) -> _Forms."""
-
-
-@lru_cache
-def _constants(template: str) -> tuple[str, ...]:
-    """Lists the words that a template compares with, longest first."""
-    tree = Environment(extensions=EXTENSIONS).parse(template)
-    words = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return tuple(sorted((text for text in words if len(text.strip()) > 2), key=len, reverse=True))

@@ -59,6 +59,7 @@ rendered_apart (sequences for answers that the template renders otherwise in a l
 weighted_tokens are trained ones of a weight other than 1.
 """
 MOST_SOURCES = 100  # each has a loss of its own in every line of the log
+TOO_MANY_SOURCES = f"source_column: it has more than {MOST_SOURCES:,} values; name another column"
 VERSION = 6  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
@@ -144,7 +145,7 @@ class StoreWriter:
             getattr(tokens, name).tofile(self.files[name])
         numbers = [self.sources.setdefault(name, len(self.sources)) for name in tokens.sources]
         if len(self.sources) > MOST_SOURCES:
-            raise UserError(f"source_column: it has more than {MOST_SOURCES:,} values; name another column")
+            raise UserError(TOO_MANY_SOURCES)
         np.array(numbers, np.uint16).tofile(self.files["sources"])
         self.size += len(tokens.ids)
         self.counts += tokens.counts

@@ -29,7 +29,7 @@ from dsft.data.batches import (
 )
 from dsft.data.chats import TEMPLATE_ERRORS
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
-from dsft.data.prepare import FACTS, MOST_SOURCES, Store, cache_folder, fingerprint, prepare
+from dsft.data.prepare import FACTS, MOST_SOURCES, TOO_MANY_SOURCES, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
 from dsft.errors import UserError, nearest, one_line
@@ -261,7 +261,7 @@ def load_training_data(
         if config.source_column:
             values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
             if len(values) > MOST_SOURCES:
-                raise UserError(f"source_column: it has more than {MOST_SOURCES:,} values; name another column")
+                raise UserError(TOO_MANY_SOURCES)
             names = _names_of(values)
             numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
         sequences = replace(sequences, sources=names, numbers=numbers)

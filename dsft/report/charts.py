@@ -98,8 +98,7 @@ def charts(report: Report, palette: Palette) -> list[Chart]:
                 bar = ": ".join(filter(None, (run.name if len(runs) > 1 or not row["bar"] else "", row["bar"])))
                 rows.append(row | {"bar": bar, "value": row["value"] / scale})
         if rows:
-            spec = _bars(largest_parts(rows), palette, x=x)
-            made.append(Chart(name=name, title=title, caption=caption, spec=spec))
+            made.append(Chart(name=name, title=title, caption=caption, spec=_bars(largest_parts(rows), palette, x=x)))
     return [chart for chart in made if chart]
 
 
