@@ -88,7 +88,10 @@ def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unl
     run = resolved(dtype="float32", packing=True)
     assert tf32_of(run) == [True]
     assert run.options.packing is False and "they mix" in [decision.reason for decision in run.decisions]
-    assert tf32_of(resolved(dtype="float32", tf32=False)) == tf32_of(resolved(dtype="bfloat16")) == []
+    monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: Packing(attn_implementation="sdpa", problem=None))
+    run = resolved(dtype="bfloat16", packing=True)
+    assert (run.options.packing, run.options.attn_implementation) == (True, "sdpa") and tf32_of(run) == []
+    assert tf32_of(resolved(dtype="float32", tf32=False)) == []
 
 
 def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(options, tmp_path):

@@ -28,8 +28,13 @@ EARLIER = {"zero": "1", "activation_checkpointing": True, "micro_batch": 2, "acc
 
 
 @pytest.fixture(scope="module")
-def facts(tiny):
+def measured(tiny):
     return measure_model(TrainConfig(model=str(tiny / "model")))
+
+
+@pytest.fixture
+def facts(measured, cheap_traces):
+    return measured
 
 
 def job_of(facts, options: TrainConfig) -> Job:
