@@ -26,7 +26,7 @@ GPUS = "needs GPUs: tests/gpu"
 NOT_RUN = {
     "scripts/quickstart": "tests/test_quickstart.py",
     "dsft compare results --format latex --seeds 'runs/a-seed*' 'runs/b-seed*'": (
-        "needs runs of several seeds: tests/perplexity/test_model_table.py"
+        "needs runs of several seeds: tests/perplexity/test_publish.py"
     ),
     "dsft chat runs/first": "asks at a terminal: tests/cli/test_chat.py",
     "scripts/real_model --short": NETWORK,

@@ -1,16 +1,11 @@
-"""Compares results of several models on the same texts, with 95 % intervals over pairs.
-
-Both models scored the same documents, so they are compared in pairs: what makes a document hard for both cancels.
-Results over other texts or windows are refused. Over other tokenizations, tokens are no common measure: only bits per
-byte and byte perplexity are compared.
-
-`print_together` prints what several results of one launch give: comparisons, and the tables of protocols, of
-context curves and of a reference.
+"""Compares results of several models on the same texts, with 95 % intervals over pairs of documents: what makes one
+hard for both models cancels. Over other tokenizations, tokens are no common measure: only bits per byte and byte
+perplexity are compared.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from dsft.errors import UserError, nearest, raise_if_any
-from dsft.perplexity.intervals import in_words, ratio_interval, sign_test, units_of
 from dsft.perplexity.modes import CONTEXT, find_mode
-from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, groups_of, html_table
-from dsft.perplexity.sums import exp
+from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, groups_of, html_table, on_data
+from dsft.perplexity.sums import exp, in_words, ratio_interval, sign_test, units_of
 from dsft.runtime.console import print_table, say
 from dsft.units import plural
 
@@ -33,6 +27,8 @@ RATIO = "perplexity, ratio"
 MOVED = 5
 """Documents shown at each end."""
 PICTURE = "context_curve.png"
+NO_BLOCKS = {"block_nats": np.zeros(0), "block_tokens": np.zeros(0, np.int64), "windows_per_block": 0}
+"""Fields of a Perplexity without blocks."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,8 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.value:,.6g}, {in_words((self.low, self.high), '{:,.6g}'.format)}"
 
-    def exp(self) -> "Estimate":
-        return Estimate(exp(self.value), exp(self.low), exp(self.high))
-
-    def __truediv__(self, divisor: float) -> "Estimate":
-        return Estimate(self.value / divisor, self.low / divisor, self.high / divisor)
+    def mapped(self, function: Callable[[float], float]) -> "Estimate":
+        return Estimate(*map(function, (self.value, self.low, self.high)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,36 +92,30 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        protocol = f" by {self.protocol}" if self.protocol else ""
         group = "" if self.group is None else f", {self.group}"
-        return f"{self.model} against {self.base} on {self.data}{protocol}{group}"
+        return f"{self.model} against {self.base} on {on_data(self.data, self.protocol)}{group}"
 
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the comparison, for the screen."""
-        rows = {
+        estimates = {
             RATIO: self.perplexity_ratio,
             "nats per token, difference": self.nats_per_token,
             "bits per byte, difference": self.bits_per_byte,
             "byte perplexity, ratio": self.byte_perplexity_ratio,
         }
-        rows = {name: str(estimate) for name, estimate in rows.items() if estimate is not None}
         adjusted = f", {self.p_adjusted:.2g} by Holm" if self.p_adjusted != self.p_value else ""
-        rows["documents"] = (
-            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same"
-            f" (sign test: p = {self.p_value:.2g}{adjusted})"
-        )
-        rows["interval"] = f"over {self.units}, in pairs"
+        rows = {name: str(estimate) for name, estimate in estimates.items() if estimate} | {
+            "documents": f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same"
+            f" (sign test: p = {self.p_value:.2g}{adjusted})",
+            "interval": f"over {self.units}, in pairs",
+        }
         if self.note:
             rows["note"] = self.note
-        for end, documents in (
-            ("gained most", [item for item in self.moved if item.nats < item.base_nats]),
-            ("lost most", [item for item in reversed(self.moved) if item.nats > item.base_nats]),
-        ):
+        for end, sign, moved in (("gained most", 1, self.moved), ("lost most", -1, reversed(self.moved))):
             lines = []
-            for item in documents:
-                if item.tokens is None:
-                    change = f"{item.base_nats:.1f} to {item.nats:.1f} nats"
-                else:
+            for item in (item for item in moved if sign * (item.base_nats - item.nats) > 0):
+                change = f"{item.base_nats:.1f} to {item.nats:.1f} nats"
+                if item.tokens is not None:
                     before, after = item.base_nats / item.tokens, item.nats / item.tokens
                     change = f"{before:.3f} to {after:.3f} nats per token ({item.tokens:,} tokens)"
                 lines.append(f"document {item.document}: {change}")
@@ -161,13 +148,12 @@ class Comparisons(tuple[Comparison, ...]):
         rows = []
         for comparison in self:
             row: dict[str, Any] = {}  # numbers apart, such as bits_per_byte, bits_per_byte_low and bits_per_byte_high
-            for field in fields(comparison):
-                value = getattr(comparison, field.name)
-                if field.name in ESTIMATES:
-                    numbers = (value.value, value.low, value.high) if value else (math.nan,) * 3
-                    row |= dict(zip((field.name, f"{field.name}_low", f"{field.name}_high"), numbers, strict=True))
-                elif field.name != "moved":
-                    row[field.name] = value
+            for name, value in vars(comparison).items():
+                if name in ESTIMATES:
+                    numbers = value or Estimate(math.nan, math.nan, math.nan)
+                    row |= {name: numbers.value, f"{name}_low": numbers.low, f"{name}_high": numbers.high}
+                elif name != "moved":
+                    row[name] = value
             rows.append(row)
         return frame(rows)
 
@@ -176,11 +162,7 @@ class Comparisons(tuple[Comparison, ...]):
 
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
-    """Read all results of folders that evaluations wrote; a folder, or its perplexity.json.
-
-    Raises:
-        UserError: with every folder that holds none.
-    """
+    """Read all results of folders, or of their perplexity.json. Raises UserError with every folder without any."""
     problems, evaluations = [], []
     for name in folders:
         path = Path(name).expanduser()
@@ -209,10 +191,8 @@ def compare_results(
         UserError: where the base is not there, a model has no result on the base's texts, or results cannot be
             compared.
     """
-    if group_by:
-        check_grouping(evaluations, group_by)
     of_model: dict[str, list[Evaluation]] = {}
-    for evaluation in named_apart(evaluations):
+    for evaluation in named_apart(evaluations, group_by):
         of_model.setdefault(evaluation.model, []).append(evaluation)
     if base is None:
         base = next(iter(of_model))
@@ -245,7 +225,15 @@ def compare_results(
             if group_by is None:
                 comparisons.append(compare_pair(*pair))
                 continue
-            for name, *in_group in shared_groups(pair, group_by, problems):
+            lacking = [each for each in pair if group_by not in each.group_sums]
+            problems += [
+                f"group_by={group_by}: the result of {each.model} on {each.data} has no nats of each document in these"
+                " groups: it was evaluated without them, or documents x groups are too many"
+                for each in lacking
+            ]
+            base_groups, other_groups = ({} if lacking else _by_group(each, group_by) for each in pair)
+            for name in [name for name in base_groups if name in other_groups]:
+                in_group = base_groups[name], other_groups[name]
                 if why := refusal(*in_group):
                     problems.append(f"group_by={group_by}: {why}")
                     break
@@ -261,65 +249,38 @@ def compare_results(
     return Comparisons(comparisons)
 
 
-def check_grouping(evaluations: list[Evaluation], group_by: str) -> None:
-    """
-    Raises:
-        UserError: where no result has that grouping.
-    """
+def _by_group(evaluation: Evaluation, group_by: str) -> dict[str, Evaluation]:
+    """Return for each group the result as if it held all tokens."""
+    result, groups = evaluation.perplexity, {}
+    for place, group in enumerate(evaluation.groups[group_by]):
+        nats_D, tokens_D = evaluation.group_sums[group_by][:, :, place]
+        # A document's bytes are known as a whole: those of a group are where it has whole documents alone.
+        is_whole = not ((tokens_D > 0) & (tokens_D != result.document_tokens)).any()
+        in_group = replace(
+            result,
+            nats=group["nats"],
+            tokens=group["tokens"],
+            document_nats=nats_D,
+            document_tokens=tokens_D.astype(np.int64),
+            document_bytes=np.where(is_whole & (tokens_D > 0), result.document_bytes, 0),
+            document_words=np.where(is_whole & (tokens_D > 0), result.document_words, 0),
+            document_pairs=np.zeros((0, result.documents)),
+            reported_loss=group["nats"] / group["tokens"],
+            **NO_BLOCKS,
+        )
+        groups[group["group"]] = replace(evaluation, perplexity=in_group, groups={}, group_sums={})
+    return groups
+
+
+def named_apart(evaluations: list[Evaluation], group_by: str | None = None) -> list[Evaluation]:
+    """Name results of one model in two dtypes or attentions apart. Raises UserError where none has the grouping."""
     groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
-    if group_by not in groupings:
+    if group_by and group_by not in groupings:
         known = f"have {', '.join(groupings)}" if groupings else "have none"
         raise UserError(
             f"group_by={group_by}: no such grouping in these results, which {known}{nearest(group_by, groupings)};"
             " dsft eval --group_by makes them"
         )
-
-
-def shared_groups(
-    pair: tuple[Evaluation, Evaluation], group_by: str, problems: list[str]
-) -> list[tuple[str, Evaluation, Evaluation]]:
-    """Return each group that both results have: its name, and the two results as if it held all tokens.
-
-    Args:
-        problems: is appended to where a result has no sums of documents in groups.
-    """
-    lacking = [each for each in pair if group_by not in each.group_sums]
-    problems += [
-        f"group_by={group_by}: the result of {each.model} on {each.data} has no nats of each document in these groups:"
-        " it was evaluated without them, or documents x groups are too many"
-        for each in lacking
-    ]
-    if lacking:
-        return []
-    of_names = []
-    for each in pair:
-        result, groups = each.perplexity, {}
-        nothing_D = np.zeros(result.documents, np.int64)
-        for place, group in enumerate(each.groups[group_by]):
-            nats_D, tokens_D = each.group_sums[group_by][:, :, place]
-            # A document's bytes are known as a whole: those of a group are where it has whole documents alone.
-            is_whole = not ((tokens_D > 0) & (tokens_D != result.document_tokens)).any()
-            in_group = replace(
-                result,
-                nats=group["nats"],
-                tokens=group["tokens"],
-                document_nats=nats_D,
-                document_tokens=tokens_D.astype(np.int64),
-                document_bytes=np.where(is_whole & (tokens_D > 0), result.document_bytes, nothing_D),
-                document_words=np.where(is_whole & (tokens_D > 0), result.document_words, nothing_D),
-                document_pairs=np.zeros((0, result.documents)),
-                block_nats=np.zeros(0),
-                block_tokens=np.zeros(0, np.int64),
-                windows_per_block=0,
-                reported_loss=group["nats"] / group["tokens"],
-            )
-            groups[group["group"]] = replace(each, perplexity=in_group, groups={}, group_sums={})
-        of_names.append(groups)
-    return [(name, *(groups[name] for groups in of_names)) for name in of_names[0] if name in of_names[1]]
-
-
-def named_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
-    """Name results of one model in two dtypes, or with two kinds of attention, as two models."""
     for option in HOW_COMPUTED:
         values: dict[tuple, set] = {}
         for each in evaluations:
@@ -364,8 +325,7 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
             ]
             first, results = seeds[0], [each.perplexity for each in seeds]
             if len({result.windows_per_block for result in results}) > 1:  # an earlier dsft kept more blocks
-                none = {"block_nats": np.zeros(0), "block_tokens": np.zeros(0, np.int64), "windows_per_block": 0}
-                results = [replace(result, **none) for result in results]
+                results = [replace(result, **NO_BLOCKS) for result in results]
             for each in seeds[1:]:
                 why = refusal(first, each)
                 if not why and any(each.hashes[name] != first.hashes[name] for name in ("texts", "tokens")):
@@ -381,16 +341,23 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
                 block_nats=np.mean([result.block_nats for result in results], axis=0),
                 document_pairs=np.zeros((0, results[0].documents)),
             )
-            losses = tuple(result.reported_loss for result in results)
             groups, group_sums = {}, {}
             for name in first.group_sums:  # of groups that all seeds have
                 labels = [[group["group"] for group in each.groups.get(name, ())] for each in seeds]
                 if all(name in each.group_sums for each in seeds) and all(each == labels[0] for each in labels):
                     sums_2DG = np.mean([each.group_sums[name] for each in seeds], axis=0)
                     groups[name], group_sums[name] = groups_of(labels[0], sums_2DG)
-            changed = {"model": pattern, "divergence": None, "model_hash": "", "fingerprint": ""}
-            changed |= {"groups": groups, "group_sums": group_sums}
-            means[id(first)] = replace(first, perplexity=mean, seed_losses=losses, **changed)
+            means[id(first)] = replace(
+                first,
+                model=pattern,
+                perplexity=mean,
+                seed_losses=tuple(result.reported_loss for result in results),
+                groups=groups,
+                group_sums=group_sums,
+                divergence=None,
+                model_hash="",
+                fingerprint="",
+            )
         # A mean has the place of its first seed.
         kept = [each for each in evaluations if id(each) in means or each.model not in models]
         evaluations = [means.get(id(each), each) for each in kept]
@@ -436,12 +403,12 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     # Blocks of windows can be compared where both models have the same windows, and blocks: an earlier dsft kept more.
     has_same_blocks = same_tokens and before.windows_per_block == after.windows_per_block
     changed_blocks = after.block_nats - before.block_nats if has_same_blocks else None
-    units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
+    sums_KU, units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
     nats_per_token = per_byte = None
     if same_tokens:
-        nats_per_token = Estimate(after.reported_loss - before.reported_loss, *ratio_interval(units, 1))
+        nats_per_token = Estimate(after.reported_loss - before.reported_loss, *ratio_interval(sums_KU, 1))
         if after.bytes:
-            per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(units, 2))
+            per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(sums_KU, 2))
     else:
         notes.append("two tokenizers: only bits per byte and byte perplexity can be compared")
         mode = find_mode(other.mode)
@@ -454,7 +421,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
             math.fsum(each.document_nats[is_scored_D]) / int(each.document_bytes[is_scored_D].sum())
             for each in (after, before)
         ]
-        both = [units_of(each, each.document_nats, None, is_scored_D=is_scored_D) for each in (after, before)]
+        both = [units_of(each, each.document_nats, None, is_scored_D=is_scored_D)[0] for each in (after, before)]
         per_byte = Estimate(ratios[0] - ratios[1], *ratio_interval(both[0], 2, both[1]))
     better, worse = (int((change_D[is_scored_D] * sign < 0).sum()) for sign in (1, -1))
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
@@ -474,16 +441,16 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         base=base.model,
         data=base.data,
         protocol=base.protocol,
-        perplexity_ratio=nats_per_token and nats_per_token.exp(),
+        perplexity_ratio=nats_per_token and nats_per_token.mapped(exp),
         nats_per_token=nats_per_token,
-        bits_per_byte=per_byte and per_byte / math.log(2),
-        byte_perplexity_ratio=per_byte and per_byte.exp(),
+        bits_per_byte=per_byte and per_byte.mapped(lambda nats: nats / math.log(2)),
+        byte_perplexity_ratio=per_byte and per_byte.mapped(exp),
         better=better,
         worse=worse,
         same=int(is_scored_D.sum()) - better - worse,
-        p_value=sign_test(better, worse),
-        p_adjusted=sign_test(better, worse),
-        units=units.kind,
+        p_value=(p_value := sign_test(better, worse)),
+        p_adjusted=p_value,
+        units=units,
         moved=tuple(moved),
         note="; ".join(notes),
     )
@@ -491,17 +458,15 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
 
 def print_together(evaluations: list[Evaluation], output_dir: str | None = None) -> None:
     """Print what several results of one launch give: a table of protocols and one of the context curve for each
-    model and data set, every model against the first one, and all against the reference.
-
-    Args:
-        output_dir: for the picture of the curve.
+    model and data set, every model against the first one, and all against the reference. `output_dir` gets the picture
+    of the curve.
     """
     same_pair: dict[tuple[str, str], list[Evaluation]] = {}
-    against: dict[tuple[str, str], dict[str, str]] = {}
+    against: dict[str, dict[str, str]] = {}
     for evaluation in evaluations:
         same_pair.setdefault((evaluation.model, evaluation.data), []).append(evaluation)
         if divergence := evaluation.divergence:
-            rows = against.setdefault((evaluation.data, evaluation.protocol or ""), {})
+            rows = against.setdefault(on_data(evaluation.data, evaluation.protocol), {})
             rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:,.4f}")
             rows[evaluation.model] = (
                 f"{evaluation.perplexity.perplexity:,.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
@@ -517,10 +482,8 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
             }
             print_table(f"{model} on {data}, as others report it", rows)
     if is_curve:
-        curves = {
-            names: sorted(results, key=lambda each: each.options["seq_len"]) for names, results in same_pair.items()
-        }
-        for (model, data), results in curves.items():  # each length with the change from the one before
+        for (model, data), results in same_pair.items():  # each length with the change from the one before
+            results.sort(key=lambda each: each.options["seq_len"])
             rows, before = {}, None
             for each in results:
                 result, interval = each.perplexity, in_words(each.intervals.perplexity, "{:,.4f}".format)
@@ -532,7 +495,7 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
             if result.unscored_documents:
                 rows["left out"] = f"{result.unscored_documents:,} shorter documents"
             print_table(f"Context curve of {model} on {data}", rows)
-        if output_dir and draw_curves(curves, Path(output_dir) / PICTURE):
+        if output_dir and draw_curves(same_pair, Path(output_dir) / PICTURE):
             say(f"plotted: {Path(output_dir) / PICTURE}")
         elif output_dir:
             say("note: no picture of the curve, which needs matplotlib (pip install matplotlib)")
@@ -543,15 +506,12 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
         except UserError as error:  # the results stand; only what joins them does not
             for problem in error.problems:
                 say(f"note: not compared: {problem}")
-        for (data, protocol), rows in against.items():
-            by = f" by {protocol}" if protocol else ""
-            print_table(f"Perplexity on {data}{by}, against the reference", rows)
+        for texts, rows in against.items():
+            print_table(f"Perplexity on {texts}, against the reference", rows)
 
 
 def draw_curves(curves: dict[tuple[str, str], list[Evaluation]], path: Path) -> bool:
-    """Draw perplexity against length of context, a line for each (model, data); False where matplotlib is not
-    installed (`pip install dsft[demo]`).
-    """
+    """Draw perplexity against length, a line for each (model, data); False where matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""Prepares documents for scoring: what of the rows is tokenised, which tokens count, and the windows over them.
-
-A data set is tokenised once, in the store that training uses (`data/prepare.py`), for every rank that sees the cache
-folder and for every model with the same tokenizer.
+"""Prepares documents for scoring: what of the rows is tokenised, which tokens count, and the windows over them. A data
+set is tokenised once, in the store that training uses, for all models with the same tokenizer. And splits a result into
+groups of tokens (`group_by`): nats of tokens are multiples of 2^-28, so sums of groups are exact up to 33 million nats,
+and bit-identical on any number of ranks.
 """
 
 import hashlib
@@ -9,12 +9,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
@@ -32,13 +34,20 @@ from dsft.data.tokenization import (
     tokenise,
     tokens_around,
 )
-from dsft.errors import UserError
+from dsft.errors import UserError, nearest
 from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
+from dsft.perplexity.results import groups_of
 from dsft.perplexity.windows import Windows
+from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import one_of, plural
 
 AT_ONCE = 1 << 19
 """Characters of a joined text that are tokenised together, or a few more."""
+MOST_GROUPS = 1_000
+MOST_SUMS = 1 << 22
+"""Documents x groups of a grouping whose sums are kept, for intervals: 64 MiB."""
+LAST_TURN = 9
+"""Later turns are counted with this one."""
 
 Sample = Text | Pair | Chat | None
 """A document in its canonical form; None for a row without an answer."""
@@ -53,24 +62,45 @@ class Documents(Preparation):
     version: int = 3
     """Of what is stored for a document; part of the fingerprint, as all fields."""
 
+    @property
+    def longest(self) -> float:
+        """Characters of a text from which on it comes in pieces."""
+        return math.inf
+
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
-        pieces: list[Row] = []
-        first = 0
+        """Yield documents whole, many in a batch, and each piece of a text above `longest` in a batch of its own."""
+        first, waiting, size, pieces = 0, [], 0, None
         for batch in batches:
-            rows = []
+            whole: list[Row] = []
             for row in batch.rows:
-                pieces.append(row)
-                if row.ends_document:
-                    text = "".join(piece.values["text"] for piece in pieces) if len(pieces) > 1 else None
-                    rows.append(row if text is None else pieces[0]._replace(values={"text": text}, ends_document=True))
-                    pieces = []
-            if self.max_documents is not None:
-                rows = rows[: self.max_documents - first]
-            if rows:
-                yield replace(batch, rows=rows, first=first)
-            first += len(rows)
+                waiting.append(row)
+                size += sum(len(value) for value in row.values.values() if isinstance(value, str))
+                if size > self.longest and not pieces:
+                    if whole:
+                        yield replace(batch, rows=whole, first=first)
+                        first, whole = first + len(whole), []
+                    separator = self.separator if first and self.separator not in ("eos", "none") else ""
+                    pieces = Pieces(tokenizer, before=separator)
+                if pieces:
+                    for sample in samples_in(replace(batch, rows=waiting), rules, tokenizer):
+                        yield from (replace(batch, rows=[piece], first=first) for piece in pieces.add(text_of(sample)))
+                    waiting, size = [], 0
+                    if row.ends_document:
+                        yield replace(batch, rows=[pieces.last()], first=first)
+                        first, pieces = first + 1, None
+                elif row.ends_document:
+                    if len(waiting) > 1:
+                        text = "".join(each.values["text"] for each in waiting)
+                        row = waiting[0]._replace(values={"text": text}, ends_document=True)
+                    whole.append(row)
+                    waiting, size = [], 0
+                if first + len(whole) == self.max_documents:
+                    break
+            if whole:
+                yield replace(batch, rows=whole, first=first)
+                first += len(whole)
             if first == self.max_documents:
                 return
 
@@ -88,48 +118,11 @@ class Texts(Documents):
     prefix: Literal["", "once", "always"] = ""
     """Each document begins with BOS, else EOS, which is context only; "once" where no BOS is there already."""
 
-    def batches(
-        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
-    ) -> Iterator[Batch]:
-        """Yield short documents whole, many in a batch, and each piece of a long one in a batch of its own."""
-        first, waiting, pieces = 0, [], None
-        for batch in batches:
-            whole: list[Row] = []
-            for row in batch.rows:
-                waiting.append(row)
-                size = sum(len(value) for each in waiting for value in each.values.values() if isinstance(value, str))
-                if size > AT_ONCE and not self.is_wikitext:  # whose pages are rewritten as a whole
-                    if whole:
-                        yield replace(batch, rows=whole, first=first)
-                        first, whole = first + len(whole), []
-                    separator = self.separator if first and self.separator not in ("eos", "none") else ""
-                    pieces = pieces or Pieces(tokenizer, before=separator)
-                if pieces:
-                    for sample in samples_in(replace(batch, rows=waiting), rules, tokenizer):
-                        yield from (replace(batch, rows=[piece], first=first) for piece in pieces.add(text_of(sample)))
-                    waiting = []
-                    if row.ends_document:
-                        yield replace(batch, rows=[pieces.last()], first=first)
-                        first, pieces = first + 1, None
-                elif row.ends_document:
-                    text = "".join(each.values["text"] for each in waiting) if len(waiting) > 1 else None
-                    joined = {"values": {"text": text}, "ends_document": True}
-                    whole.append(row if text is None else waiting[0]._replace(**joined))
-                    waiting = []
-                if self.max_documents is not None and first + len(whole) == self.max_documents:
-                    break
-            if whole:
-                yield replace(batch, rows=whole, first=first)
-                first += len(whole)
-            if first == self.max_documents:
-                return
+    @property
+    def longest(self) -> float:
+        return math.inf if self.is_wikitext else AT_ONCE  # its pages are rewritten as a whole
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        """Tokenises a batch.
-
-        Raises:
-            UserError: with file and line of a row that cannot be used, or where no token can be the prefix.
-        """
         is_piece = batch.rows[0].number == 0
         samples = [] if is_piece else samples_in(batch, rules, tokenizer)
         texts = [text_of(sample) for sample in samples]
@@ -165,7 +158,7 @@ class Texts(Documents):
         trained = np.ones(len(ids), bool)
         if self.prefix:
             trained[[0, *ends[:-1]]] = False
-        return _with_sizes(ids, trained, ends, texts, samples, Counter(rows=len(batch.rows)))
+        return _with_sizes(texts, samples, ids=ids, trained=trained, ends=ends, counts=Counter(rows=len(batch.rows)))
 
 
 WIKITEXT = (
@@ -184,7 +177,6 @@ lm_eval/tasks/wikitext/preprocess_wikitext.py, 0.4.13).
 
 
 def wikitext_rewritten(page: str) -> str:
-    """Rewrite a page of WikiText as lm-evaluation-harness does before it is tokenised."""
     for pattern, replacement in WIKITEXT:
         page = re.sub(pattern, replacement, page)
     return page
@@ -196,7 +188,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, before: str = ""):
-        """Args: `before`: stands before the text and is no part of it."""
+        # `before` stands before the text and is no part of it.
         self.tokenizer, self.pending, self.longest, self.before = tokenizer, before, AT_ONCE, len(before)
         self.starts, self.words, self.bytes = True, 1, 0
         # As `_with_sizes` hashes it whole.
@@ -308,30 +300,19 @@ class Answers(Documents):
                 or any(each["role"] == "assistant" and not beside_content.isdisjoint(each) for each in messages)
             ):  # what is scored is not the text of the answers: cut off, less of them, or more than their content
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
-        return _with_sizes(tokens.ids, tokens.trained, tokens.ends, texts, samples, tokens.counts)
+        kept = {name: getattr(tokens, name) for name in ("ids", "trained", "ends", "counts")}
+        return _with_sizes(texts, samples, **kept)
 
 
-def _with_sizes(
-    ids: np.ndarray,
-    trained: np.ndarray,
-    ends: np.ndarray,
-    texts: list[str],
-    samples: list[Sample],
-    counts: Counter,
-) -> Tokens:
-    """Add what is known of the texts: their hashes, whatever tokenizer and template, and the UTF-8 bytes and
-    words of the scored ones.
-    """
+def _with_sizes(texts: list[str], samples: list[Sample], **tokens: Any) -> Tokens:
+    """Add hashes of the texts, whatever tokenizer and template, and bytes and words of the scored ones."""
     contents = (
         json.dumps([type(each).__name__, vars(each) if each else {}], sort_keys=True, default=str) for each in samples
     )
     hashes = [int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest()) for content in contents]
     return Tokens(
-        ids=ids,
-        trained=trained,
-        ends=ends,
+        **tokens,
         hashes=np.array(hashes, np.uint64),
-        counts=counts,
         document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
         # As lm-evaluation-harness counts words, len(re.split(r"\s+", text)), here without the words themselves
         # (lm_eval/tasks/wikitext/preprocess_wikitext.py).
@@ -340,11 +321,7 @@ def _with_sizes(
 
 
 def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Bring the rows into their canonical form.
-
-    Raises:
-        UserError: with file and line of a row that cannot be used.
-    """
+    """Bring the rows into their canonical form. Raises UserError with file and line of a row that cannot be used."""
     samples: list[Sample] = []
     for row in batch.rows:
         try:
@@ -364,12 +341,7 @@ def build_windows(
     data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool = False
 ) -> Windows:
     """Make the windows of the rows of `data` that `config` asks for. The first process to come prepares the tokens.
-
-    Args:
-        show_progress: of the preparation.
-
-    Raises:
-        UserError: where mode and data do not go together, or nothing can be scored.
+    Raises UserError where mode and data do not go together, or nothing can be scored.
     """
     is_text = data.rules.is_text
     fitting = [name for name in NAMED_BY["mode"] if MODES[name].is_text == is_text]
@@ -405,3 +377,123 @@ def build_windows(
             f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"
         )
     return windows
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Assigns each scored token to a group."""
+
+    name: str
+    labels: list[str]
+    groups_of: Callable[[int, np.ndarray], np.ndarray]
+    """(window, places [N] of its scored tokens in `windows.tokens`) -> groups [N], numbers of labels."""
+
+
+class Breakdown:
+    """Adds up nats and tokens by group and document, on this rank."""
+
+    def __init__(self, windows: Windows, groupings: list[Grouping]):
+        self.windows, self.groupings, documents = windows, groupings, len(windows.document_ends)
+        numbers = [len(grouping.labels) for grouping in groupings]
+        self.sums = [np.zeros((2, documents if documents * number <= MOST_SUMS else 1, number)) for number in numbers]
+        """[2, D, G] nats and tokens of documents by group, for each grouping; [2, 1, G] of too many documents."""
+
+    def update(self, windows: list[int], columns_KN: np.ndarray) -> list[list[list[float]]]:
+        """Add a batch, nats first; return its sums of each grouping: places in [D, G], nats and tokens."""
+        places = [self.windows.scored_places(window) for window in windows]
+        documents_N = np.searchsorted(self.windows.document_ends, np.concatenate(places), side="right")
+        recorded = []
+        for grouping, sums in zip(self.groupings, self.sums, strict=True):
+            groups_N = np.concatenate([grouping.groups_of(*pair) for pair in zip(windows, places, strict=True)])
+            sums_at_N = groups_N + len(grouping.labels) * np.minimum(documents_N, sums.shape[1] - 1)
+            here, of_here_N = np.unique(sums_at_N, return_inverse=True)
+            nats = np.bincount(of_here_N, columns_KN[0], len(here))
+            recorded.append([here.tolist(), nats.tolist(), np.bincount(of_here_N, minlength=len(here)).tolist()])
+        self.restore(recorded)
+        return recorded
+
+    def restore(self, recorded: list[list[list[float]]]) -> None:
+        """Add what `update` returned for a batch."""
+        for sums, (here, nats, tokens) in zip(self.sums, recorded, strict=True):
+            sums.reshape(2, -1)[:, here] += [nats, tokens]
+
+    def report(self) -> tuple[dict[str, list[dict[str, Any]]], dict[str, np.ndarray]]:
+        """Return `groups` and `group_sums` of an Evaluation, over all ranks. Collective."""
+        groups, sums_of = {}, {}
+        for grouping, sums in zip(self.groupings, self.sums, strict=True):
+            sums_2DG = sum_over_ranks(torch.from_numpy(sums)).numpy()
+            groups[grouping.name], sums_2DG = groups_of(grouping.labels, sums_2DG)
+            if sums_2DG.shape[1] == len(self.windows.document_ends):
+                sums_of[grouping.name] = sums_2DG
+        return groups, sums_of
+
+
+def grouping(
+    name: str,
+    data: FormattedSource,
+    tokenizer: PreTrainedTokenizerBase,
+    windows: Windows,
+    *,
+    max_documents: int | None,
+    cache: Path,
+    source_column: str | None = None,
+) -> Grouping:
+    """Make the grouping that an entry of `group_by` names; `source` means `source_column`, or the file without one.
+    Raises UserError where the data has no such column or no turns, or a column has too many values.
+    """
+    columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
+    column = name if name in columns else source_column if name == "source" else None
+    if column or name == "source":
+        numbers: dict[str, int] = {}
+        of_document = []
+        for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules, tokenizer):
+            for row in batch.rows:
+                label = str(row.values.get(column, "(none)")) if column else batch.place
+                of_document.append(numbers.setdefault(label, len(numbers)))
+                if len(numbers) > MOST_GROUPS:
+                    raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
+        if len(of_document) != len(windows.document_ends):
+            raise UserError(
+                f"group_by={name}: protocol={windows.mode} joins all documents; use protocol lm-eval or dsft"
+            )
+        group_D, ends_D = np.array(of_document, dtype=np.int64), windows.document_ends
+        return Grouping(name, list(numbers), lambda _, places: group_D[np.searchsorted(ends_D, places, side="right")])
+
+    if name == "position":  # tokens before a token in its window, between powers of two
+        starts_W = windows.spans[:, 0]
+        bounds = [2**power for power in range(int((windows.spans[:, 1] - starts_W).max()).bit_length())]
+        labels = ["1 token before"] + [f"{bound:,} to {2 * bound - 1:,} tokens before" for bound in bounds[1:]]
+        return Grouping(
+            name, labels, lambda window, places: np.searchsorted(bounds, places - starts_W[window], side="right") - 1
+        )
+
+    if name == "frequency":  # occurrences of a token in this data, between powers of ten
+        counts_V = np.zeros(int(windows.tokens.max()) + 1, dtype=np.int64)
+        for start in range(0, len(windows.tokens), 1 << 20):  # a part at a time: the store may be larger than memory
+            counts_V += np.bincount(windows.tokens[start : start + (1 << 20)], minlength=len(counts_V))
+        bounds = [10**power for power in range(len(str(counts_V.max())))]
+        class_V = np.searchsorted(bounds, counts_V, side="right") - 1
+        labels = [f"token seen {bound:,} to {10 * bound - 1:,} times" for bound in bounds]
+        return Grouping(name, labels, lambda _, places: class_V[windows.tokens[places]])
+
+    if name not in ("role", "turn"):
+        known = ["source", "position", "frequency", "role", "turn", *columns]
+        raise UserError(f"group_by={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}")
+    if data.rules.is_text:
+        raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
+    rules = replace(data.rules, train_on="answers")  # whose mask marks the answers
+    answers, masked = Answers(max_documents=max_documents), replace(data, rules=rules)
+    is_answer = prepare(masked, tokenizer, cache, preparation=answers, show_progress=False).trained
+    if name == "role":
+        return Grouping(name, ["prompt", "answer"], lambda _, places: is_answer[places].astype(np.int64))
+
+    def turn_of(window: int, places: np.ndarray) -> np.ndarray:
+        """Number the answers; a prompt counts with the answer after it."""
+        start, end = windows.spans[window, :2]
+        is_answer_T = np.asarray(is_answer[start:end])
+        begins_T = np.diff(is_answer_T.astype(np.int8), prepend=0) == 1
+        turn_T = np.cumsum(begins_T) + ~is_answer_T
+        return np.clip(turn_T[places - start], 1, LAST_TURN) - 1
+
+    turns = [f"turn {number}" for number in range(1, LAST_TURN)]
+    return Grouping(name, [*turns, f"turn {LAST_TURN} and later"], turn_of)

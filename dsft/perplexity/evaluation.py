@@ -1,12 +1,6 @@
 """Evaluates models on data sets: loads each model replicated or sharded, one at a time, and yields each result as soon
-as it is known.
-
-Candidate (known without weights) -> zero -> loaded_for_scoring -> Evaluation of each data set
-
-A result has a fingerprint of all that it depends on, so that an evaluation that resumes or takes over results never
-mixes two models: the files of the model (of an adapter and of its base), the tokens with their windows, the options,
-the versions of the libraries, and the kind of device. Model files of hundreds of gigabytes are sampled, and their times
-of change count.
+as it is known. Its fingerprint is of all that it depends on, so that an evaluation that resumes or takes over results
+never mixes two models.
 """
 
 import contextlib
@@ -40,12 +34,10 @@ from dsft.models.quantization import PACKAGES, Quantization
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.size import check_sharding
 from dsft.models.weights import Candidate, check_weights, with_bases
-from dsft.perplexity.breakdown import Breakdown, grouping
-from dsft.perplexity.documents import build_windows
-from dsft.perplexity.kl import ChangeHistogram, divergence_of
+from dsft.perplexity.documents import Breakdown, build_windows, grouping
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results
-from dsft.perplexity.scoring import evaluate_windows, exact_products
+from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
@@ -76,18 +68,14 @@ EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Holds one data set for one model, by one protocol."""
+    """One data set for one model, by one protocol."""
 
     name: str
-    source: str
     config: EvalConfig
     windows: Windows
     breakdown: Breakdown | None
-    options: dict[str, Any]
-    """Those of the mode and HOW_OPTIONS, as they are: nothing is "auto"."""
-    model_hash: str
-    hashes: dict[str, str]
-    fingerprint: str
+    about: dict[str, Any]
+    """Fields of its Evaluation that are known before it is scored."""
 
 
 def evaluate_models(
@@ -131,11 +119,13 @@ def evaluate_models(
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats
     for candidate in candidates:
         jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
-        facts = {f"tokens of {job.name}": job.fingerprint for job in jobs}
-        facts |= {f"files of {job.config.model}": job.model_hash for job in jobs}
+        facts = {f"tokens of {job.name}": job.about["fingerprint"] for job in jobs}
+        facts |= {f"files of {job.config.model}": job.about["model_hash"] for job in jobs}
         facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
         require_agreement({SAME_FILES: facts})
-        known = {job.name: results and results.known(job.fingerprint, verified=bool(config.verify)) for job in jobs}
+        known = {
+            job.name: results and results.known(job.about["fingerprint"], verified=bool(config.verify)) for job in jobs
+        }
         with contextlib.ExitStack() as stack:
             if not all(known.values()):
                 for each in (candidate, *others):
@@ -161,7 +151,8 @@ def _load(
     """Load a model, and a reference after it, until the stack is closed; return both and their `zero`. Collective."""
     share = len(candidates)  # of the memory
     machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
-    zero = distributed.on_rank_0(  # whose measured speeds may differ from another host's
+    # On one rank, since measured speeds may differ from another host's.
+    zero = distributed.on_rank_0(
         lambda: [
             choose_zero(each, machine, dtype) if each.config.zero == "auto" else each.config.zero for each in candidates
         ]
@@ -173,10 +164,22 @@ def _load(
     # Sharded ones last: while one is loaded, transformers would shard every other that it loads.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):
         each = candidates[place]
-        models[place] = stack.enter_context(
-            loaded_for_scoring(each.config, zero[place], dtype, each.facts.size.quantization)
-        )
+        quantization = each.facts.size.quantization
+        models[place] = stack.enter_context(loaded_for_scoring(each.config, zero[place], dtype, quantization))
     return models, zero
+
+
+def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
+    """Choose as the planner does: a copy per rank where it fits, else shards. Raises UserError where nothing fits."""
+    how = {name: getattr(candidate.config, name) for name in ("batch_tokens", "sequence_parallel")}
+    choice = plan_evaluation(candidate.facts, machine, dtype=dtype, seq_len=_longest_window(candidate), **how)
+    if choice.plan.fits:
+        return choice.plan.zero
+    fits = f" The longest window that fits has {choice.longest_window:,} tokens." if choice.longest_window else ""
+    raise UserError(
+        f"zero=auto for {candidate.name}: {choice.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+        " seq_len, sequence_parallel, or set zero yourself"
+    )
 
 
 def _jobs(
@@ -214,19 +217,21 @@ def _jobs(
         if config.source_column and "source" in config.group_by:
             options["source_column"] = how["source_column"] = config.source_column
         groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
-        jobs.append(
-            _Job(
-                name=f"{source} by {config.protocol}" if config.protocol else source,
-                source=source,
-                config=config,
-                windows=windows,
-                breakdown=Breakdown(windows, groupings) if groupings else None,
-                options=options,
-                model_hash=identity["content"],
-                hashes=hashes,
-                fingerprint=fingerprint(identity, hashes, options),
-            )
-        )
+        about = {
+            "model": candidate.name,
+            "data": source,
+            "protocol": config.protocol,
+            "mode": windows.mode,
+            "options": options,
+            "truncated_documents": windows.truncated_documents,
+            "model_hash": identity["content"],
+            "hashes": hashes,
+            "fingerprint": fingerprint(identity, hashes, options),
+            "versions": versions(*PACKAGES) if options["quantization"] != UNQUANTISED else versions(),
+        }
+        breakdown = Breakdown(windows, groupings) if groupings else None
+        name = f"{source} by {config.protocol}" if config.protocol else source
+        jobs.append(_Job(name=name, config=config, windows=windows, breakdown=breakdown, about=about))
     return jobs
 
 
@@ -234,14 +239,13 @@ def _evaluate_job(
     models: list[nn.Module], zero: list[str], candidate: Candidate, job: _Job, machine: Machine, *, progress: bool
 ) -> tuple[Evaluation, Recorder]:
     """Score a data set, or what an interrupted evaluation left of it. Collective."""
-    config = job.config
-    model, reference = [*models, None][:2]
+    config, (model, reference) = job.config, [*models, None][:2]
     histogram = ChangeHistogram() if reference is not None else None
-    output_dir = Path(config.output_dir) if config.output_dir else None
-    tokens = output_dir / TOKENS / job.fingerprint[:16] if config.save_tokens else None
+    output_dir, fingerprint = Path(config.output_dir) if config.output_dir else None, job.about["fingerprint"]
+    tokens = output_dir / TOKENS / fingerprint[:16] if config.save_tokens else None
     recorder = Recorder(
         job.windows,
-        partial=output_dir and output_dir / "partial" / job.fingerprint[:32],
+        partial=output_dir and output_dir / "partial" / fingerprint[:32],
         observers=[observer for observer in (job.breakdown, histogram) if observer],
         tokens=tokens,
     )
@@ -251,7 +255,7 @@ def _evaluate_job(
             model,
             job.windows,
             pad_token_id=candidate.tokenizer.pad_token_id,
-            batch_tokens=job.options["batch_tokens"],
+            batch_tokens=job.about["options"]["batch_tokens"],
             device=distributed.device(),
             collective_forward=set(zero) != {"0"},
             reference=reference,
@@ -263,25 +267,16 @@ def _evaluate_job(
         difference = verify(model, job.windows, result, config.verify, seed=config.seed) if config.verify else None
     groups, group_sums = job.breakdown.report() if job.breakdown else ({}, {})
     evaluation = Evaluation(
+        **job.about,
         perplexity=result,
-        model=candidate.name,
-        data=job.source,
-        protocol=config.protocol,
-        mode=job.windows.mode,
-        options=job.options,
         zero=zero[0],
         ranks=distributed.world_size(),
         machine=str(machine),
         groups=groups,
         group_sums=group_sums,
-        divergence=divergence_of(result, config.reference, histogram) if histogram else None,
+        divergence=histogram.divergence(result, config.reference) if histogram else None,
         tokens_folder=tokens and str(tokens),
-        truncated_documents=job.windows.truncated_documents,
         seconds=seconds,
-        model_hash=job.model_hash,
-        hashes=job.hashes,
-        fingerprint=job.fingerprint,
-        versions=versions(*PACKAGES) if job.options["quantization"] != UNQUANTISED else versions(),
         verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
@@ -318,11 +313,8 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
 
 
 def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
-    """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective.
-
-    Args:
-        model: its `model_identity`.
-        windows: their `hashes()`.
+    """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective. Args:
+    `model`: its `model_identity`; `windows`: their `hashes()`.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     quantizers = PACKAGES if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
@@ -333,11 +325,8 @@ def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[st
 
 
 def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
-    """Identify a model: `content` is the same for a copy, `changed` is not.
-
-    Args:
-        revision: of a model on the hub, whose commit is its identity.
-        seed: of the random weights where the model is a config.json alone.
+    """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
+    whose commit is its identity; `seed`: of the random weights where the model is a config.json alone.
     """
     content, changed = hashlib.sha256(), hashlib.sha256()
     if is_bare_config(model):
@@ -378,30 +367,6 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
     return {"content": content.hexdigest(), "changed": changed.hexdigest()}
 
 
-def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
-    """Choose as the planner does: one copy per rank where it fits, else shards of ZeRO-3, else shards in host memory.
-
-    Raises:
-        UserError: where nothing fits.
-    """
-    choice = plan_evaluation(
-        candidate.facts,
-        machine,
-        dtype=dtype,
-        seq_len=_longest_window(candidate),
-        batch_tokens=candidate.config.batch_tokens,
-        sequence_parallel=candidate.config.sequence_parallel,
-    )
-    if not choice.plan.fits:
-        longest = choice.longest_window
-        fits = f" The longest window that fits has {longest:,} tokens." if longest else ""
-        raise UserError(
-            f"zero=auto for {candidate.name}: {choice.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
-            " seq_len, sequence_parallel, or set zero yourself"
-        )
-    return choice.plan.zero
-
-
 def _longest_window(candidate: Candidate) -> int:
     return max(config.seq_len for config in protocol_configs(candidate.config, candidate.facts.size.max_positions))
 
@@ -411,7 +376,13 @@ def loaded_for_scoring(
     config: Any, zero: str, dtype: str, quantization: Quantization | None = None
 ) -> Iterator[PreTrainedModel]:
     """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one."""
-    _free_memory()  # an earlier sharded model is in cycles
+
+    def free_memory() -> None:
+        gc.collect()
+        if has_gpu():
+            torch.cuda.empty_cache()
+
+    free_memory()  # an earlier sharded model is in cycles
     try:
         if zero == "0":
             model = build_model(config, dtype=dtype, seed=config.seed, quantization=quantization)
@@ -450,21 +421,10 @@ def loaded_for_scoring(
                 unset_hf_deepspeed_config()
     finally:
         model = None  # so that its memory can be freed now
-        _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if has_gpu():
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def _out_of_memory_explained(config: EvalConfig, doing: str) -> contextlib.AbstractContextManager[None]:
-    """
-    Args:
-        doing: in one word, for the message.
-    """
-
     def explanation(error: BaseException, memory: Memory) -> str:
         peaks = peak_memory_bytes()
         taken = peaks["gpu" if memory == "GPU" and "gpu" in peaks else "host"] / GiB

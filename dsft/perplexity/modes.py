@@ -1,18 +1,10 @@
-"""Defines what is scored: the windows in which a model sees the tokens of documents, and which of these count.
-
-A `Mode` is one entry of MODES with its function below, whose docstring is the exact definition. `--mode` names one by
-what it does, `--protocol` by the paper or tool that reports "the perplexity" of a model so; each length of
-`--context_curve` is one too. To add one, write its function and its entry here, and its line in docs/perplexity.md:
-the names that a user may choose, the options that cannot be combined, the fingerprint, and the comparison of results
-follow from the entry.
-
-A launcher looks at the names before torch and transformers load, so this module imports neither; `documents.py`
-prepares the tokens.
+"""Defines what is scored: the windows in which a model sees the tokens of documents, and which of these count. `--mode`
+names a `Mode` by what it does, `--protocol` by the paper or tool that reports "the perplexity" of a model so; each
+length of `--context_curve` is one too. The docstring of its function is the exact definition.
 """
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +12,7 @@ import numpy as np
 
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest
-from dsft.perplexity.windows import Windows, cut, disjoint_spans, rolling_spans, sliding_spans
+from dsft.perplexity.windows import Spans, Windows, cut, disjoint_spans, rolling_spans, sliding_spans
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
@@ -31,9 +23,7 @@ WITHOUT_POSITIONS = 2048
 CONTEXT = "context"
 """The mode of `context_curve`; context-512 is the protocol of its length 512."""
 Prepared = Callable[..., "Store"]
-"""Prepares the data set, or finds it prepared: as the kind of documents that is named (KINDS of `documents.py`), with
-values of its fields.
-"""
+"""Prepares the data set, or finds it prepared: as a kind of documents (KINDS of `documents.py`) with these fields."""
 
 
 def _windows(config: EvalConfig, prepared: Prepared) -> Windows:
@@ -147,25 +137,21 @@ def _context(config: EvalConfig, prepared: Prepared) -> Windows:
             f" longest here has {longest_document:,}; use shorter contexts, or longer documents"
         )
     scored = lengths[0] // 2
-    return _without_sizes(
-        cut(
-            store,
-            lambda start, end: [(end - config.seq_len, end, end - scored)] if end - start >= lengths[-1] else [],
-            each_document=True,
-        )
-    )
+
+    def spans_of(start: int, end: int) -> Spans:
+        return [(end - config.seq_len, end, end - scored)] if end - start >= lengths[-1] else []
+
+    return _without_sizes(cut(store, spans_of, each_document=True))
 
 
 def _without_sizes(windows: Windows) -> Windows:
-    """Part of the text is not scored, and how many bytes that part has is not known."""
+    # Part of the text is not scored, and how many bytes that part has is not known.
     windows.document_bytes = windows.document_words = np.zeros(len(windows.document_ends), dtype=np.int64)
     return windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """Defines which windows are scored."""
-
     windows: Callable[[EvalConfig, Prepared], Windows] | None
     """None: those of the option `mode`."""
     named_by: Literal["mode", "protocol", "context_curve"]
@@ -183,28 +169,27 @@ class Mode:
     is_of_one_set: bool = False
     """It is defined for one data set, so `protocol: all` leaves it out."""
     seq_len: int | None = None
-    """Of a protocol: tokens of a window where the user names none; at most the model's positions, which None takes, or
-    WITHOUT_POSITIONS.
-    """
+    """Of a protocol: tokens of a window where the user names none; at most the model's positions, which None takes."""
 
 
+GPTQ, HARNESS = "IST-DASLab/gptq, ", "EleutherAI/lm-evaluation-harness"
 MODES = {
     "windows": Mode(named_by="mode", windows=_windows, options=("bos", "separator")),
     "sliding": Mode(named_by="mode", windows=_sliding, options=("stride", "scope", "bos", "separator")),
     "rolling": Mode(named_by="mode", windows=_rolling, options=("bos",), scores_text_alone=True),
     "answers": Mode(named_by="mode", windows=_answers, options=("too_long",), is_text=False),
-    "gptq": Mode(named_by="protocol", windows=_gptq, source="IST-DASLab/gptq, llama.py", seq_len=2048),
+    "gptq": Mode(named_by="protocol", windows=_gptq, source=f"{GPTQ}llama.py", seq_len=2048),
     "gptq-ptb-new": Mode(
         named_by="protocol",
         windows=partial(_gptq, separator=" "),
-        source="IST-DASLab/gptq, get_ptb_new in datautils.py",
+        source=f"{GPTQ}get_ptb_new in datautils.py",
         is_of_one_set=True,
         seq_len=2048,
     ),
     "gptq-c4-new": Mode(
         named_by="protocol",
         windows=partial(_gptq, separator=" ", most_documents=1100, most_windows=256),
-        source="IST-DASLab/gptq, get_c4_new in datautils.py",
+        source=f"{GPTQ}get_c4_new in datautils.py",
         is_of_one_set=True,
         seq_len=2048,
     ),
@@ -216,16 +201,12 @@ MODES = {
         seq_len=512,
     ),
     # Both report word and byte perplexity and bits per byte.
-    "lm-eval": Mode(
-        named_by="protocol",
-        windows=_lm_eval,
-        source="EleutherAI/lm-evaluation-harness, loglikelihood_rolling",
-    ),
+    "lm-eval": Mode(named_by="protocol", windows=_lm_eval, source=f"{HARNESS}, loglikelihood_rolling"),
     # The task wikitext, whose pages the harness rewrites; it counts bytes and words of the page before that.
     "lm-eval-wikitext-2.0": Mode(
         named_by="protocol",
         windows=partial(_lm_eval, is_wikitext=True),
-        source="EleutherAI/lm-evaluation-harness 0.4.13, task wikitext, version 2.0",
+        source=f"{HARNESS} 0.4.13, task wikitext, version 2.0",
         is_of_one_set=True,
     ),
     "hf": Mode(
@@ -265,17 +246,17 @@ def find_mode(name: str) -> Mode:
 
 def mode_problems(config: EvalConfig) -> list[str]:
     """List unknown modes and protocols, and options that exclude each other."""
-    problems = []
-    for option, choices in CHOICES.items():
-        value = getattr(config, option)
-        if value not in (None, *choices):
-            problems.append(
-                f"{option}: invalid choice {value!r} (choose from {', '.join(choices)}){nearest(value, choices)}"
-            )
+    problems = [
+        f"{option}: invalid choice {value!r} (choose from {', '.join(choices)}){nearest(value, choices)}"
+        for option, choices in CHOICES.items()
+        if (value := getattr(config, option)) not in (None, *choices)
+    ]
     if config.protocol:
-        defaults = {field.name: field.default for field in dataclasses.fields(config)}
-        of_modes = {name for mode in NAMED_BY["mode"] if MODES[mode].is_text for name in MODES[mode].options}
-        of_protocols = {name for protocol in NAMED_BY["protocol"] for name in MODES[protocol].options}
+        defaults = {field.name: field.default for field in fields(config)}
+        of_modes, of_protocols = (
+            {name for mode in NAMED_BY[by] if MODES[mode].is_text for name in MODES[mode].options}
+            for by in ("mode", "protocol")
+        )
         problems += [
             f"protocol={config.protocol} and {name}={getattr(config, name)} are both set; keep one"
             for name in ("mode", *sorted(of_modes - of_protocols))
@@ -303,20 +284,14 @@ def mode_problems(config: EvalConfig) -> list[str]:
 
 def protocol_configs(config: EvalConfig, positions: int | None) -> list[EvalConfig]:
     """Return the options of each protocol, or length of context, that is asked for; the options alone where none is.
-
-    Args:
-        positions: of the model; None where there is no limit.
+    Args: `positions`: of the model; None where there is no limit.
     """
     if config.context_curve:
-        return [
-            replace(config, protocol=f"{CONTEXT}-{length}", seq_len=length)
-            for length in token_counts(config.context_curve)
-        ]
-    names = [config.protocol]
-    if config.protocol == "all":
-        names = [name for name in NAMED_BY["protocol"] if not MODES[name].is_of_one_set]
+        lengths = token_counts(config.context_curve)
+        return [replace(config, protocol=f"{CONTEXT}-{length}", seq_len=length) for length in lengths]
+    every = [name for name in NAMED_BY["protocol"] if not MODES[name].is_of_one_set]
     configs = []
-    for name in names:
+    for name in every if config.protocol == "all" else [config.protocol]:
         length = config.seq_len
         if name in NAMED_BY["protocol"] and not config.has_seq_len:
             length = MODES[name].seq_len or positions or WITHOUT_POSITIONS

@@ -1,9 +1,5 @@
-"""Takes from a training what its evaluation shares: model, tokenizer, templates, the form of the data, held-out data.
-
-dsft eval --run runs/first            the run's own run.json
-dsft eval --config run.yaml           a training's file: the model is the base until output_dir holds a final model
-
-Options that the user gives beside it win.
+"""Reads the options of an evaluation. From a training (`--run`, or its file as `--config`) it takes model, tokenizer,
+templates, the form of the data, held-out data; options that the user gives beside it win.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +32,7 @@ SUITES = {
         )
     ),
 }
-"""Names of `suite` -> entries of `data`; those of LAMBADA and Paloma as in lm_eval/tasks of lm-evaluation-harness
-0.4.13.
-"""
+"""Names of `suite` -> entries of `data`; LAMBADA and Paloma as lm_eval/tasks 0.4.13 has them."""
 PATHS = ("tokenizer", "chat_template", "data_cache")
 """Those of SHARED that may be paths."""
 
@@ -49,7 +43,7 @@ def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | No
     values = read_named_file(flags, problems)
     if values is None:  # of an unreadable file nothing else can be checked
         return EvalConfig()
-    # A training's file: it sets an option that only a training has.
+    # A training's file sets an option that only a training has; the model is the base until output_dir has a final one.
     if not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):
         values = check_values(values, training_types(), problems)
         values = _of_training(values, values.get("output_dir"), problems, overridden=flags)
@@ -86,11 +80,7 @@ def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: t
 
 
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
-    """Return the options of a training that its evaluation must share.
-
-    Args:
-        run_folder: where they are those of its run.json, whose paths start where the training was started.
-    """
+    """Return what an evaluation must share of a training; paths of the run.json in `run_folder` start there."""
     shared = {name: options[name] for name in SHARED if options.get(name) not in (None, "")}
     for flag, dtype in HALF_PRECISION.items():
         if options.get(flag):

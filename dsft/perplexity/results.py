@@ -1,14 +1,13 @@
-"""Defines the result of an evaluation and keeps it on disk: while the evaluation runs, and when it is done.
+"""The result of an evaluation, and its files. Results are read without torch.
 
 perplexity.json                   a report for each model, data set and protocol; a new result replaces the one of these
 documents.parquet                 a row for each document of these
 partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
 tokens.parquet/FINGERPRINT/       with save_tokens: parts of a table with a row for each scored token
 
-The fingerprint is of model, data and options (`evaluation.py`). Batches do not depend on the number of ranks, so
-another number may resume. A part of the tokens is complete or not there. A batch is noted for resuming only when the
+Batches do not depend on the number of ranks, so another number may resume. A batch is noted for resuming only when the
 part with its tokens is on disk, and parts that no note names are removed at the next start: no token is lost or written
-twice. Results are read without torch.
+twice.
 """
 
 import contextlib
@@ -29,17 +28,17 @@ import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
-from dsft.perplexity.intervals import (
+from dsft.perplexity.modes import find_mode
+from dsft.perplexity.sums import (
     Interval,
+    Perplexity,
     ResultIntervals,
-    Units,
+    exp,
     in_words,
     ratio_interval,
     result_intervals,
     units_of,
 )
-from dsft.perplexity.modes import find_mode
-from dsft.perplexity.sums import Perplexity, exp
 from dsft.runtime import distributed
 from dsft.units import GiB, write_json
 
@@ -55,6 +54,11 @@ COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
 SHOWN_GROUPS = 20
 DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 """Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
+RESULT_FIELDS = (
+    *("perplexity", "nats", "tokens", "reported_loss", "bytes", "words", "word_perplexity", "byte_perplexity"),
+    *("bits_per_byte", "documents", "unscored_documents", "fed_tokens", "rows_alone"),
+)
+"""What a report has of its Perplexity by the same name."""
 PART_TOKENS = 1 << 20
 """Tokens in memory before a part is written: 24 MiB."""
 STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
@@ -78,6 +82,10 @@ def html_table(title: str, rows: Mapping[str, str]) -> str:
     return f"<table><caption><b>{html.escape(title)}</b></caption><tbody>{body}</tbody></table>"
 
 
+def on_data(data: str, protocol: str | None) -> str:
+    return f"{data} by {protocol}" if protocol else data
+
+
 def frame(columns: Any) -> Any:
     """Return a pandas.DataFrame of columns, or of rows that are dictionaries."""
     import pandas  # takes a second, and comes with datasets
@@ -87,7 +95,7 @@ def frame(columns: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Holds how far a model's predictions are from those of a reference; means are over scored tokens."""
+    """How far a model's predictions are from those of a reference; means are over scored tokens."""
 
     reference: str
     reference_perplexity: float
@@ -103,7 +111,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Holds one result and how it came about."""
+    """One result and how it came about."""
 
     perplexity: Perplexity
     model: str
@@ -139,8 +147,7 @@ class Evaluation:
     verified_difference: float | None
     """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
     group_sums: dict[str, np.ndarray] = field(default_factory=dict)
-    """[2, D, G] nats and tokens of each document in each of `groups`, by grouping; not of one whose documents x groups
-    are too many."""
+    """[2, D, G] nats and tokens of documents by group, for each grouping but those of too many documents x groups."""
     seed_losses: tuple[float, ...] = ()
     """`reported_loss` of each seed, where this is the mean of several (`compare.joined_seeds`)."""
     is_known: bool = False
@@ -148,24 +155,23 @@ class Evaluation:
 
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; docs of the modes are in dsft/perplexity/modes.py."""
-        result = self.perplexity
-        report = {each.name: getattr(self, each.name) for each in fields(self)}
-        del report["perplexity"], report["is_known"], report["seed_losses"], report["group_sums"]
-        report["divergence"] = asdict(self.divergence) if self.divergence else None
-        report["divergence_intervals"] = self.divergence_intervals
-        report |= {name: getattr(result, name) for name in ("perplexity", "nats", "tokens")}
-        report |= {"nats_per_token": result.loss, "reported_loss": result.reported_loss}
-        sizes = ("bytes", "words", "word_perplexity", "byte_perplexity", "bits_per_byte")
-        report |= {name: getattr(result, name) for name in sizes} | {"interval": asdict(self.intervals)}
-        counts = ("documents", "unscored_documents", "fed_tokens", "rows_alone")
-        report |= {name: getattr(result, name) for name in counts}
-        blocks = {"nats": result.block_nats.tolist(), "tokens": result.block_tokens.tolist()}
-        report |= {"blocks": {"windows": result.windows_per_block} | blocks}
-        report["tokens_per_second"] = result.fed_tokens / self.seconds
+        result, unwritten = self.perplexity, ("perplexity", "is_known", "seed_losses", "group_sums")
         named = f"protocol {self.protocol}" if self.protocol else f"mode {self.mode}"
         source = f" ({find_mode(self.protocol).source})" if self.protocol else ""
-        report["definition"] = f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}"
-        return finite(report)
+        report = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in unwritten} | {
+            "divergence": asdict(self.divergence) if self.divergence else None,
+            "divergence_intervals": self.divergence_intervals,
+            "nats_per_token": result.loss,
+            "interval": asdict(self.intervals),
+            "blocks": {
+                "windows": result.windows_per_block,
+                "nats": result.block_nats.tolist(),
+                "tokens": result.block_tokens.tolist(),
+            },
+            "tokens_per_second": result.fed_tokens / self.seconds,
+            "definition": f"perplexity = exp(nats / tokens), {named} of dsft/perplexity/modes.py{source}",
+        }
+        return finite(report | {name: getattr(result, name) for name in RESULT_FIELDS})
 
     def documents(self) -> dict[str, Any]:
         """Return the columns of documents.parquet, a row for each document."""
@@ -181,7 +187,6 @@ class Evaluation:
 
     @functools.cached_property
     def intervals(self) -> ResultIntervals:
-        """Compute the 95 % intervals."""
         return result_intervals(self.perplexity)
 
     @functools.cached_property
@@ -189,15 +194,14 @@ class Evaluation:
         """Compute the 95 % intervals over documents of the means against the reference: kl, reverse_kl, same_top."""
         result, intervals = self.perplexity, {}
         for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=False):
-            low, high = ratio_interval(units_of(result, row_D, None, is_scored_D=result.document_tokens > 0), 1)
+            low, high = ratio_interval(units_of(result, row_D, None, is_scored_D=result.document_tokens > 0)[0], 1)
             intervals[name] = max(low, 0.0), min(high, 1.0) if name == "same_top" else high  # NaN stays NaN
         return intervals
 
     @property
     def title(self) -> str:
-        by = f" by {self.protocol}" if self.protocol else ""
         known = " (known from an earlier evaluation)" if self.is_known else ""
-        return f"Perplexity of {self.model} on {self.data}{by}{known}"
+        return f"Perplexity of {self.model} on {on_data(self.data, self.protocol)}{known}"
 
     def __repr__(self) -> str:
         """The result in a line; `summary()` has the table."""
@@ -264,16 +268,14 @@ class Evaluation:
 
 
 def groups_of(labels: Sequence[str], sums_2DG: np.ndarray) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Return the groups with a scored token as a report has them, and the sums of these alone.
-
-    Args:
-        sums_2DG: nats and tokens of each document; of all together, where documents are too many.
+    """Return the groups with a scored token as a report has them, and the sums of these alone. Args: `sums_2DG`: nats
+    and tokens of each document; of all together, where documents are too many.
     """
     sums_2DG = sums_2DG[:, :, scored_G := sums_2DG[1].any(axis=0)]
     groups = []
     for label, sums_2D in zip(np.array(labels, object)[scored_G], np.moveaxis(sums_2DG, 2, 0), strict=True):
         nats, tokens = sums_2D.sum(axis=1).tolist()
-        low, high = ratio_interval(Units(sums_KU=sums_2D[:, sums_2D[1] > 0], kind="documents"), 1)
+        low, high = ratio_interval(sums_2D[:, sums_2D[1] > 0], 1)
         sizes = {"nats": nats, "tokens": int(tokens), "perplexity": exp(nats / tokens)}
         groups.append({"group": label} | sizes | {"interval": finite([exp(low), exp(high)])})
     return groups, sums_2DG
@@ -302,14 +304,32 @@ class Results:
         self.reports: dict[Key, dict[str, Any]] = {}
         """On rank 0."""
         self.documents: dict[Key, pyarrow.Table] = {}
-        distributed.on_rank_0(self._read)
+
+        def read() -> None:
+            path = self.folder / REPORTS
+            if not path.is_file():
+                return
+            try:
+                reports = finite(json.loads(path.read_text(encoding="utf-8"))["results"])  # other writers' may hold NaN
+                table = pyarrow.parquet.read_table(self.folder / DOCUMENTS)
+                self.reports = {
+                    (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
+                }
+                for key in self.reports:
+                    rows = table
+                    for name, value in zip(("model", "data", "protocol"), key, strict=True):
+                        rows = rows.filter(pyarrow.compute.equal(rows[name], value))
+                    self.documents[key] = rows.replace_schema_metadata(None)
+            except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
+                raise UserError(
+                    f"output_dir: {self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be"
+                    f" read ({type(error).__name__}: {error}); remove both, or name another folder"
+                ) from None
+
+        distributed.on_rank_0(read)
 
     def known(self, fingerprint: str, *, verified: bool) -> Evaluation | None:
-        """Find the result of an evaluation that was the same in everything that counts. Collective.
-
-        Args:
-            verified: only one of which documents were scored again.
-        """
+        """Find a result that was the same in everything that counts, `verified` where that is asked for. Collective."""
         same = (
             self.evaluation(key)
             for key, report in self.reports.items()
@@ -375,27 +395,6 @@ class Results:
         }
         return Evaluation(**of_evaluation | {"perplexity": perplexity, "is_known": True})
 
-    def _read(self) -> None:
-        path = self.folder / REPORTS
-        if not path.is_file():
-            return
-        try:
-            reports = finite(json.loads(path.read_text(encoding="utf-8"))["results"])  # other writers' may hold NaN
-            table = pyarrow.parquet.read_table(self.folder / DOCUMENTS)
-            self.reports = {
-                (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
-            }
-            for key in self.reports:
-                rows = table
-                for name, value in zip(("model", "data", "protocol"), key, strict=True):
-                    rows = rows.filter(pyarrow.compute.equal(rows[name], value))
-                self.documents[key] = rows.replace_schema_metadata(None)
-        except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
-            raise UserError(
-                f"output_dir: {self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be"
-                f" read ({type(error).__name__}: {error}); remove both, or name another folder"
-            ) from None
-
 
 class Recorder:
     """Takes every batch that this rank scores, writes what resuming needs, and knows what was scored before.
@@ -447,12 +446,7 @@ class Recorder:
         """Of the tokens that are not on disk yet."""
 
     def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
-        """Take a scored batch.
-
-        Args:
-            columns_KN: of its scored tokens, window by window; nats first.
-            piece_sums: [K][pieces].
-        """
+        """Take a scored batch: its columns, window by window, nats first; and sums of its pieces, [K][pieces]."""
         recorded = [observer.update(windows, columns_KN.numpy()) for observer in self.observers]
         self._lines.append([batch, piece_sums, recorded])
         if self.tokens:

@@ -1,20 +1,27 @@
 """Computes perplexity on any number of ranks: each token is scored once, and the result is bit-identical.
 
-Batches are formed from the data alone, and each is scored by one rank. The sums of documents come together in one fixed
-order. Definition: perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its
-window) over all scored tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. The windows are made in
-`windows.py`.
-
     windows --form_batches--> batches --score, one rank each--> nats of pieces --sum over ranks, fsum--> result
 
-A piece is what one window scores of one document (`sums.py`). Nats of a token are rounded to a multiple of 2^-28, so
-that float64 sums of them are exact in any order and grouping, up to 33 million nats.
+perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its window) over all scored
+tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches are formed from the data alone. Nats of
+a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
 
 The logits of all positions never exist: they come tile by tile. A head that can be computed in parts (`models/head.py`)
 is given some rows of hidden states at a time. A model whose head cannot runs several times, each time for some
 positions of the batch.
 
-Shape suffixes: B batch, T time, S some positions, V vocabulary, W one tile of it, N scored tokens, K columns, P pieces.
+With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
+
+    KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      the information that the model loses
+    KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
+    same top               whether both have the same likeliest token
+    change                 p_z - p_r of the token in the text
+
+Both heads compute the same tile of the vocabulary at a time. Of each tile only sums are kept: with M the largest logit
+so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
+
+Shape suffixes: B batch, T time, S some positions, V vocabulary, W one tile of it, N scored tokens, K columns, P pieces,
+D documents.
 """
 
 import contextlib
@@ -34,8 +41,7 @@ from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_p
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.trained import unwrapped
 from dsft.models.trials import RowRules, row_rules
-from dsft.perplexity.kl import compare_logits
-from dsft.perplexity.results import COLUMNS, Recorder
+from dsft.perplexity.results import COLUMNS, Divergence, Recorder
 from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.runtime.console import progress_bar, say
@@ -47,6 +53,9 @@ STEPS = 2.0**28
 """Of a nat. fp32 logits above 1/32 have no finer ones."""
 SLICE_LOGITS = 2**28
 """Logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32."""
+QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+BINS = 1 << 15
+"""Of changes from -1 to 1: quantiles are exact to 3e-5."""
 
 Scorer = ChunkedHead | nn.Module
 
@@ -114,8 +123,7 @@ def evaluate_windows(
     Raises:
         TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
     """
-    was_training = model.training
-    models = [model] if reference is None else [model, reference]
+    was_training, models = model.training, [model] if reference is None else [model, reference]
     rules, *others = (row_rules(each.eval()) for each in models)
     for other in others:  # which rows may share a batch of all models, and how it is padded
         rules = rules.joined(other)
@@ -123,8 +131,7 @@ def evaluate_windows(
     batches = form_batches(windows.lengths, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    columns = len(COLUMNS) if reference is not None else 1
-    sums_KP = torch.zeros(columns, len(pieces.tokens), dtype=torch.float64)
+    sums_KP = torch.zeros(len(COLUMNS) if others else 1, len(pieces.tokens), dtype=torch.float64)
 
     scorers, dummy = [], torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
@@ -195,13 +202,11 @@ def _collated_ahead(
         return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = None
-        for batch in batches:
-            ready, ahead = ahead, thread.submit(collate, batch)
-            if ready is not None:
-                yield ready.result()
-        if ahead is not None:
-            yield ahead.result()
+        ahead = [thread.submit(collate, batch) for batch in batches[:1]]
+        for batch in [*batches[1:], None]:
+            ahead += [thread.submit(collate, batch)] if batch else []
+            if ahead:
+                yield ahead.pop(0).result()
 
 
 def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -270,11 +275,8 @@ def _leaves_positions_out(model: nn.Module) -> bool:
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:
-    """Return [N] in fp32: log-sum-exp over the vocabulary less the target's logit.
-
-    Args:
-        parts: logits, [N, W], of one tile of the vocabulary after the other. Overwritten where they are fp32: a copy
-            would cost as much as the head.
+    """Return [N] in fp32: log-sum-exp over the vocabulary less the target's logit. Args: `parts`: logits, [N, W], of
+    one tile of the vocabulary after the other. Overwritten where they are fp32: a copy would cost as much as the head.
     """
     log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
     in_fp32 = Reused()
@@ -288,3 +290,84 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
         largest_N1 = logits_NW.amax(dim=1, keepdim=True)
         log_sums.append(largest_N1[:, 0] + exp_in_place(logits_NW.sub_(largest_N1)).sum(dim=1).log())
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
+
+
+class _Sums:
+    """The streamed sums of one of the two models: largest logit, S, T, likeliest and wanted token."""
+
+    def __init__(self, targets_N: torch.Tensor):
+        self.largest_N = torch.full(targets_N.shape, -math.inf, dtype=torch.float64, device=targets_N.device)
+        self.sum_N, self.change_N, self.wanted_N = (torch.zeros_like(self.largest_N) for _ in range(3))
+        self.top_N = torch.zeros_like(targets_N)
+
+    def add(self, logits_NW: torch.Tensor, change_NW: torch.Tensor, targets_N: torch.Tensor, start: int) -> None:
+        """Take a tile of logits, which begins at `start` of the vocabulary."""
+        column_N = targets_N - start
+        is_here_N = (column_N >= 0) & (column_N < logits_NW.shape[1])
+        at_target_N = logits_NW.gather(1, column_N.where(is_here_N, 0)[:, None])[:, 0].double()
+        self.wanted_N = torch.where(is_here_N, at_target_N, self.wanted_N)
+        largest_N, top_N = logits_NW.max(dim=1)
+        self.top_N = torch.where(largest_N > self.largest_N, top_N + start, self.top_N)
+        before_N, self.largest_N = self.largest_N, torch.maximum(self.largest_N, largest_N.double())
+        shrunk_N = (before_N - self.largest_N).exp()
+        weights_NW = exp_in_place(logits_NW - self.largest_N.float()[:, None])
+        self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
+        self.change_N = self.change_N * shrunk_N + weights_NW.mul_(change_NW).sum(dim=1).double()
+
+
+def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N: torch.Tensor) -> torch.Tensor:
+    """Return [K, N] float64: the COLUMNS of `results.py` of each token. Args: `parts`: logits [N, W] of the model and
+    of the reference, of one tile of the vocabulary after the other.
+    """
+    model, reference, start = _Sums(targets_N), _Sums(targets_N), 0
+    for logits_NW, reference_NW in parts:
+        logits_NW, reference_NW = logits_NW.float(), reference_NW.float()
+        change_NW = logits_NW - reference_NW
+        model.add(logits_NW, change_NW, targets_N, start)
+        reference.add(reference_NW, change_NW, targets_N, start)
+        start += logits_NW.shape[1]
+    log_sum_N, reference_log_sum_N = (sums.largest_N + sums.sum_N.log() for sums in (model, reference))
+    gap_N = log_sum_N - reference_log_sum_N
+    columns = (
+        log_sum_N - model.wanted_N,
+        reference_log_sum_N - reference.wanted_N,
+        gap_N - reference.change_N / reference.sum_N,
+        model.change_N / model.sum_N - gap_N,
+        (model.top_N == reference.top_N).double(),
+    )
+    return torch.stack(columns)
+
+
+class ChangeHistogram:
+    """Counts the changes of the true tokens' probabilities on this rank, in memory that does not grow."""
+
+    def __init__(self):
+        self.counts = np.zeros(BINS + 1, dtype=np.int64)
+
+    def update(self, _windows: list[int], columns_KN: np.ndarray) -> list[list[int]]:
+        """Count the tokens of a batch; return bins and counts."""
+        change_N = np.exp(-columns_KN[0]) - np.exp(-columns_KN[1])
+        bins, counts = np.unique(np.rint((change_N + 1) / 2 * BINS).astype(np.int64), return_counts=True)
+        recorded = [bins.tolist(), counts.tolist()]
+        self.restore(recorded)
+        return recorded
+
+    def restore(self, recorded: list[list[int]]) -> None:
+        """Count what `update` returned for a batch."""
+        bins, counts = recorded
+        self.counts[bins] += counts
+
+    def divergence(self, result: Perplexity, reference: str) -> Divergence:
+        """Add up the documents, and the changes of all ranks. Collective."""
+        of_reference, kl, reverse_kl, same_top = (math.fsum(row_D) / result.tokens for row_D in result.document_pairs)
+        # Over all ranks, each quantile as the middle of its bin.
+        ends = np.cumsum(sum_over_ranks(torch.from_numpy(self.counts)).numpy())
+        bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1]).tolist()
+        return Divergence(
+            reference=reference,
+            reference_perplexity=exp(of_reference),
+            kl=kl,
+            reverse_kl=reverse_kl,
+            same_top=same_top,
+            change_quantiles={str(share): place / BINS * 2 - 1 for share, place in zip(QUANTILES, bins, strict=True)},
+        )

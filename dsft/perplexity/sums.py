@@ -1,16 +1,26 @@
-"""Adds up what the windows scored: to documents, to blocks of windows, and to the total.
+"""Adds up what the windows scored, and computes 95 % intervals of ratios of the sums, such as nats per token. A piece
+is what one window scores of one document. Sums are exactly rounded, so they depend on no order.
 
-A piece is what one window scores of one document. Sums are exactly rounded, so they depend on no order.
+Tokens of one document depend on each other, so intervals are over whole documents. The interval is the ratio plus and
+minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
+quantile of Student's t. Where few documents hold most tokens, the degrees of freedom are one less than the number of
+documents of one length that would be as certain, 1 / sum of squared shares (Kish, Survey Sampling, 1965, section 11.7).
+Where a single document is scored, blocks of neighbouring windows are the units.
+
+Shape suffixes: D documents, P pieces, B blocks, U units, K sums of each.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
+from dsft.units import in_digits, plural
 
 if TYPE_CHECKING:  # results are read without torch
     from dsft.perplexity.windows import Windows
@@ -18,11 +28,14 @@ if TYPE_CHECKING:  # results are read without torch
 FEWEST_DOCUMENTS = 2
 """With fewer scored documents, blocks of windows are kept too: intervals are computed over them."""
 MOST_BLOCKS = 1_000
+LEVEL = 0.95
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """Holds the result of one evaluation, over all ranks."""
+    """The result of one evaluation, over all ranks."""
 
     nats: float
     """Sum of negative log-likelihoods of the scored tokens."""
@@ -70,17 +83,17 @@ class Perplexity:
 
     @property
     def unscored_documents(self) -> int:
-        """Count documents without a token to score: of one token, for example."""
+        """Documents without a token to score: of one token, for example."""
         return int((self.document_tokens == 0).sum())
 
     @property
     def loss(self) -> float:
-        """Return the mean of nats per token."""
+        """Mean of nats per token."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """Return what is reported: exp of `reported_loss`."""
+        """What is reported: exp of `reported_loss`."""
         return exp(self.reported_loss)
 
     @property
@@ -103,7 +116,7 @@ def exp(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Holds where the pieces of all batches belong, batch after batch."""
+    """Where the pieces of all batches belong, batch after batch."""
 
     documents: np.ndarray
     """[P] int64."""
@@ -134,45 +147,37 @@ def pieces_of(windows: "Windows", batches: list[list[int]]) -> Pieces:
 
 
 def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
-    """Add pieces up to documents, blocks and the total.
-
-    Args:
-        sums_KP: nats of each piece, then with a reference the other columns.
-
-    Raises:
-        TrainingStopped: where some are NaN or infinite.
+    """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
+    other columns. Raises TrainingStopped where some are NaN or infinite.
     """
-    documents, nats = len(windows.document_ends), sums_KP[0]
+    number, nats_P = len(windows.document_ends), sums_KP[0]
     bad = pieces.documents[~np.isfinite(sums_KP).all(axis=0)]
     if len(bad):
         raise TrainingStopped(
-            f"the loss of document {bad.min() + 1} of {documents} is NaN or infinite: the model's weights are broken,"
+            f"the loss of document {bad.min() + 1} of {number} is NaN or infinite: the model's weights are broken,"
             " or its numbers overflow in this dtype"
         )
-    tokens = np.zeros(documents, dtype=np.int64)
-    np.add.at(tokens, pieces.documents, pieces.tokens)
+    tokens_D = np.bincount(pieces.documents, pieces.tokens, number).astype(np.int64)
     per_block = num_blocks = 0
-    if (tokens > 0).sum() < FEWEST_DOCUMENTS:
+    if (tokens_D > 0).sum() < FEWEST_DOCUMENTS:
         per_block = block_length(len(windows.spans))
         num_blocks = -(-len(windows.spans) // per_block)
     blocks = pieces.windows // max(per_block, 1)
-    block_tokens = np.bincount(blocks, weights=pieces.tokens, minlength=num_blocks)[:num_blocks].astype(np.int64)
-    weights = np.ones(len(nats)) if windows.weights is None else windows.weights[pieces.windows]
+    weights_P = np.ones(len(nats_P)) if windows.weights is None else windows.weights[pieces.windows]
+    pairs = [sums_by(pieces.documents, row_P, number) for row_P in sums_KP[1:]]
     return Perplexity(
-        nats=math.fsum(nats),
-        tokens=int(tokens.sum()),
-        document_nats=sums_by(pieces.documents, nats, documents),
-        document_tokens=tokens,
+        nats=math.fsum(nats_P),
+        tokens=int(tokens_D.sum()),
+        document_nats=sums_by(pieces.documents, nats_P, number),
+        document_tokens=tokens_D,
         document_bytes=windows.document_bytes - windows.unscored_bytes,
         document_words=windows.document_words,
-        document_pairs=np.array(
-            [sums_by(pieces.documents, row_P, documents) for row_P in sums_KP[1:]], dtype=np.float64
-        ).reshape(-1, documents),
-        block_nats=sums_by(blocks, nats, num_blocks),
-        block_tokens=block_tokens,
+        document_pairs=np.array(pairs, dtype=np.float64).reshape(-1, number),
+        block_nats=sums_by(blocks, nats_P, num_blocks),
+        block_tokens=np.bincount(blocks, pieces.tokens, num_blocks)[:num_blocks].astype(np.int64),
         windows_per_block=per_block,
         fed_tokens=fed_tokens,
-        reported_loss=math.fsum(nats * weights) / math.fsum(pieces.tokens * weights),
+        reported_loss=math.fsum(nats_P * weights_P) / math.fsum(pieces.tokens * weights_P),
         rows_alone=rows_alone,
     )
 
@@ -194,3 +199,83 @@ def sums_by(groups: np.ndarray, values: np.ndarray, number: int) -> np.ndarray:
     sorted_values = values[np.argsort(groups, kind="stable")]
     bounds = np.cumsum([0, *np.bincount(groups, minlength=number)]).tolist()
     return np.array([math.fsum(sorted_values[start:end]) for start, end in pairwise(bounds)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultIntervals:
+    """The 95 % intervals of one result, as its report has them; NaN where there are fewer than two units."""
+
+    level: float = LEVEL
+    units: str
+    """Over what they are computed."""
+    perplexity: Interval
+    nats_per_token: Interval
+    bits_per_byte: Interval
+
+
+def result_intervals(result: Perplexity) -> ResultIntervals:
+    """Compute the intervals of one result. Bit-identical wherever numpy and scipy are the same."""
+    sums_KU, units = units_of(result, result.document_nats, result.block_nats, is_scored_D=result.document_tokens > 0)
+    low, high = ratio_interval(sums_KU, 1)
+    per_byte = tuple(bound / math.log(2) for bound in ratio_interval(sums_KU, 2))
+    perplexity = exp(low), exp(high)
+    return ResultIntervals(units=units, perplexity=perplexity, nats_per_token=(low, high), bits_per_byte=per_byte)
+
+
+def units_of(
+    result: Perplexity, documents_D: np.ndarray, blocks_B: np.ndarray | None, *, is_scored_D: np.ndarray
+) -> tuple[np.ndarray, str]:
+    """Choose the units of a result: [3, U] float64, their sums of what is given, then tokens, then bytes; and what they
+    are, such as "31 documents" or "43 blocks of 7 windows".
+
+    A block has the bytes that its tokens have in the mean: where in the text its windows end is not known.
+
+    Args:
+        documents_D: a sum of each document.
+        blocks_B: the same of each block of windows; None where there are none to use.
+        is_scored_D: which documents count.
+    """
+    if is_scored_D.sum() < 2 and blocks_B is not None and result.windows_per_block:
+        tokens_B = result.block_tokens.astype(np.float64)
+        sums_KU = np.stack([blocks_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
+        return sums_KU, f"{plural(len(tokens_B), 'block')} of {plural(result.windows_per_block, 'window')}"
+    sums_KU = np.stack([documents_D, result.document_tokens, result.document_bytes])[:, is_scored_D]
+    number = sums_KU.shape[1]
+    return sums_KU.astype(np.float64), f"{number:,} documents" if number != 1 else "1 document"
+
+
+def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None = None) -> Interval:
+    """Return the interval of the first sum over all units, divided by that of row `below`.
+
+    NaN where there are fewer than two units, or nothing to divide by.
+
+    Args:
+        base_KU: of the same units of another result, whose ratio is subtracted.
+    """
+    ratio, without_U, freedom = 0.0, np.zeros(sums_KU.shape[1]), math.inf
+    for of_units, sign in ((sums_KU, 1), (base_KU, -1)):
+        if of_units is None:
+            continue
+        above_U, below_U = of_units[0], of_units[below]
+        number, total = len(above_U), below_U.sum()
+        if number < 2 or not total or (below_U == total).any():
+            return math.nan, math.nan
+        ratio += sign * above_U.sum() / total
+        without_U += sign * (above_U.sum() - above_U) / (total - below_U)
+        freedom = min(freedom, max(1.0, 1 / ((below_U / total) ** 2).sum() - 1))
+    error = math.sqrt((number - 1) / number * ((without_U - without_U.mean()) ** 2).sum())
+    half = error * stdtrit(freedom, (1 + LEVEL) / 2)
+    return float(ratio - half), float(ratio + half)
+
+
+def in_words(interval: Iterable[float | None], write: Callable[[float], str] = in_digits) -> str:
+    """Write an interval as "1,740 to 1,831 (95 %)", or "unknown" where there are too few units for one."""
+    low, high = interval
+    if low is None or math.isnan(low):
+        return "unknown"
+    return f"{write(low)} to {write(high)} ({100 * LEVEL:.0f} %)"
+
+
+def sign_test(better: int, worse: int) -> float:
+    """Return the two-sided exact p-value of so many documents better and worse, were both equally likely."""
+    return float(min(1.0, 2 * bdtr(min(better, worse), better + worse, 0.5)))

@@ -1,7 +1,5 @@
-"""Makes what perplexity is computed over: a data set as one row of tokens, and the windows in which a model sees it.
-
-The tokens come from a store on disk, which is prepared once and mapped by every rank. A rank itself holds 24 bytes for
-each window. The modes and protocols of `modes.py` define which windows there are.
+"""What perplexity is computed over: a data set as one row of tokens, which ranks map from a store on disk, and the
+windows in which a model sees it, 24 bytes each. `modes.py` defines which windows there are.
 """
 
 import hashlib
@@ -25,7 +23,7 @@ Spans = Iterable[tuple[int, int, int]]
 
 @dataclass(kw_only=True)
 class Windows:
-    """Holds the tokens of all documents one after the other, and slices of them.
+    """The tokens of all documents one after the other, and slices of them.
 
     Window w feeds tokens[start : end - 1] and predicts tokens[scored_from : end], of which those with `scorable` count.
     """
@@ -58,7 +56,7 @@ class Windows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return [W]: tokens that each window feeds to the model."""
+        """[W]: tokens that each window feeds to the model."""
         return self.spans[:, 1] - self.spans[:, 0] - 1
 
     def inputs_and_targets(self, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,11 +84,9 @@ class Windows:
         return hashes
 
     def leave_out_bytes(self, bytes_V: np.ndarray, blank: int) -> None:
-        """Find `unscored_bytes`: of the tokens between what one window scores and what the next one does.
-
-        Args:
-            bytes_V: UTF-8 bytes of the text that each token stands for.
-            blank: how many more a document's first token has there.
+        """Find `unscored_bytes`: of the tokens between what one window scores and what the next one does. Args:
+        `bytes_V`: UTF-8 bytes of the text that each token stands for; `blank`: how many more a document's first token
+        has there.
         """
         begins = np.concatenate([[0], self.spans[:, 1]])
         numbers = np.concatenate([self.spans[:, 2], [len(self.tokens)]]) - begins
@@ -145,11 +141,7 @@ def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.n
 
 
 def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
-    """Cut all documents as one text, or each by itself.
-
-    Args:
-        spans_of: (start, end) of a text in the tokens -> its windows.
-    """
+    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows."""
     texts = pairwise(chain([0], map(int, store.ends))) if each_document else [(0, len(store.tokens))]
     spans = chain.from_iterable(span for start, end in texts for span in spans_of(start, end))
     return Windows(
@@ -165,11 +157,8 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
 
 
 def disjoint_spans(start: int, end: int, length: int, *, scored_from: int = 1, full: bool = False) -> Spans:
-    """Yield windows over tokens[start:end] one after the other.
-
-    Args:
-        scored_from: place within the window of the first scored token; those before it are context.
-        full: leave out a last window that is not full.
+    """Yield windows over tokens[start:end] one after the other. Args: `scored_from`: place within the window of the
+    first scored token; those before it are context; `full`: leave out a last window that is not full.
     """
     for begin in range(start, end - length + 1 if full else end, length):
         yield begin, min(begin + length, end), begin + scored_from
@@ -198,16 +187,14 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
 
 
 def windows_of_sequences(sequences: "Iterable[Sequence]", document_ends: np.ndarray | None = None) -> Windows:
-    """Make a window of each sequence, as training has them.
-
-    Args:
-        document_ends: where documents end in the sequences laid end to end; by default each sequence is one.
+    """Make a window of each sequence, as training has them. Args: `document_ends`: where documents end in the sequences
+    laid end to end; by default each sequence is one.
     """
     sequences = list(sequences)
     tokens = np.concatenate([np.zeros(0, np.int32), *(item["input_ids"].astype(np.int32) for item in sequences)])
     scorable = np.concatenate([np.zeros(0, bool), *(item["labels"] != IGNORED for item in sequences)])
-    ends = np.cumsum([len(item["input_ids"]) for item in sequences], dtype=np.int64)
-    starts = ends - [len(item["input_ids"]) for item in sequences]
+    lengths = np.array([len(item["input_ids"]) for item in sequences], dtype=np.int64)
+    starts = (ends := np.cumsum(lengths)) - lengths
     scorable[starts] = False  # no token is before it
     document_ends = ends if document_ends is None else document_ends
     zeros = np.zeros(len(document_ends), dtype=np.int64)

@@ -23,8 +23,7 @@ from torch import nn
 
 from dsft.models.size import num_experts_of
 from dsft.models.trained import unwrapped
-from dsft.perplexity.intervals import Units, in_words, ratio_interval
-from dsft.perplexity.sums import Perplexity, exp
+from dsft.perplexity.sums import Perplexity, exp, in_words, ratio_interval
 from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.step_time import flops_per_token
 from dsft.run_setup.resolve import TrainingRun
@@ -661,7 +660,7 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict
             continue
         losses.append(nats / tokens)
         metrics |= {f"{name}_loss": losses[-1], f"{name}_perplexity": exp(losses[-1]), f"{name}_tokens": int(tokens)}
-        low, high = ratio_interval(Units(sums_KU=sums_KU, kind="documents"), 1)
+        low, high = ratio_interval(sums_KU, 1)
         if not math.isnan(low):  # a single document has no interval
             metrics |= {f"{name}_perplexity_low": exp(low), f"{name}_perplexity_high": exp(high)}
     if losses:

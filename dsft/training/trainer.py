@@ -42,8 +42,8 @@ from dsft.models.pickles import mapped_resume
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
 from dsft.models.trained import rate_factors
-from dsft.perplexity.intervals import result_intervals
 from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.planner.plans import Plan
 from dsft.run_setup.arguments import CheckpointSize

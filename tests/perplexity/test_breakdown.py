@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity import breakdown, intervals, results, scoring
+from dsft.perplexity import documents, results, scoring, sums
 from dsft.perplexity.compare import read_evaluations
 
 GROUPINGS = ["domain", "source", "position", "frequency"]
@@ -104,8 +104,8 @@ def test_groups_are_those_of_plain_sums_and_add_up_to_the_last_bit(tiny, data):
             assert row["interval"] == [None, None]
             continue
         is_in = np.array([domain == row["group"] for domain in domains])
-        units = intervals.units_of(result, result.document_nats, None, is_scored_D=is_in)
-        expected = np.exp(intervals.ratio_interval(units, 1))
+        units, _ = sums.units_of(result, result.document_nats, None, is_scored_D=is_in)
+        expected = np.exp(sums.ratio_interval(units, 1))
         assert row["interval"] == pytest.approx(expected, rel=1e-9), row["group"]
     assert groups["position"][0]["group"] == "1 token before" and "8 to 15 tokens before" in str(groups["position"])
 
@@ -188,7 +188,7 @@ def read_nats(folder) -> float:
 
 
 def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, data, monkeypatch):
-    monkeypatch.setattr(breakdown, "MOST_GROUPS", 23)  # of 24 texts
+    monkeypatch.setattr(documents, "MOST_GROUPS", 23)  # of 24 texts
     for options, part in (
         (
             {"group_by": ["domian"]},
@@ -201,7 +201,7 @@ def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, dat
     ):
         with pytest.raises(UserError, match=part):
             evaluate_perplexity(**options_for(tiny, data, **options), progress=False)
-    monkeypatch.setattr(breakdown, "MOST_GROUPS", 24)
+    monkeypatch.setattr(documents, "MOST_GROUPS", 24)
     evaluate_perplexity(**options_for(tiny, data, group_by=["text"]), progress=False)
 
 
@@ -224,7 +224,7 @@ def test_the_frequency_of_a_token_is_counted_over_the_whole_data():
     windows = SimpleNamespace(tokens=tokens)
 
     def groups(*places: int) -> list[str]:
-        made = breakdown.grouping(
+        made = documents.grouping(
             "frequency", SimpleNamespace(source=source), None, windows, max_documents=None, cache=None
         )
         return [made.labels[group] for group in made.groups_of(None, np.array(places))]

@@ -19,8 +19,8 @@ from dsft.errors import UserError
 from dsft.models import head
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.kl import BINS, ChangeHistogram, divergence_of
 from dsft.perplexity.results import Recorder
+from dsft.perplexity.scoring import BINS, ChangeHistogram
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.units import IGNORED
 
@@ -68,7 +68,7 @@ def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
         reference=models[1],
         recorder=recorder,
     )
-    divergence = divergence_of(result, "reference", histogram)
+    divergence = histogram.divergence(result, "reference")
     nats, of_reference, kl, reverse, same = expected.mean(axis=1)
     assert kl > 1e-5 and reverse > 1e-5 and result.loss == pytest.approx(nats, abs=1e-6)
     assert (divergence.kl, divergence.reverse_kl) == (pytest.approx(kl, abs=1e-6), pytest.approx(reverse, abs=1e-6))

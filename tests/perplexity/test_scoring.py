@@ -43,7 +43,7 @@ def _in_parts(options: dict) -> tuple[list, list]:
     return result.document_nats.tolist(), np.asarray(result.document_pairs).tolist()
 
 
-@pytest.mark.parametrize("has_reference", [False, True])
+@pytest.mark.parametrize("has_reference", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_slices_of_positions_give_the_same_on_any_number_of_ranks(tiny, tmp_path, has_reference):
     options = {"model": [str(tiny / "model")], "data": [str(tiny / "held_out.jsonl")], "mode": "rolling"}
     options |= {"seq_len": 32, "batch_tokens": 200, "zero": "0"}
