@@ -88,9 +88,9 @@ from transformers import (
     set_seed,
 )
 
+from dsft.cli.quickstart import write_demo_data
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import Windows, rolling_spans
-from dsft.quickstart.make_data import write_demo_data
 from dsft.units import IGNORED
 
 WINDOW = 512

@@ -34,8 +34,8 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import AutoTokenizer, Qwen3Config
 
+from dsft.cli.quickstart import write_demo_data
 from dsft.planner.zero_layout import FULL_TRAINING
-from dsft.quickstart.make_data import write_demo_data
 from dsft.runtime.hardware import GiB
 
 STEPS = 5

@@ -94,11 +94,11 @@ def prepare(folder: Path) -> None:
     """Writes model, data and, as dsft makes them, the token ids of every step."""
     from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
+    from dsft.cli.quickstart import write_demo_data
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
     from dsft.data.batches import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import load_training_data
-    from dsft.quickstart.make_data import write_demo_data
     from dsft.run_setup.resolve import check_run
     from dsft.runtime.hardware import this_machine
 

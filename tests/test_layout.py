@@ -104,7 +104,7 @@ def test_every_hostfile_is_read_by_deepspeed_as_its_name_says(path):
 
 FLOORS = {
     "units": 0,
-    "errors": 1, "watchdog": 1, "quickstart": 1,
+    "errors": 1, "watchdog": 1,
     "config": 2, "runtime": 2,
     "models": 3,
     "data": 4, "planner": 4, "checkpoints": 4,

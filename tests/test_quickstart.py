@@ -1,5 +1,6 @@
 """The first command of the README, as a user runs it (the environment is made already)."""
 
+import json
 import re
 import struct
 from pathlib import Path
@@ -11,6 +12,9 @@ from test_notebook import execute, shown_perplexities
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.cli import quickstart
+from dsft.cli.quickstart import HELD_OUT_PERCENT, split_of, standard_library_docs
+from dsft.config.options import TrainConfig
+from dsft.models.size import measure_model
 
 pytestmark = pytest.mark.launch
 
@@ -31,6 +35,30 @@ def short(tmp_path_factory) -> Path:
         if name == "eval":
             quickstart.write_answers(folder)
     return folder
+
+
+def test_no_held_out_module_was_trained_on(short):
+    rows = {
+        split: [json.loads(line) for line in (short / "instructions" / f"{split}.jsonl").open()]
+        for split in ("train", "held_out")
+    }
+    assert len(rows["train"]) > 2000 and 100 < len(rows["held_out"]) < len(rows["train"])
+    modules = {name for name, _ in standard_library_docs()}
+    held_out = {name for name in modules if split_of(f"module {name}") == "held_out"}
+    assert 0.5 * HELD_OUT_PERCENT < 100 * len(held_out) / len(modules) < 2 * HELD_OUT_PERCENT
+    for column in ("prompt", "completion"):
+        assert not {row[column] for row in rows["train"]} & {row[column] for row in rows["held_out"]}
+    text = (short / "corpus" / "train.jsonl").read_text()
+    held_out = [json.loads(line)["text"] for line in (short / "corpus" / "held_out.jsonl").open()]
+    assert len(held_out) > 20 and not [
+        part
+        for part in [row["completion"] for row in rows["held_out"]] + "\n\n".join(held_out).split("\n\n")
+        if len(part) > 200 and json.dumps(part)[1:-1] in text
+    ]
+
+
+def test_the_demo_model_has_1_to_2_million_parameters(short):
+    assert 1e6 < measure_model(TrainConfig(model=str(short / "model" / "config.json"))).size.num_params < 2e6
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from dsft.quickstart.make_data import END
+from dsft.cli.quickstart import END
 
 WORDS = [
     "the",

@@ -135,6 +135,11 @@ class ExportOptions:
 
 
 @dataclass
+class MergeOptions(ExportOptions):
+    """Export: from where, to where, in which type."""
+
+
+@dataclass
 class ConvertOptions:
     """Conversion: of which file, and where to."""
 
@@ -336,15 +341,13 @@ COMMANDS = {
         TrainConfig,
         details=_RUN_OPTIONS,
     ),
-    "checkpoints": Command("what a run can resume from", "dsft.cli.checkpoints:show_checkpoints", FolderOptions),
-    "verify": Command(
-        "whether a checkpoint is as it was written", "dsft.cli.checkpoints:verify_checkpoint", FolderOptions
-    ),
+    "checkpoints": Command("what a run can resume from", "dsft.cli.folders:show_checkpoints", FolderOptions),
+    "verify": Command("whether a checkpoint is as it was written", "dsft.cli.folders:verify_checkpoint", FolderOptions),
     "export": Command(
-        "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.checkpoints:run_export", ExportOptions
+        "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.folders:export_or_merge", ExportOptions
     ),
-    "merge": Command("an adapter merged into its base model", "dsft.cli.checkpoints:run_merge", ExportOptions),
-    "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.chat:run", ChatOptions),
+    "merge": Command("an adapter merged into its base model", "dsft.cli.folders:export_or_merge", MergeOptions),
+    "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:chat", ChatOptions),
     "completion": Command(
         "the script with which bash, zsh or fish completes commands",
         "dsft.cli.help:print_completion",

@@ -1,6 +1,4 @@
-"""`dsft doctor`: options -> nodes -> examination -> screen (nodes, versions that differ, links, findings) or JSON, and
-the exit code.
-"""
+"""`dsft doctor`: options -> nodes -> examination -> tables and findings, or JSON, and the exit code."""
 
 import contextlib
 import json
@@ -30,10 +28,8 @@ COLUMNS = ("node", "host", "slots", "devices", *NUMBERS[1:-1], "address", "MTU",
 
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:
-    """Examine and print. The process ends with exit code 2 where an error was found.
-
-    Raises:
-        UserError: for unknown options, before seconds go into examining; other faults of options are findings.
+    """Examine and print. The process ends with exit code 2 where an error was found. Raises UserError for unknown
+    options, before seconds go into examining; other faults of options are findings.
     """
 
     def deliver(report: Report) -> None:

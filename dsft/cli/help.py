@@ -39,8 +39,6 @@ PLACEHOLDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FieldDoc:
-    """One option."""
-
     name: str
     placeholder: str
     """What stands for its value: TEXT, N, a|b ..."""
@@ -59,7 +57,6 @@ class Group:
 
 
 def commands_help() -> str:
-    """Returns one line for each command."""
     lines = ["dsft COMMAND ...: finetuning and perplexity with DeepSpeed", ""]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "dsft COMMAND --help explains one, --help all lists every option of it."])
@@ -83,7 +80,6 @@ def command_help(name: str, *, everything: bool) -> str:
 
 
 def usage(name: str) -> str:
-    """Returns the form of a command line."""
     fields = [field for group in command_groups(COMMANDS[name]) for field in group.fields]
     upper = {field.name.upper(): field.default for field in fields if field.is_positional}
     words = ["dsft", name, *(f"[{word}]" if default else word for word, default in upper.items())]

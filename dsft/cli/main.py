@@ -58,11 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_command(name: str, words: list[str]) -> None:
-    """Read the options of a command among `words` and call its function.
-
-    Raises:
-        UserError: with every word that cannot be used.
-    """
+    """Read the options of a command and call it. Raises UserError with every word that cannot be used."""
     command = COMMANDS[name]
     if command.run_options:
         problems: list[str] = []

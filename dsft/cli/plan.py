@@ -34,10 +34,8 @@ MOST_GPUS = 100_000
 
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
-    """Print what a training with the options of `argv` would decide, or what else `options` ask for.
-
-    Raises:
-        UserError: with every problem of the options, of the machine, or of the model.
+    """Print what a training with the options of `argv` would decide, or what else `options` ask for. Raises UserError
+    with every problem of the options, of the machine, or of the model.
     """
     numbers = ("tokens_per_step", "tokens", "dollars_per_gpu_hour")
     given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
@@ -69,10 +67,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
 
 def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | None]]]:
     """Read where the prices of `--cheapest` are from, and its machines with the dollars of one GPU for an hour, None
-    where there is no price.
-
-    Raises:
-        UserError: where the file cannot be read, or an entry of it is none.
+    where there is no price. Raises UserError where the file cannot be read, or an entry of it is none.
     """
     path = Path(options.prices).expanduser() if options.prices else MACHINES
     given = [name for name in ("gpus", "gpu_type", "nodes", "hostfile", "machine") if getattr(options, name)]
@@ -108,11 +103,8 @@ def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | 
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:
-    """The machine that the hardware options describe, once for each number of nodes.
-
-    Raises:
-        UserError: for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not
-            see.
+    """The machine that the hardware options describe, once for each number of nodes. Raises UserError for an impossible
+    number, a text that cannot be read, and GPUs of this machine that torch does not see.
     """
     hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else {}
     if hosts and options.nodes:
@@ -206,11 +198,7 @@ def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read the machine of a plan that `dsft plan --calibrate --json` printed there.
-
-    Raises:
-        UserError: where the file cannot be read, or nothing was measured there.
-    """
+    """Read what `dsft plan --calibrate --json` printed there. Raises UserError where nothing was measured."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))["machine"]
         carried = {name: fields["carried"][name] for name in ("bits", "ranks", "outside")}

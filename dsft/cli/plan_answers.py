@@ -52,14 +52,8 @@ NARROW = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
 
 
 def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], *, words: tuple[str, ...]) -> None:
-    """Print the answer for one machine or several.
-
-    Args:
-        training: as it was asked for, without decisions.
-        words: those of the command line that `training` was read from.
-
-    Raises:
-        UserError: with every problem of the model.
+    """Print the answer for one machine or several. Args: `training`: as it was asked for, without decisions; `words`:
+    those of the command line that `training` was read from. Raises UserError with every problem of the model.
     """
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
@@ -139,10 +133,7 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> T
         )
     elif wanted:
         share = Batch(
-            training.training.get("per_device_train_batch_size") or 1,
-            1,
-            machine.world_size,
-            training.sequence_parallel,
+            training.training.get("per_device_train_batch_size") or 1, 1, machine.world_size, training.sequence_parallel
         ).sequences
         sequences = max(1, wanted // training.seq_len // share) * share
         training = dataclasses.replace(training, global_batch_size=sequences)
@@ -307,11 +298,8 @@ def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: M
 def show_cheapest(
     options: PlanOptions, training: TrainConfig, priced: list[tuple[Machine, float | None]], source: str
 ) -> None:
-    """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest.
-
-    Args:
-        priced: machines, with the dollars of one GPU for an hour.
-        source: of the prices.
+    """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest. Args:
+    `priced`: machines, with the dollars of one GPU for an hour; `source`: of the prices.
     """
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,10 +1,17 @@
 """Where users begin: `dsft init` writes a commented run.yaml, `dsft demo-data` data to try it on, and `dsft quickstart`
 does the whole job on that data, as the commands a user would type: full finetuning, LoRA, merge, perplexity, report.
 
-Each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU ranks. Nothing is downloaded.
+Each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU ranks. Nothing is downloaded: the data, a
+tokenizer and a small model config are made from what every Python carries. Text: the language reference
+(`pydoc_data.topics`) and the docstrings of the standard library, read from its source files without importing them.
+Instructions: a question about a function, and the summary of its docstring as the answer. Whole documents are held out,
+less the paragraphs and answers that training has too. The same Python version gives the same files; another's
+docstrings read otherwise, and so do all figures.
 """
 
+import ast
 import gzip
+import hashlib
 import importlib.util
 import json
 import os
@@ -12,14 +19,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import yaml
 
 from dsft.cli.commands import FolderOptions, InitOptions, QuickstartOptions
 from dsft.errors import UserError
-from dsft.quickstart.make_data import SHIPPED, write_demo_data
 from dsft.runtime.console import show_text
 from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
 
@@ -43,14 +52,17 @@ STEPS = {
 TITLES = {"full": "full finetuning", "lora": "LoRA, answers only"}
 NUM_QUESTIONS = 3
 """Answered before and after LoRA: the shortest of those held out."""
+SHIPPED = Path(__file__).parent.parent / "quickstart"
+"""Holds the runs of the quickstart as YAML, and the config of a Llama of 1.3 M parameters."""
+END = "<|end|>"
+VOCAB_SIZE = 4096
+HELD_OUT_PERCENT = 8
+SKIPPED = "test tests idlelib tkinter turtle turtledemo lib2to3 distutils venv ensurepip macholib"
+"""Tests, and what a distribution's Python may lack."""
 
 
 def init(options: InitOptions) -> None:
-    """Write a commented run.yaml.
-
-    Raises:
-        UserError: where it exists.
-    """
+    """Write a commented run.yaml. Raises UserError where it exists."""
     path = Path(options.out)
     if path.exists():
         raise UserError([f"{path}: exists; name another file with --out"])
@@ -76,23 +88,118 @@ def _folder(options: FolderOptions | QuickstartOptions) -> Path:
 
 
 def demo(options: FolderOptions) -> None:
-    """Write the demo data.
-
-    Raises:
-        UserError: where the folder is none.
-    """
+    """Write the demo data. Raises UserError where the folder is none."""
     dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
     for name, rows in write_demo_data(_folder(options), dtype=dtype).items():
         show_text(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
     show_text(f"dsft: next: dsft train --config {options.folder}/full.yaml")
 
 
+def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
+    """Write corpus/, instructions/ (train.jsonl and held_out.jsonl each), model/ (config.json and tokenizer), full.yaml
+    and lora.yaml.
+
+    Args:
+        dtype: of full.yaml.
+
+    Returns the number of rows of each data file.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    for kind in ("corpus", "instructions"):  # a folder that cannot be written is reported before the work
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    modules = dict(standard_library_docs())
+    split_of_module = {module: split_of(f"module {module}") for module in modules}
+    corpus, instructions = ({"train": [], "held_out": []} for _ in range(2))
+
+    # ---- corpus; topics repeat parts of each other, and so do modules
+    for name, text in sorted(topics.items()):
+        corpus[split_of(f"topic {name}")].append({"text": text})
+    for module, docs in modules.items():
+        corpus[split_of_module[module]].append({"text": "\n\n".join(text for _, text in docs)})
+    seen = {part for row in corpus["train"] for part in row["text"].split("\n\n")}
+    unseen = ("\n\n".join(part for part in row["text"].split("\n\n") if part not in seen) for row in corpus["held_out"])
+    corpus["held_out"] = [{"text": text} for text in unseen if text]
+
+    # ---- instructions; bz2 and gzip, say, describe their methods in the same words
+    trained_on = {
+        summary(text) for module, docs in modules.items() if split_of_module[module] == "train" for _, text in docs
+    }
+    for module, docs in modules.items():
+        split = split_of_module[module]
+        for signature, text in docs:
+            if "(" in signature and not (split == "held_out" and summary(text) in trained_on):
+                prompt = f"Question: what does {module}.{signature} do?\nAnswer: "
+                instructions[split].append({"prompt": prompt, "completion": summary(text)})
+
+    counts = {}
+    for kind, splits in (("corpus", corpus), ("instructions", instructions)):
+        for split, rows in splits.items():
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / kind / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+            counts[f"{kind}/{split}"] = len(rows)
+
+    # ---- a byte-level BPE of the corpus, the model's config and the runs
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([row["text"] for row in corpus["train"]], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    tokenizer.save_pretrained(folder / "model")
+    shutil.copy(SHIPPED / "config.json", folder / "model")
+    for name in ("full.yaml", "lora.yaml"):
+        text = (SHIPPED / name).read_text(encoding="utf-8").format(folder=folder, dtype=dtype)
+        (folder / name).write_text(text, encoding="utf-8")
+    return counts
+
+
+def split_of(name: str) -> str:
+    """train or held_out, by a hash of the name: stable when documents come or go."""
+    return "held_out" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT else "train"
+
+
+def summary(docstring: str) -> str:
+    """The first paragraph, in one line."""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def standard_library_docs() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(module, [(signature or name, docstring)]) for every module of the standard library with docstrings, by name."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[ast.AST, str]]:
+        yield node, prefix.rstrip(".")
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{prefix}{child.name}.")
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield child, f"{prefix}{child.name}({ast.unparse(child.args)})"
+
+    root, skipped = Path(sysconfig.get_path("stdlib")), set(SKIPPED.split())
+    wanted = (each for each in root.iterdir() if each.stem in sys.stdlib_module_names - skipped)
+    for path in sorted(path for each in wanted for path in (each.rglob("*.py") if each.is_dir() else [each])):
+        parts = path.relative_to(root).with_suffix("").parts
+        if path.suffix != ".py" or not skipped.isdisjoint(parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:
+            continue  # templates and samples that are no Python of this version
+        name = ".".join(parts).removesuffix(".__init__")
+        docs = [(signature, doc) for node, signature in walk(tree, "") if (doc := ast.get_docstring(node))]
+        if docs:
+            yield name, docs
+
+
 def run(options: QuickstartOptions) -> None:
     """Run every step below the folder, which must be new or a quickstart's; ends with answers before and after LoRA,
-    and a table. Without vl-convert there is no report.
-
-    Raises:
-        UserError: where the folder holds something else.
+    and a table. Without vl-convert there is no report. Raises UserError where the folder holds something else.
     """
     start, folder = time.perf_counter(), _folder(options)
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
@@ -138,9 +245,7 @@ def write_answers(folder: Path) -> None:
 
 
 def show_results(folder: Path, *, start: float) -> None:
-    """Print the answers, a table of the runs, and where their report is. Args: `start`: when the steps began, by
-    time.perf_counter().
-    """
+    """Print the answers and a table of the runs. Args: `start`: when the steps began, by time.perf_counter()."""
     from dsft.checkpoints.run_folder import read_run
     from dsft.report.runs import ANSWERS
     from dsft.runtime.console import print_table

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from dsft.cli.commands import CompareOptions, ReportOptions
 from dsft.errors import UserError
-from dsft.perplexity.card import agreement, read_card, write_card
 from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
-from dsft.perplexity.model_table import table_of, written
+from dsft.perplexity.publish import agreement, read_card, table_of, write_card, written
 from dsft.perplexity.results import finite
 from dsft.report.page import write_report
 from dsft.report.runs import read_report
@@ -17,11 +16,7 @@ from dsft.units import plural
 
 
 def run_report(options: ReportOptions) -> None:
-    """Write the page.
-
-    Raises:
-        UserError: where a folder holds no run, or the page cannot be written.
-    """
+    """Write the page. Raises UserError where a folder holds no run, or the page cannot be written."""
     page, *pictures = write_report(read_report(options.runs), Path(options.out).expanduser())
     show_text(
         f"dsft: {page}: written, {page.stat().st_size / 1e6:.1f} MB; {len(pictures)} PNGs in {page.with_suffix('')}/"
@@ -29,10 +24,8 @@ def run_report(options: ReportOptions) -> None:
 
 
 def run_compare(options: CompareOptions) -> None:
-    """Print tables of comparisons, one JSON object, or a paper's table; write a card, or compare with one.
-
-    Raises:
-        UserError: where results are missing, or of other texts or windows, or options do not go together.
+    """Print tables of comparisons, one JSON object, or a paper's table; write a card, or compare with one. Raises
+    UserError where results are missing, or of other texts or windows, or options do not go together.
     """
     names = ("base", "json", "format", "metric", "group_by", "seeds")
     given = [name for name in names if getattr(options, name) != getattr(CompareOptions, name, [])]

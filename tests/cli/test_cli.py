@@ -11,35 +11,21 @@ from ranks import on_ranks, run_entry
 from tiny import ARCHITECTURES
 
 from dsft import errors
+from dsft.cli import quickstart
 from dsft.cli.commands import COMMANDS, Command, PlanOptions
 from dsft.cli.main import main, run_command
 from dsft.errors import UserError
-from dsft.quickstart.make_data import HELD_OUT_PERCENT, split_of, standard_library_docs, write_demo_data
 from dsft.runtime import distributed
 
 
-def test_plan_prints_a_table_and_nothing_else(run, tmp_path):
+@pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_plan_prints_a_table_and_nothing_else(run, tmp_path, is_launched):
     cls, values = ARCHITECTURES["llama"]
     cls(**values).save_pretrained(tmp_path)
-    table = run(
-        [
-            "dsft",
-            "plan",
-            "--model",
-            tmp_path / "config.json",
-            "--gpus",
-            "8x80GB",
-            "--nodes",
-            "2",
-            "--seq_len",
-            "128",
-            "--all",
-        ]
-    )
-    assert (
-        table.returncode == 0 and "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
-    )
-    assert not table.stderr.strip()
+    words = f"plan --model {tmp_path}/config.json --gpus 8x80GB --nodes 2 --seq_len 128 --all".split()
+    table = run(["dsft", *words]) if is_launched else run_entry("dsft.cli.main", words)
+    assert table.returncode == 0 and not table.stderr.strip()
+    assert "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -121,88 +107,67 @@ def test_a_word_that_no_command_can_use_gives_one_line(arguments, expected, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "loop"], "nothing is written"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["eval", "--model", "m", "--data", "d", "--mode", "roling"],
-            "mode: invalid choice 'roling' (choose from auto,",
-        ),
-        (
-            ["eval", "--model", "m", "--data", "d", "--protocol", "gtpq"],
-            "(choose from gptq, gptq-ptb-new, gptq-c4-new, llama.cpp, lm-eval, lm-eval-wikitext-2.0, hf,",
-        ),
-        (["eval", "--model", "m", "--data", "d", "--context_curve", "1"], "context_curve=1: name at least two lengths"),
-        (["eval", "--model", "m", "--data", "d", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
-        (["train", "--config", "run.yaml", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
-        (["doctor", "--hostfil", "h"], "hostfil: unknown key; did you mean 'hostfile'?"),
-        (["doctor", "--quick", "--only_finding"], "only_finding: unknown key; did you mean 'only_findings'?"),
-        (["doctor", "hosts"], "unexpected argument 'hosts'"),
-        (["plan", "--model", "m", "--calibrat"], "calibrat: unknown key; did you mean 'calibrate'?"),
-        (["preview", "--model", "m", "--data", "d", "--sampels", "5"], "sampels: unknown key; did you mean 'samples'?"),
-    ],
-)
-def test_mistyped_options_are_refused_before_torch_loads(arguments, expected, tmp_path):
-    """With the nearest option of that command."""
-    (tmp_path / "run.yaml").write_text("{model: m, data: d, output_dir: new}")
-    for name in "md":
-        (tmp_path / name).write_text("")
-    code = (
-        "import sys; from dsft.cli.main import main\n"
-        f"try: main({arguments})\n"
-        "except SystemExit as end: assert end.code == 2\n"
-        "loaded = {'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys()\n"
-        "assert not loaded, loaded"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert expected in result.stderr
+MISTYPED = {
+    "eval --model m --data d --mode roling": "mode: invalid choice 'roling' (choose from auto,",
+    "eval --model m --data d --protocol gtpq": (
+        "(choose from gptq, gptq-ptb-new, gptq-c4-new, llama.cpp, lm-eval, lm-eval-wikitext-2.0, hf,"
+    ),
+    "eval --model m --data d --context_curve 1": "context_curve=1: name at least two lengths",
+    "eval --model m --data d --hostfil h": "hostfil: unknown key; did you mean 'hostfile'?",
+    "train --config run.yaml --hostfil h": "hostfil: unknown key; did you mean 'hostfile'?",
+    "doctor --hostfil h": "hostfil: unknown key; did you mean 'hostfile'?",
+    "doctor --quick --only_finding": "only_finding: unknown key; did you mean 'only_findings'?",
+    "doctor hosts": "unexpected argument 'hosts'",
+    "plan --model m --calibrat": "calibrat: unknown key; did you mean 'calibrate'?",
+    "preview --model m --data d --sampels 5": "sampels: unknown key; did you mean 'samples'?",
+}
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """Written by two processes side by side."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("demo-a", "demo-b")]
-    on_ranks(2, _write_demo_data, folders)
-    return folders
+def refused(tmp_path_factory) -> dict[str, list]:
+    """Exit code, libraries that are loaded by then, and standard error of each of MISTYPED, in one new process."""
+    folder = tmp_path_factory.mktemp("mistyped")
+    (folder / "run.yaml").write_text("{model: m, data: d, output_dir: new}")
+    for name in "md":
+        (folder / name).write_text("")
+    code = (
+        "import contextlib, io, json, sys; from dsft.cli.main import main\n"
+        "results = {}\n"
+        f"for words in {list(MISTYPED)}:\n"
+        "    code, error = 0, io.StringIO()\n"
+        "    try:\n"
+        "        with contextlib.redirect_stderr(error): main(words.split())\n"
+        "    except SystemExit as end: code = end.code\n"
+        "    loaded = {'torch', 'transformers', 'deepspeed', 'datasets'} & sys.modules.keys()\n"
+        "    results[words] = code, sorted(loaded), error.getvalue()\n"
+        "print(json.dumps(results))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(result.stdout)
 
 
-def _write_demo_data(folders) -> None:
-    write_demo_data(folders[distributed.rank()])
+@pytest.mark.parametrize("words", MISTYPED)
+def test_mistyped_options_are_refused_before_torch_loads(refused, words):
+    """With the nearest option of that command."""
+    code, loaded, error = refused[words]
+    assert (code, loaded) == (2, []) and MISTYPED[words] in error
 
 
-def test_demo_data_is_the_same_each_time(demo):
-    first, second = demo
+def _write_demo_data(folders, is_whole: bool) -> None:
+    if not is_whole:
+        quickstart.topics = dict(sorted(quickstart.topics.items())[:20])
+        quickstart.SKIPPED = " ".join(sys.stdlib_module_names - {"json", "email", "gzip"})
+    quickstart.write_demo_data(folders[distributed.rank()])
+
+
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["part", "whole"])
+def test_demo_data_is_the_same_each_time(tmp_path, is_whole):
+    """Written by two processes side by side; in the quick tier of a part of the standard library."""
+    first, second = folders = [tmp_path / "a", tmp_path / "b"]
+    on_ranks(2, _write_demo_data, folders, is_whole)
     files = [path.relative_to(first) for path in first.rglob("*") if path.is_file() and path.suffix != ".yaml"]
     assert len(files) >= 7
     assert all((first / path).read_bytes() == (second / path).read_bytes() for path in files)
-
-
-def test_no_held_out_module_was_trained_on(demo):
-    rows = {
-        split: [json.loads(line) for line in (demo[0] / "instructions" / f"{split}.jsonl").open()]
-        for split in ("train", "held_out")
-    }
-    assert len(rows["train"]) > 2000 and 100 < len(rows["held_out"]) < len(rows["train"])
-    modules = {name for name, _ in standard_library_docs()}
-    held_out = {name for name in modules if split_of(f"module {name}") == "held_out"}
-    assert 0.5 * HELD_OUT_PERCENT < 100 * len(held_out) / len(modules) < 2 * HELD_OUT_PERCENT
-    for column in ("prompt", "completion"):
-        assert not {row[column] for row in rows["train"]} & {row[column] for row in rows["held_out"]}
-    text = (demo[0] / "corpus" / "train.jsonl").read_text()
-    held_out = [json.loads(line)["text"] for line in (demo[0] / "corpus" / "held_out.jsonl").open()]
-    assert len(held_out) > 20 and not [
-        part
-        for part in [row["completion"] for row in rows["held_out"]] + "\n\n".join(held_out).split("\n\n")
-        if len(part) > 200 and json.dumps(part)[1:-1] in text
-    ]
-
-
-def test_the_demo_model_has_1_to_2_million_parameters(demo):
-    from dsft.config.options import TrainConfig
-    from dsft.models.size import measure_model
-
-    assert 1e6 < measure_model(TrainConfig(model=str(demo[0] / "model" / "config.json"))).size.num_params < 2e6
 
 
 def test_another_system_than_linux_is_named(monkeypatch, capsys):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from dsft.quickstart.make_data import write_demo_data
+from dsft.cli.quickstart import write_demo_data
 from dsft.units import GiB
 from gpu.check import Row, Setting
 

@@ -1,0 +1,167 @@
+"""Commands on the folder of a run or model: `dsft checkpoints`, `verify`, `export`, `merge` and `chat`.
+
+Problems of the folder are reported before torch is loaded, which takes seconds. What is exported is read back before it
+is called written.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+
+from dsft.checkpoints.manifest import MANIFEST, checkpoints, files_of, integrity_errors, read_manifest
+from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights
+from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
+from dsft.config.options import EvalConfig
+from dsft.errors import UserError, raise_if_any
+from dsft.models.model_folder import adapter_base, missing
+from dsft.models.pickles import is_read_pickle, pickle_errors
+from dsft.runtime import quick_imports
+from dsft.runtime.console import set_up_screen, show_table, show_text
+from dsft.units import GB, plural
+
+CHAT_HELP = (
+    "/system TEXT tells the model something first, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
+)
+
+
+def show_checkpoints(options: FolderOptions) -> None:
+    """Print checkpoints, oldest first, and how to resume from the newest. Raises UserError where there are none."""
+    from rich.table import Column, Table
+
+    folders = checkpoints(options.folder)
+    if not folders:
+        raise UserError([f"{options.folder}: holds no checkpoints"])
+    newest, ranks = None, None
+    table = Table(*(Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")), "complete")
+    for folder in folders:
+        errors = integrity_errors(folder)
+        manifest = {} if errors else read_manifest(folder)
+        loss = manifest.get("loss")
+        table.add_row(
+            folder.name.rpartition("-")[2],
+            "" if loss is None else f"{loss:.4g}",
+            f"{_num_bytes(folder) / GB:.3g}",
+            str(manifest.get("world_size", "")),
+            str(manifest.get("zero_stage", "")),
+            f"no: {errors[0]}" if errors else "yes",
+        )
+        if not errors:
+            newest, ranks = folder, manifest.get("world_size")
+    show_table(table)
+    if newest and ranks:
+        show_text(
+            f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
+            f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
+        )
+
+
+def verify_checkpoint(options: FolderOptions) -> None:
+    """Read every file of a checkpoint, or of all that a run's folder holds, and compare it with the manifest. Raises
+    UserError with everything that differs, and every pickle that asks for foreign classes.
+    """
+    path = Path(options.folder)
+    if not path.is_dir():
+        raise UserError([f"{path}: is no folder"])
+    folders = [path]
+    if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
+        folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
+    raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes="all")])
+    raise_if_any(pickle_errors(file for folder in folders for file in files_of(folder) if is_read_pickle(file)))
+    for folder in folders:
+        files = plural(len(files_of(folder)), "file")
+        show_text(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))
+
+
+def export_or_merge(options: ExportOptions | MergeOptions) -> None:
+    """Write a run or checkpoint, or an adapter merged into its base model, as a plain Hugging Face folder."""
+    is_merge = isinstance(options, MergeOptions)
+    (find_adapter if is_merge else find_weights)(options.source)
+    check_new_folder(options.out)
+    set_up_screen()
+    with quick_imports():
+        from dsft.checkpoints.export import export, merge
+
+    folder = (merge if is_merge else export)(**dataclasses.asdict(options))
+    show_text(f"dsft: {'merged, ' if is_merge else ''}written and read back: {folder}")
+
+
+def chat(options: ChatOptions) -> None:
+    """Answer each line that is typed, or `prompt` alone, in the model's own chat template. transformers' TextStreamer
+    prints answers while they are made. Raises UserError where there is no model or no chat template, or, with `prompt`,
+    no answer.
+    """
+    if problem := missing("model", options.model):
+        raise UserError(problem)
+    source = str(find_weights(options.model)) if Path(options.model).exists() else options.model
+    set_up_screen()
+    with quick_imports():
+        from transformers import GenerationConfig, TextStreamer
+
+        from dsft.data.chats import TEMPLATE_ERRORS
+        from dsft.models.build import build_model, resolve_dtype
+        from dsft.models.size import max_positions
+        from dsft.models.tokenizer import chat_ids, generate, load_tokenizer
+    fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
+    config = EvalConfig(model=source, **{name: getattr(options, name) for name in fields})
+    tokenizer = load_tokenizer(config)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{source}: its tokenizer has no chat template, so there is no form for turns; name the one that it was"
+            " trained in with --chat_template (a file, or a preset such as chatml)"
+        )
+    model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
+    if adapter_base(source) and (Path(source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)  # what its answers stop at
+    positions = max_positions(model.config.get_text_config())
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        try:
+            ids = chat_ids(tokenizer, messages)
+        except TEMPLATE_ERRORS as error:
+            raise UserError(f"the chat template raised: {error}") from None
+        if positions and len(ids) >= positions:
+            raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; /reset it")
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        how = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
+        return generate(model, tokenizer, ids, streamer=streamer, **how)
+
+    def begun(system: str | None) -> list[dict[str, str]]:
+        return [{"role": "system", "content": system}] if system else []
+
+    system = options.system
+    messages = begun(system)
+    if options.prompt is not None:
+        answer([*messages, {"role": "user", "content": options.prompt}])
+        return
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  lines can be edited, and earlier ones called back
+
+        show_text(f"dsft: {source}; {CHAT_HELP}")
+    while True:
+        try:
+            line = input("> " if is_typed else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        command, _, rest = line.partition(" ")
+        if command == "/quit":
+            return
+        if command in ("/system", "/reset"):
+            system = rest.strip() if command == "/system" else system
+            messages = begun(system)
+        elif command.startswith("/"):
+            show_text(f"dsft: {CHAT_HELP}")
+        elif line:
+            turn = {"role": "user", "content": line}
+            try:
+                messages += [turn, {"role": "assistant", "content": answer([*messages, turn])}]
+            except UserError as error:
+                show_text(f"dsft: {error}")
+            except KeyboardInterrupt:
+                print()  # the turn is taken back
