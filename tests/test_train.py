@@ -101,7 +101,7 @@ def test_the_callback_of_the_page_stops_the_training(place, configured):
     assert 1 < int(steps) < 50 and "train_loss" in last
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_usual_loss_as_ones_own_gives_the_same_weights(place, options, world):
     """However a step is cut into micro batches, over padded rows."""
     weights = []

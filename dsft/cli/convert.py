@@ -7,6 +7,7 @@ dsft convert axolotl.yaml --output run.yaml
 dsft convert sft.sh --from trl        # a shell script with the command line
 """
 
+import contextlib
 import re
 import shlex
 import string
@@ -33,18 +34,17 @@ COMMANDS = {"trl": "trl", "llamafactory-cli": "llamafactory", "axolotl": "axolot
 
 
 def convert_file(options: ConvertOptions) -> None:
-    """Write the run.yaml.
-
-    Raises:
-        UserError: where a file cannot be read or written, or the training is none that dsft can do.
+    """Write the run.yaml. Raises UserError where a file cannot be read or written, or the training is none that dsft
+    can do.
     """
     output = Path(options.output)
     if output.exists():
-        raise UserError([f"{output}: exists; name another file with --output"])
+        raise UserError(f"{output}: exists; name another file with --output")
     given, trainer = read_trainer_file(options.file)
-    trainer = options.from_ or trainer or known_trainer(given)
+    by_options = (name for name, known in TRAINERS.items() if given.keys() & set(known.split()))
+    trainer = options.from_ or trainer or next(by_options, "")
     if not trainer:
-        raise UserError([f"{options.file}: no options of {', '.join(TRAINERS)} in it; name the trainer with --from"])
+        raise UserError(f"{options.file}: no options of {', '.join(TRAINERS)} in it; name the trainer with --from")
     converted = Converted(given, trainer)
     raise_if_any([f"{options.file}: {', '.join(names)}: {why}" for why, names in converted.reasons.items()])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +60,8 @@ def convert_file(options: ConvertOptions) -> None:
 
 
 def read_trainer_file(file: str) -> tuple[dict[str, Any], str]:
-    """(options of a YAML file or of the command line in a shell script, the trainer that a command names).
-
-    Raises:
-        UserError: where it is unreadable, or its command trains otherwise than sft.
+    """(options of a YAML file or of the command line in a shell script, the trainer that a command names). Raises
+    UserError where it is unreadable, or its command trains otherwise than sft.
     """
     problems: list[str] = []
     if file.endswith((".yaml", ".yml", ".json")):
@@ -73,30 +71,33 @@ def read_trainer_file(file: str) -> tuple[dict[str, Any], str]:
     try:
         text = read_text(file).replace("\\\n", " ")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError([f"{file}: cannot be read ({error})"]) from None
+        raise UserError(f"{file}: cannot be read ({error})") from None
     variables = dict(re.findall(r"^(?:export )?(\w+)=(\S+)$", text, re.MULTILINE))
     text = string.Template(text).safe_substitute(variables)
     lines = [line for line in text.splitlines() if " --" in line and not line.lstrip().startswith("#")]
     if len(lines) != 1:
-        raise UserError([f"{file}: expected a .yaml file, or one command line with options; found {len(lines)}"])
+        raise UserError(f"{file}: expected a .yaml file, or one command line with options; found {len(lines)}")
     try:
         words = shlex.split(lines[0])
     except ValueError as error:
-        raise UserError([f"{file}: not a command line ({error})"]) from None
+        raise UserError(f"{file}: not a command line ({error})") from None
     trainer = next((COMMANDS[Path(word).name] for word in words if Path(word).name in COMMANDS), "")
     script = next((word for word in words if word.endswith(".py")), "")
     kind = Path(script).stem if script else "".join(words[words.index("trl") + 1 :][:1]) if "trl" in words else "sft"
     if trainer in ("", "trl") and (not kind.startswith("sft") or "vlm" in kind):
-        raise UserError([f"{file}: {kind}: {TEXT_ALONE if 'vlm' in kind else SUPERVISED}; only sft is converted"])
+        raise UserError(f"{file}: {kind}: {TEXT_ALONE if 'vlm' in kind else SUPERVISED}; only sft is converted")
     first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     flags = read_flags([word for word in words[first:] if word != script], problems)
     raise_if_any([f"{file}: {problem}" for problem in problems])
-    # axolotl train FILE --flags
-    named = flags.pop("config", None) or next(
-        (word for word in words[:first] if word.endswith((".yaml", ".yml"))), None
-    )
+    files = [word for word in words[:first] if word.endswith((".yaml", ".yml"))]  # axolotl train FILE --flags
+    named = flags.pop("config", None) or next(iter(files), None)
     values = read_trainer_file(named)[0] if named else {}
-    return without_nulls(values | {name: as_yaml(value) for name, value in flags.items()}), trainer or "trl"
+    for name, value in flags.items():  # as a YAML file would hold it: numbers, true and false, JSON
+        values[name] = value
+        if isinstance(value, str):
+            with contextlib.suppress(yaml.YAMLError):
+                values[name] = yaml.safe_load(value)
+    return without_nulls(values), trainer or "trl"
 
 
 def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,24 +105,9 @@ def without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None and value != ""}
 
 
-def as_yaml(value: Any) -> Any:
-    """A word of a command line as a YAML file would hold it: numbers, true and false, JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value
-
-
 def left_out(why: str) -> str:
     """Why an option has none in dsft. Args: `why`: what its entry tells those who write it."""
     return "left out; " + why.removesuffix("; leave it out").removeprefix("leave it out").lstrip(";, ")
-
-
-def known_trainer(given: Mapping[str, Any]) -> str:
-    """The trainer whose options these are; empty where none's are."""
-    return next((name for name, options in TRAINERS.items() if given.keys() & set(options.split())), "")
 
 
 class Converted:
@@ -141,7 +127,30 @@ class Converted:
             self._add(name, given[name])
         for name, value in DEFAULTS[trainer].items():
             self._add(name, value, is_default=True)
-        self._settle()
+        # Take out what the options refuse one by one, or what has nothing to act on; keep what they lack together.
+        for option, value in list(self.values.items()):
+            problems: list[str] = []
+            checked = check_values({option: value}, training_types(), problems)
+            if option == "chat_template" and not problems:
+                try:
+                    load_template(str(value))
+                except ValueError:
+                    problems.append(f"{value}: no preset or file here; the tokenizer's own is taken")
+            if problems:
+                self._drop(option, "; ".join(problem.split(" (choose from")[0] for problem in problems))
+            elif checked[option] is None:  # "none", which is dsft's default
+                del self.values[option]
+            else:
+                self.values[option] = checked[option]
+        if self.values.get("method", "full") == "full":
+            for option in [each for each in self.values if each.startswith("lora_")]:
+                self._drop(option, "all weights are trained", is_noted="default" not in self.origins[option])
+        if not self.values.get("eval_data") and not self.values.get("eval_fraction"):
+            for option in [each for each in self.values if each in ("eval_strategy", "eval_steps")]:
+                self._drop(option, "no held-out data is given")
+        problems = []
+        make_config(TrainConfig, self.values, problems)
+        self.problems = [each for each in problems if not each.startswith(NOT_NEEDED[2])]
 
     def _add(self, name: str, value: Any, *, is_default: bool = False) -> None:
         """Translate one option; a default takes the place of none that is given."""
@@ -188,32 +197,6 @@ class Converted:
         else:
             notes.append(f"{value}: no counterpart; {elsewhere.how}".rstrip("; "))
         return {}
-
-    def _settle(self) -> None:
-        """Take out what the options refuse one by one, or what has nothing to act on; keep what they lack together."""
-        for option, value in list(self.values.items()):
-            problems: list[str] = []
-            checked = check_values({option: value}, training_types(), problems)
-            if option == "chat_template" and not problems:
-                try:
-                    load_template(str(value))
-                except ValueError:
-                    problems.append(f"{value}: no preset or file here; the tokenizer's own is taken")
-            if problems:
-                self._drop(option, "; ".join(problem.split(" (choose from")[0] for problem in problems))
-            elif checked[option] is None:  # "none", which is dsft's default
-                del self.values[option]
-            else:
-                self.values[option] = checked[option]
-        if self.values.get("method", "full") == "full":
-            for option in [each for each in self.values if each.startswith("lora_")]:
-                self._drop(option, "all weights are trained", is_noted="default" not in self.origins[option])
-        if not self.values.get("eval_data") and not self.values.get("eval_fraction"):
-            for option in [each for each in self.values if each in ("eval_strategy", "eval_steps")]:
-                self._drop(option, "no held-out data is given")
-        problems = []
-        make_config(TrainConfig, self.values, problems)
-        self.problems = [each for each in problems if not each.startswith(NOT_NEEDED[2])]
 
     def _drop(self, option: str, reason: str, *, is_noted: bool = True) -> None:
         del self.values[option]

@@ -31,7 +31,7 @@ def show_checkpoints(options: FolderOptions) -> None:
 
     folders = checkpoints(options.folder)
     if not folders:
-        raise UserError([f"{options.folder}: holds no checkpoints"])
+        raise UserError(f"{options.folder}: holds no checkpoints")
     newest, ranks = None, None
     table = Table(*(Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")), "complete")
     for folder in folders:
@@ -62,7 +62,7 @@ def verify_checkpoint(options: FolderOptions) -> None:
     """
     path = Path(options.folder)
     if not path.is_dir():
-        raise UserError([f"{path}: is no folder"])
+        raise UserError(f"{path}: is no folder")
     folders = [path]
     if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
         folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"dsft {version('dsft')}")
         return
     if name not in COMMANDS:
-        raise UserError([f"{name!r} is no command{nearest(name, COMMANDS)}; dsft --help lists them"])
+        raise UserError(f"{name!r} is no command{nearest(name, COMMANDS)}; dsft --help lists them")
     if {"-h", "--help"} & set(words):
         launched = next((word for word in words if word in ("train", "eval")), name)
         print(command_help(launched if name == "launch" else name, everything="all" in words))
@@ -85,7 +85,7 @@ def run_command(name: str, words: list[str]) -> None:
                 options.append(f"--{option.name} " if option.kw_only else "")
         where = f"{options[0] if len(options) == 1 else ''}{where}"
         way_out = "free some space, or name another disk" if error.errno in FULL else "name another file or folder"
-        raise UserError([f"{where}{error.strerror}; {way_out}"]) from error
+        raise UserError(f"{where}{error.strerror}; {way_out}") from error
 
 
 if __name__ == "__main__":

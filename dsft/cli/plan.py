@@ -72,20 +72,20 @@ def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | 
     path = Path(options.prices).expanduser() if options.prices else MACHINES
     given = [name for name in ("gpus", "gpu_type", "nodes", "hostfile", "machine") if getattr(options, name)]
     if given:
-        raise UserError([f"--cheapest tries machines of its own; leave out --{' and --'.join(given)}"])
+        raise UserError(f"--cheapest tries machines of its own; leave out --{' and --'.join(given)}")
     questions = ("perplexity", "longest", "largest", "write", "explain", "calibrate", "dollars_per_gpu_hour")
     if asked := [name for name in questions if getattr(options, name)]:
-        raise UserError([f"--cheapest is a question of its own; leave out --{' and --'.join(asked)}"])
+        raise UserError(f"--cheapest is a question of its own; leave out --{' and --'.join(asked)}")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         entries = content["machine"]
         if not entries or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("machine is no list of tables")
     except OSError as error:
-        raise UserError([f"--prices {path}: {error.strerror}; name another file"]) from None
+        raise UserError(f"--prices {path}: {error.strerror}; name another file") from None
     except (KeyError, ValueError) as error:
         raise UserError(
-            [f"--prices {path}: {one_line(error)}; write [[machine]] tables like those of {MACHINES}"]
+            f"--prices {path}: {one_line(error)}; write [[machine]] tables like those of {MACHINES}"
         ) from None
     priced, hardware = [], {field.name for field in dataclasses.fields(HardwareFields)}
     for number, entry in enumerate(entries, 1):
@@ -96,7 +96,7 @@ def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | 
             problem = f"unknown key {unknown[0]}" if unknown else "it needs gpus, such as 8xH100"
             if not is_price:
                 problem = f"dollars_per_gpu_hour = {dollars!r} is no price; write a number, or leave it out"
-            raise UserError([f"--prices {path}: machine {number}: {problem}"])
+            raise UserError(f"--prices {path}: machine {number}: {problem}")
         changes = {name: str(value) for name, value in entry.items()}
         priced += [(machine, dollars) for machine in read_machines(dataclasses.replace(options, **changes))]
     return str(content.get("source", path)), priced
@@ -108,12 +108,12 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     """
     hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else {}
     if hosts and options.nodes:
-        raise UserError([f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one"])
+        raise UserError(f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one")
     words = (options.nodes or "1").split(",")
     nodes = [len(hosts)] if hosts else [int(word) if word.strip().isdecimal() else 0 for word in words]
     if min(nodes) < 1:
         raise UserError(
-            [f"--nodes {options.nodes}: write a number of at least 1, or several with commas, for example 1,2,4,8"]
+            f"--nodes {options.nodes}: write a number of at least 1, or several with commas, for example 1,2,4,8"
         )
     slots = min(hosts.values(), default=None)
 
@@ -122,13 +122,11 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         machine = read_machine(Path(options.machine).expanduser())
         for name in ("gpus", "gpu_type"):
             if asked := getattr(options, name):
-                raise UserError([f"--{name} {asked}: --machine {options.machine} contains it; keep one"])
+                raise UserError(f"--{name} {asked}: --machine {options.machine} contains it; keep one")
         if slots and slots != machine.ranks_per_node:
             raise UserError(
-                [
-                    f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile"
-                    f" {options.hostfile} has {slots} per node"
-                ]
+                f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile"
+                f" {options.hostfile} has {slots} per node"
             )
     elif options.gpus or options.gpu_type:
         machine = _on_paper(options, slots)
@@ -162,7 +160,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         changes["interconnect"] = "+".join(sorted([*asked, *kept], key=is_network))
     if machine.ranks_per_node * max(nodes) > MOST_GPUS:
         raise UserError(
-            [f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"]
+            f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"
         )
     changes["host_names"] = tuple(sorted(hosts))
     return [dataclasses.replace(machine, nodes=number, **changes) for number in nodes]
@@ -173,14 +171,14 @@ def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
     number, word = split_gpus(options.gpus) if options.gpus else (slots or 8, "")
     if slots and number != slots:
         raise UserError(
-            [f"--gpus {options.gpus}: --hostfile {options.hostfile} has {slots} per node; make them the same"]
+            f"--gpus {options.gpus}: --hostfile {options.hostfile} has {slots} per node; make them the same"
         )
     if number > MOST_GPUS_PER_NODE:
-        raise UserError([f"--gpus {options.gpus}: no node has more than {MOST_GPUS_PER_NODE} GPUs; use --nodes"])
+        raise UserError(f"--gpus {options.gpus}: no node has more than {MOST_GPUS_PER_NODE} GPUs; use --nodes")
     gpu_type, size = options.gpu_type or "", 0
     if named_gpus(word):
         if gpu_type:
-            raise UserError([f"--gpus {options.gpus} and --gpu_type {gpu_type} both name the card; keep one"])
+            raise UserError(f"--gpus {options.gpus} and --gpu_type {gpu_type} both name the card; keep one")
         gpu_type = word
     elif word:
         size = parse_bytes(word)
@@ -204,9 +202,9 @@ def read_machine(path: Path) -> Machine:
         carried = {name: fields["carried"][name] for name in ("bits", "ranks", "outside")}
         machine = Machine(**fields | {"measured": False, "carried": carried, "host_names": ()})
     except OSError as error:
-        raise UserError([f"--machine {path}: {error.strerror}"]) from None
+        raise UserError(f"--machine {path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError):
         machine = None
     if not (machine and machine.carried["ranks"]):
-        raise UserError([f"--machine {path}: no measured rates in it; write it with dsft plan --calibrate --json"])
+        raise UserError(f"--machine {path}: no measured rates in it; write it with dsft plan --calibrate --json")
     return machine

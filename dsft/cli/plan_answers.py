@@ -60,9 +60,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     machine = machines[0]
     if options.calibrate:
         if not machine.measured:
-            raise UserError(
-                ["--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --machine"]
-            )
+            raise UserError("--calibrate measures this machine; leave out --gpus, --hostfile, --gpu_type and --machine")
         dtype = training.dtype if training.dtype != "auto" else auto_dtype(machine)
         path, others = calibrate(machine, dtype=dtype)
         show_text(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
@@ -71,7 +69,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     asked_for_one = options.perplexity or options.largest or options.longest
     if asked_for_one and (len(machines) > 1 or options.write or options.explain):
         raise UserError(
-            ["--perplexity, --longest and --largest take one number of nodes, and neither --write nor --explain"]
+            "--perplexity, --longest and --largest take one number of nodes, and neither --write nor --explain"
         )
     if options.largest:
         rows = largest_models(training, machine, attention=options.attention)
@@ -285,7 +283,7 @@ def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: M
         tokens, epochs = steps * plan.time.tokens_per_step, None
     elif options.dollars_per_gpu_hour:
         raise UserError(
-            ["--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"]
+            "--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"
         )
     else:
         if offline.data:
@@ -379,7 +377,7 @@ def describe_question(options: TrainConfig, job: Job) -> str:
 def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> None:
     """How speed, memory and cost move with the number of nodes."""
     if options.write or options.explain:
-        raise UserError(["--write and --explain take one number of nodes"])
+        raise UserError("--write and --explain take one number of nodes")
     smallest = min(machines, key=lambda machine: machine.world_size)
     offline = _decided(options, training, smallest)
     job = offline.job

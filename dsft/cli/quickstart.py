@@ -65,7 +65,7 @@ def init(options: InitOptions) -> None:
     """Write a commented run.yaml. Raises UserError where it exists."""
     path = Path(options.out)
     if path.exists():
-        raise UserError([f"{path}: exists; name another file with --out"])
+        raise UserError(f"{path}: exists; name another file with --out")
     values = {
         "model": options.model,
         "data": options.data[0] if len(options.data) == 1 else options.data,
@@ -83,7 +83,7 @@ def init(options: InitOptions) -> None:
 def _folder(options: FolderOptions | QuickstartOptions) -> Path:
     """The folder to write. Raises UserError where something else is there."""
     if os.path.lexists(options.folder) and not os.path.isdir(options.folder):
-        raise UserError([f"{options.folder}: exists and is no folder; choose a new one"])
+        raise UserError(f"{options.folder}: exists and is no folder; choose a new one")
     return Path(options.folder)
 
 
@@ -203,7 +203,7 @@ def run(options: QuickstartOptions) -> None:
     """
     start, folder = time.perf_counter(), _folder(options)
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
-        raise UserError([f"{folder}: exists and is no quickstart folder; choose a new one"])
+        raise UserError(f"{folder}: exists and is no quickstart folder; choose a new one")
     for old in ("runs/full", "runs/lora", "merged", "perplexity", "report"):
         shutil.rmtree(folder / old, ignore_errors=True)
     (folder / "report.html").unlink(missing_ok=True)

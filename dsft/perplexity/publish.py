@@ -24,7 +24,7 @@ from dsft.errors import UserError, one_line
 from dsft.perplexity.compare import Estimate, named_apart
 from dsft.perplexity.results import Evaluation, finite, on_data
 from dsft.perplexity.sums import LEVEL, exp
-from dsft.runtime.disk import write_json
+from dsft.units import write_json
 
 METRICS = {
     "perplexity": ("tokens", exp),

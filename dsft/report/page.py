@@ -15,8 +15,7 @@ import yaml
 from dsft.checkpoints.run_folder import samples_in
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.perplexity.intervals import in_words
-from dsft.perplexity.sums import exp
+from dsft.perplexity.sums import exp, in_words
 from dsft.report.charts import COLOURS, ON_PAGE, SMOOTHED, charts
 from dsft.report.runs import Report, Run
 from dsft.units import GiB, describe_value, in_digits

@@ -187,7 +187,11 @@ A well-known man' s dog ' at 20°C! Why? """
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("protocol", "length", "documents", "tokens"),
-    [("gptq-ptb-new", 4, None, None), ("gptq-c4-new", 4, 1100, 4 * 256), ("gptq-c4-new", 32, 1100, 32 * 256)],
+    [
+        ("gptq-ptb-new", 4, None, None),
+        ("gptq-c4-new", 4, 1100, 4 * 256),
+        pytest.param("gptq-c4-new", 32, 1100, 32 * 256, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_new_sets_of_gptq_are_joined_by_a_blank_and_c4_is_cut(tiny, tmp_path, protocol, length, documents, tokens):
     texts = sentences(1105, seed=7, longest=4)
