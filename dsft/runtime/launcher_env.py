@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
-from dsft.runtime.software import code_folder
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
@@ -384,6 +383,8 @@ def ssh_problem(node: str, text: str, exit_code: int | None) -> SshProblem:
                 " then on both ends: ip link set dev INTERFACE mtu THAT"
             )
             return SshProblem("mtu-path", node, f"{message} (MTU)", fix)
+    from dsft.runtime.software import code_folder  # reads versions of packages, which help does without
+
     values = {
         "node": node,
         "last": (text.splitlines() or [""])[-1][:300],
