@@ -139,7 +139,8 @@ def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():
         resolve_offline(TrainConfig(model="Qwen/Qwen2.5-0.5B", revision="v2"), EIGHT_GPUS)
 
 
-def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kernels", grid(["none computes", "tried"], ["none computes"]))
+def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp_path, monkeypatch, kernels):
     few = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     GptOssConfig(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=512, **few).save_pretrained(tmp_path)
     options = TrainConfig(model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=128)
@@ -148,6 +149,10 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
     for other in ({"dtype": "float32"}, {"attn_implementation": "eager"}):
         assert resolve_offline(dataclasses.replace(options, **other), EIGHT_GPUS).job.attention == "eager"
     monkeypatch.setattr(resolve, "has_gpu", lambda: True)  # one on which neither kernel computes: here the CPU
-    monkeypatch.setattr(trials, "has_gpu", lambda: True)
+    if kernels == "tried":  # flex attention is compiled for it, which takes seconds
+        monkeypatch.setattr(trials, "has_gpu", lambda: True)
+    else:
+        none = trials.Packing(attn_implementation=None, problem=kernels)
+        monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: none)
     without = resolve_offline(options, this_machine())
     assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
