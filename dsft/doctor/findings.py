@@ -105,9 +105,7 @@ KINDS: dict[str, dict[str, str]] = {
 """Severity -> code of a finding -> why it matters. Each has a line in docs/doctor.md."""
 MESSAGES = {code: (severity, why) for severity, kinds in KINDS.items() for code, why in kinds.items()}
 SHARED_BYTES_PER_RANK = 256 * MiB
-"""DeepSpeed's collectives on CPU take 66 MiB per rank, NCCL some 10 MiB per pair of GPUs, data loaders what a batch
-takes; Docker's default is 64 MiB in all.
-"""
+"""DeepSpeed's CPU collectives take 66 MiB per rank, NCCL 10 MiB per pair of GPUs; Docker's default is 64 in all."""
 FEWEST_FILES = 4096
 FREE_CACHE_BYTES = 5 * GiB
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -269,7 +267,7 @@ def spread(rows: dict[str, dict[str, Any]]) -> tuple[list[str], str]:
 
 def check_versions(facts: dict[str, NodeFacts]) -> Iterator[Finding]:
     """One finding for packages, one for dsft's own code, one for drivers and GPU types."""
-    rows, first = differences(facts), next(iter(facts.values()), None)
+    rows, first = differences(facts), next(iter(facts.values()))
     code, drivers = ({row: rows[row] for row in names if row in rows} for names in (CODE_ROWS, DRIVER_ROWS))
     if packages := {row: versions for row, versions in rows.items() if row not in CODE_ROWS + DRIVER_ROWS}:
         odd, text = spread(packages)
@@ -330,7 +328,7 @@ def check_names(facts: dict[str, NodeFacts], reached: dict[str, Reached]) -> Ite
                 f" `GLOO_SOCKET_IFNAME={node.interface_of(address) or 'eth0'}` in .deepspeed_env",
             )
     for name, answer in reached.items():
-        unknown = [other for other, addresses in answer.names.items() if not addresses and other != name]
+        unknown = [other for other, addresses in answer.names.items() if not addresses]
         if unknown:
             fix = f"the same lines in /etc/hosts on every node, or DNS; then on {name}: getent hosts {unknown[0]}"
             yield finding("name-unresolved", name, f"{join(unknown)} does not resolve there", fix)

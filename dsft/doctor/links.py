@@ -11,8 +11,7 @@ from dsft.doctor.findings import Finding, finding, join
 from dsft.doctor.phases import NodeFacts
 
 MIN_SEGMENTS = 1000  # of fewer, a share says little
-MOST_ROUNDS = 19
-"""Of exchanges between pairs: a round takes 0.5 s where links are healthy, and ranks end themselves after 40 s."""
+MOST_ROUNDS = 19  # of exchanges between pairs: one takes 0.5 s where links are healthy, and ranks live for 40 s
 ALL_CONNECT = 8  # up to so many nodes each connects to each
 BELOW_ASSUMED = 0.5
 LOST = 0.02  # of the segments; a sound network between nodes loses less than one in thousands
@@ -25,20 +24,14 @@ class Measured:
 
     pairs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     """(lower node, higher node) -> {"bytes_per_second": what one node gets from the other while it sends as much, over
-    all ranks, in the slower direction; "seconds": of the smallest message}.
-    """
+    all ranks, in the slower direction; "seconds": of the smallest message}."""
     again: set[tuple[int, int]] = field(default_factory=set)  # of these, the slowest, which were measured again, alone
-    slow: set[tuple[int, int]] = field(default_factory=set)
-    """Of these, those that stayed slower than the fastest pair, measured in turns with it."""
+    slow: set[tuple[int, int]] = field(default_factory=set)  # of these, those that stayed slower than the fastest pair
     inside: dict[int, float] = field(default_factory=dict)
-    """Node with several ranks -> bytes per second that one of them gets in an all-reduce (everything twice, as
-    `Speeds.all_reduce_bytes`).
-    """
-    flops: dict[int, float] = field(default_factory=dict)
-    """Rank -> floating-point operations per second of a matrix product."""
+    """Node with several ranks -> bytes per second of one of them in an all-reduce (as `Speeds.all_reduce_bytes`)."""
+    flops: dict[int, float] = field(default_factory=dict)  # rank -> operations per second of a matrix product
     wrong: list[int] = field(default_factory=list)  # ranks that got a wrong sum
-    lost: dict[int, float] = field(default_factory=dict)
-    """Node -> share of the TCP segments of the measurement that it had to send again."""
+    lost: dict[int, float] = field(default_factory=dict)  # node -> share of its TCP segments that were sent again
     collective_seconds: float = 0.0  # of the smallest all-reduce over all ranks
 
     @property

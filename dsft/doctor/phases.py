@@ -130,8 +130,7 @@ class NodeFacts:
     python_path: str
     code_folder: str
     slots: int  # ranks there: as the host file says, else one per GPU, else up to 2 CPU processes
-    ranks: list[int] = field(default_factory=list)
-    """Numbers of the ranks that a launcher has started there; empty: the doctor starts its own."""
+    ranks: list[int] = field(default_factory=list)  # numbers of those that a launcher started; empty: the doctor does
     versions: dict[str, str]
     """Of Python, packages ("missing" where not installed), dsft's own code, GPU driver and type ("none")."""
     gpus: Gpus

@@ -2,14 +2,13 @@
 
     python -m dsft.doctor.smoke      the ranks of one node, started by the phase `measure`
 
-imports torch, then waits for a line of JSON with the ranks, the master's address and the pairs; forks a process per
+imports torch, then waits for a line of JSON (`options` of `measure_all`, the master's address); forks a process per
 slot (torch is imported once, CUDA not yet touched) and writes a line for each stage of each rank, so that whoever does
 not answer can be named.
 
-`examine_launched` is `dsft doctor` as ranks that srun, mpirun, torchrun, accelerate or deepspeed started: rank 0 asks
-and delivers the report; the first rank of each host runs the phases, and in `measure` all ranks take part. Questions
-and answers go through torch's TCPStore at MASTER_ADDR, not through a process group: that the ranks cannot form one is
-what may have to be found out.
+`examine_launched` is `dsft doctor` as ranks of srun, mpirun, torchrun, accelerate or deepspeed: rank 0 asks; the first
+rank of each host runs the phases, and in `measure` all take part. Questions and answers go through torch's TCPStore at
+MASTER_ADDR: that the ranks cannot form a process group is what may have to be found out.
 """
 
 import contextlib
