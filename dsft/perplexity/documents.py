@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -261,13 +261,13 @@ class JoinedTexts(Documents):
     ) -> Iterator[Batch]:
         documents, pieces, batch = 0, Pieces(tokenizer), None
         for batch in batches:
-            ended = accumulate((row.ends_document for row in batch.rows), initial=documents)
-            most = math.inf if self.max_documents is None else self.max_documents
-            rows = [row for row, before in zip(batch.rows, ended, strict=False) if before < most]
-            for row, sample in zip(rows, samples_in(replace(batch, rows=rows), rules, tokenizer), strict=True):
+            for row in batch.rows:
+                (sample,) = samples_in(replace(batch, rows=[row]), rules, tokenizer)
                 text = self.separator * (documents > 0 and row.starts_document) + text_of(sample)
                 yield from (replace(batch, rows=[piece], first=documents) for piece in pieces.add(text))
                 documents += row.ends_document
+                if documents == self.max_documents:
+                    break
             if documents == self.max_documents:
                 break
         if documents:
@@ -401,7 +401,7 @@ class Breakdown:
     def update(self, windows: list[int], columns_KN: np.ndarray) -> list[list[list[float]]]:
         """Add a batch, nats first; return its sums of each grouping: places in [D, G], nats and tokens."""
         places = [self.windows.scored_places(window) for window in windows]
-        documents_N = np.searchsorted(self.windows.document_ends, np.concatenate(places), side="right")
+        documents_N = self.windows.documents_of(np.concatenate(places))
         recorded = []
         for grouping, sums in zip(self.groupings, self.sums, strict=True):
             groups_N = np.concatenate([grouping.groups_of(*pair) for pair in zip(windows, places, strict=True)])
@@ -456,8 +456,8 @@ def grouping(
             raise UserError(
                 f"group_by={name}: protocol={windows.mode} joins all documents; use protocol lm-eval or dsft"
             )
-        group_D, ends_D = np.array(of_document, dtype=np.int64), windows.document_ends
-        return Grouping(name, list(numbers), lambda _, places: group_D[np.searchsorted(ends_D, places, side="right")])
+        group_D = np.array(of_document, dtype=np.int64)
+        return Grouping(name, list(numbers), lambda _, places: group_D[windows.documents_of(places)])
 
     if name == "position":  # tokens before a token in its window, between powers of two
         starts_W = windows.spans[:, 0]

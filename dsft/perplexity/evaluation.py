@@ -36,7 +36,7 @@ from dsft.models.size import check_sharding
 from dsft.models.weights import Candidate, check_weights, with_bases
 from dsft.perplexity.documents import Breakdown, build_windows, grouping
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
-from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results
+from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
 from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
@@ -230,7 +230,7 @@ def _jobs(
             "versions": versions(*PACKAGES) if options["quantization"] != UNQUANTISED else versions(),
         }
         breakdown = Breakdown(windows, groupings) if groupings else None
-        name = f"{source} by {config.protocol}" if config.protocol else source
+        name = on_data(source, config.protocol)
         jobs.append(_Job(name=name, config=config, windows=windows, breakdown=breakdown, about=about))
     return jobs
 

@@ -290,16 +290,11 @@ def _bounds(low: float | None, high: float | None, spec: str) -> str:
 
 
 class Results:
-    """Holds the results in a folder, of this evaluation and of earlier ones; rank 0 reads and writes.
-
-    Collective: every rank makes one.
+    """The results in a folder, of this evaluation and of earlier ones; rank 0 reads and writes. Collective: every rank
+    makes one. Raises UserError where a file that is there cannot be read.
     """
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: where a file that is there cannot be read.
-        """
         self.folder = folder
         self.reports: dict[Key, dict[str, Any]] = {}
         """On rank 0."""
@@ -398,8 +393,13 @@ class Results:
 
 class Recorder:
     """Takes every batch that this rank scores, writes what resuming needs, and knows what was scored before.
-
     Collective: every rank makes one.
+
+    Args:
+        partial: folder of the lines of this evaluation; None where it cannot be resumed.
+        observers: each adds something up over all tokens. `update(windows, columns_KN)` takes a batch and returns what
+            its line keeps of it; `restore` takes that when an evaluation resumes, with the same observers.
+        tokens: folder of the scored tokens; None where they are not kept.
     """
 
     def __init__(
@@ -410,13 +410,6 @@ class Recorder:
         observers: Sequence[Any] = (),
         tokens: Path | None = None,
     ):
-        """
-        Args:
-            partial: folder of the lines of this evaluation; None where it cannot be resumed.
-            observers: each adds something up over all tokens. `update(windows, columns_KN)` takes a batch and returns
-                what its line keeps of it; `restore` takes that when an evaluation resumes, with the same observers.
-            tokens: folder of the scored tokens; None where they are not kept.
-        """
         self.windows, self.partial, self.observers, self.tokens = windows, partial, observers, tokens
         lines = []
         if partial:
@@ -451,11 +444,10 @@ class Recorder:
         self._lines.append([batch, piece_sums, recorded])
         if self.tokens:
             places = np.concatenate([self.windows.scored_places(window) for window in windows])
-            documents = np.searchsorted(self.windows.document_ends, places, side="right")
-            starts = np.concatenate([[0], self.windows.document_ends])[documents]
+            documents = self.windows.documents_of(places)
             columns = {
                 "document": documents.astype(np.int64),
-                "position": (places - starts).astype(np.int64),
+                "position": (places - self.windows.document_starts[documents]).astype(np.int64),
                 "token": np.asarray(self.windows.tokens[places]).astype(np.int32),
                 "nats": columns_KN[0].numpy(),
             }

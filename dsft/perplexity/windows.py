@@ -59,6 +59,14 @@ class Windows:
         """[W]: tokens that each window feeds to the model."""
         return self.spans[:, 1] - self.spans[:, 0] - 1
 
+    @property
+    def document_starts(self) -> np.ndarray:
+        return np.concatenate([[0], self.document_ends])[:-1]
+
+    def documents_of(self, places: np.ndarray) -> np.ndarray:
+        """Return which documents hold these places in `tokens`."""
+        return np.searchsorted(self.document_ends, places, side="right")
+
     def inputs_and_targets(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ([T], [T]) of a window: fed tokens, and for each position the token to predict or -100."""
         start, end, scored_from = self.spans[window]
@@ -91,10 +99,9 @@ class Windows:
         begins = np.concatenate([[0], self.spans[:, 1]])
         numbers = np.concatenate([self.spans[:, 2], [len(self.tokens)]]) - begins
         places = np.repeat(begins - (np.cumsum(numbers) - numbers), numbers) + np.arange(numbers.sum())
-        documents = np.searchsorted(self.document_ends, places, side="right")
-        bytes_P = bytes_V[self.tokens[places]]
-        is_first_P = places == np.concatenate([[0], self.document_ends])[documents]
-        bytes_P = np.maximum(bytes_P - blank * is_first_P, 0)
+        documents = self.documents_of(places)
+        is_first_P = places == self.document_starts[documents]
+        bytes_P = np.maximum(bytes_V[self.tokens[places]] - blank * is_first_P, 0)
         unscored_D = np.bincount(documents, bytes_P, len(self.document_ends)).astype(np.int64)
         self.unscored_bytes = np.minimum(unscored_D, self.document_bytes)
 
@@ -109,18 +116,17 @@ class Windows:
         A piece is the scored part of a window within one document; what has no token that counts is no piece. They come
         for WINDOWS_AT_ONCE windows at a time: finding pieces takes more memory than they do.
         """
-        ends, starts = self.document_ends, np.concatenate([[0], self.document_ends])
-        stop = len(self.spans) if stop is None else stop
+        starts, stop = self.document_starts, len(self.spans) if stop is None else stop
         for at in range(first, max(stop, first + 1), WINDOWS_AT_ONCE):
             _, stops_W, begins_W = self.spans[at : min(at + WINDOWS_AT_ONCE, stop)].T
             # Each window is cut where documents end: a piece for each document from its first token to its last.
-            first_W, last_W = (np.searchsorted(ends, at_W, side="right") for at_W in (begins_W, stops_W - 1))
+            first_W, last_W = (self.documents_of(at_W) for at_W in (begins_W, stops_W - 1))
             per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
             windows_P = np.repeat(np.arange(len(begins_W)), per_window)
             before_W = np.cumsum(per_window) - per_window
             documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
             begins_P = np.maximum(begins_W[windows_P], starts[documents_P])
-            stops_P = np.minimum(stops_W[windows_P], starts[documents_P + 1])
+            stops_P = np.minimum(stops_W[windows_P], self.document_ends[documents_P])
             counts_P = np.zeros(len(windows_P), dtype=np.int64)
             filled = begins_P < stops_P
             counts_P[filled] = count_true(self.scorable, begins_P[filled], stops_P[filled])
