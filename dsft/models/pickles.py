@@ -214,21 +214,17 @@ class ZeroShards:
             )
         self.world_size = len(files)
         file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
+        # Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran.
         self.model_state: dict[str, Any] = load_pickle(file) if file else {}
-        """Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran."""
         if not self.model_state.get("param_shapes"):
             raise UserError(
                 f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
                 " how the shards are cut; take a checkpoint that was written in full"
             )
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(shape) for group in self.model_state["param_shapes"] for name, shape in group.items()
-        }
-        """Of each trained parameter, as it is when gathered."""
-        self.step: int | None = None
-        """Of the optimizer; None where it does not count."""
-        self.counters: dict[str, Any] = {}
-        """What the optimizer keeps for a group of parameters (AVERAGING), the same for all."""
+        groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
+        self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+        self.step: int | None = None  # of the optimizer; None where it does not count
+        self.counters: dict[str, Any] = {}  # what the optimizer keeps for a group (AVERAGING), the same for all
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]
@@ -237,7 +233,7 @@ class ZeroShards:
             is_stage_3 = states.get("zero_stage", 1) == 3
             weights = states["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
             optimizer = states["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
-            spans = self.model_state["param_shapes"] if is_stage_3 else states["param_slice_mappings"]
+            spans = groups if is_stage_3 else states["param_slice_mappings"]
             first = optimizer["param_groups"][0]
             self.counters |= {name: first[name] for name in AVERAGING if name in first}
             of_groups = next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None)
@@ -263,12 +259,8 @@ class ZeroShards:
                         f"{self.folder}: {file.name} was not written by one of {self.world_size} ranks; are the files"
                         " of all ranks there?"
                     )
-        absent = [
-            name
-            for name, shape in self.shapes.items()
-            if sum(piece.numel for piece in self._pieces.get(name, [])) != math.prod(shape)
-        ]
-        if absent:
+        numels = {name: sum(piece.numel for piece in pieces) for name, pieces in self._pieces.items()}
+        if absent := [name for name, shape in self.shapes.items() if numels.get(name, 0) != math.prod(shape)]:
             raise UserError(
                 f"{self.folder}: {len(absent)} parameters are incomplete, the first is {absent[0]}; are the files"
                 " of all ranks there?"

@@ -2,7 +2,7 @@
 
 A format is either made while weights load (FORMATS: bitsandbytes, torchao), or it lies on disk (ON_DISK: a GGUF file,
 or the `quant_method` in a model's config: GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all. A new
-format is one value below.
+format is one value below; where a new package makes it, also its branch in `load_config`.
 """
 
 import copy

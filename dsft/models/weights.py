@@ -24,7 +24,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from dsft.config.options import EvalConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.model_folder import adapter_base, described_in, has_only_shards, located
 from dsft.models.package import save_as_on_disk, whole_class
@@ -91,15 +91,15 @@ def with_bases(model: str) -> Iterator[str]:
         yield from with_bases(base)
 
 
-def check_weights(candidate: Candidate, *, local: bool) -> list[str]:
+def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
-    config, facts = candidate.config, candidate.facts
-    base, problems = adapter_base(described_in(config.model)), []
-    if Path(base or config.model).exists() == local:
-        problems += weight_problems(base or config.model, facts, revision=config.revision)
-    if base and local:
-        trust = config.trust_remote_code
-        problems += adapter_problems(config.model, facts.config, key="model", trust_remote_code=trust)
+    model, adapter, key, problems = options.model, getattr(options, "adapter", None), "adapter", []
+    if isinstance(options, EvalConfig) and (base := adapter_base(described_in(model))):
+        model, adapter, key = base, model, "model"
+    if Path(model).exists() == local:
+        problems += weight_problems(model, facts, revision=options.revision)
+    if adapter and Path(adapter).exists() == local:
+        problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
     return problems
 
 

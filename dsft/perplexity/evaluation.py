@@ -113,7 +113,9 @@ def evaluate_models(
             )
         distributed.raise_together([reason for reason in refusals if reason])
     # Last of all checks: the weights of the hub are downloaded for it.
-    distributed.raise_together([line for each in scored.values() for line in check_weights(each, local=False)])
+    distributed.raise_together(
+        [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
+    )
     machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
     results = Results(Path(config.output_dir)) if config.output_dir else None
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats

@@ -125,7 +125,7 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
     if facts or config.tokenizer:
         tokenizer = check_tokenizer(config, faults, vocab_size=facts and facts.size.vocab_size)
     candidate = Candidate(config=config, tokenizer=tokenizer, facts=facts)
-    faults += check_weights(candidate, local=True) if facts else []
+    faults += check_weights(config, facts, local=True) if facts else []
     problems += [re.sub("^model(?==)", key, line) for line in faults]
     return candidate
 

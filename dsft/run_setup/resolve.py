@@ -56,7 +56,7 @@ from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sh
 from dsft.models.tokenizer import add_tokens, check_tokenizer, ids_beyond
 from dsft.models.trained import learning_rates, saved_lora_config, without_rows
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
-from dsft.models.weights import adapter_problems, weight_problems
+from dsft.models.weights import check_weights
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.fake_model import Attention, attention_of
@@ -487,16 +487,6 @@ def auto_dtype(machine: Machine) -> str:
     if machine.measured or not machine.has_gpu:
         return resolve_dtype("auto") if machine.has_gpu else "float32"
     return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
-
-
-def check_weights(options: TrainConfig, facts: ModelFacts, *, local: bool) -> list[str]:
-    """Compares weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
-    problems = []
-    if Path(options.model).exists() == local:
-        problems += weight_problems(options.model, facts, revision=options.revision)
-    if options.adapter and Path(options.adapter).exists() == local:
-        problems += adapter_problems(options.adapter, facts.config, trust_remote_code=options.trust_remote_code)
-    return problems
 
 
 def resume_decisions(
