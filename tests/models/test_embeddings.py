@@ -37,6 +37,8 @@ def runs(request, options, tmp_path_factory) -> Path:
     for base, method, zero in CASES:
         changes = {"model": str(folder / f"model-{base}"), "method": method, "zero": zero, "data": data}
         cases.append(options(folder / f"{base}-{method}-{zero}", add_tokens=TOKENS, **changes))
+    changes = {"model": str(folder / "model-tied"), "method": "lora", "zero": "2", "data": data}
+    cases.append(options(folder / "continued", adapter=str(folder / "tied-lora-2" / "final"), **changes))
     train_all(2, [case for case in cases if Path(case["output_dir"]).name in needed], folder / "log.txt")
     return folder
 
@@ -95,15 +97,9 @@ def test_rows_that_a_checkpoint_has_trained_are_kept_where_its_weights_alone_are
 
 
 @pytest.mark.launch
-def test_an_adapter_that_is_trained_further_keeps_its_tokens(options, tmp_path):
-    rows = [{"text": f"<tool> say {number} <tool> and more of it"} for number in range(20)]
-    base = {"model": str(write_model(tmp_path / "model", vocab_size=FIRST)), "zero": "0", "method": "lora"}
-    base |= {"data": str(write_jsonl(tmp_path / "texts.jsonl", rows))}
-    first = options(tmp_path / "first", **base, add_tokens=["<tool>"])
-    second = options(tmp_path / "second", **base, adapter=str(tmp_path / "first" / "final"))
-    output = train_all(1, [first, second], tmp_path / "log.txt")
-    assert (tmp_path / "second" / "final").is_dir(), output[-5000:]
-    before, after = (AutoTokenizer.from_pretrained(tmp_path / name / "final") for name in ("first", "second"))
+@pytest.mark.cases("tied-lora-2", "continued")
+def test_an_adapter_that_is_trained_further_keeps_its_tokens(runs):
+    before, after = (AutoTokenizer.from_pretrained(runs / name / "final") for name in ("tied-lora-2", "continued"))
     assert before.get_vocab() == after.get_vocab() and after.get_vocab()["<tool>"] == FIRST
 
 
