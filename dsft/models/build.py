@@ -1,22 +1,38 @@
-"""Builds the model, with adapters or a quantised base where asked. Under ZeRO-3 the DeepSpeed configuration must be
-registered before (by `TrainingArguments` or `HfDeepSpeedConfig`): only then are weights sharded while they load.
+"""Builds the model, with adapters or a quantised base where asked; compares its weights with its config before that.
+
+Under ZeRO-3 the DeepSpeed configuration must be registered before (by `TrainingArguments` or `HfDeepSpeedConfig`): only
+then are weights sharded while they load.
+
+transformers and peft give random numbers to what is missing or of another shape, and drop what has no place. Here their
+own loading runs over empty tensors (names and shapes, no memory, no content is read), with all its renamings, ties and
+exceptions; what it reports is an error. A file that cannot be read is named.
 """
 
 import contextlib
+import hashlib
 import io
-from collections.abc import Callable, Sequence
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+import transformers
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.integrations import gather_params_ctx
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from torch.nn.modules.module import _IncompatibleKeys
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.model_folder import (
     MODEL_FILES,
@@ -29,10 +45,10 @@ from dsft.models.model_folder import (
     located,
     step_folder,
 )
-from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk
+from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
 from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
-from dsft.models.size import load_model_config, set_router_loss
+from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.trained import (
     add_lora,
     gathered_rows,
@@ -42,12 +58,18 @@ from dsft.models.trained import (
     select_trained,
     unwrapped,
 )
-from dsft.models.weights import files_of_tensors, loading_problems, quiet_report
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+"""What a file of weights, or its index, raises that was cut, or holds something else."""
+WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+SAMPLE_BYTES = 2**12
+"""Of a block of a tensor that `weights_digest` reads."""
+NO_PLACE = "of its weights have no place in the model"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -230,3 +252,277 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
             with gather_params_ctx([tensor]):
                 tensor.copy_(state[name])
     return model
+
+
+def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
+    """Lists the problems of the weights of a folder or hub id, which are downloaded where they are not here yet.
+
+    What only a load can find is left to it: DeepSpeed's shards, and formats that are quantised on disk.
+    """
+    is_quantised = getattr(facts.config, "quantization_config", None)
+    if is_quantised or model.endswith((".json", ".gguf")) or has_only_shards(model):
+        return []
+    try:
+        files = _files(model, WEIGHT_FILES, revision)
+        if not files:
+            return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
+        tensors = _empty_tensors(files)
+        _, info = _load_empty(facts.architecture, facts.architecture_config, tensors)
+        if info["unexpected_keys"] and (whole := whole_class(facts.config)) not in (None, facts.architecture):
+            # What the text model leaves out is known to the class that loads the towers too.
+            info["unexpected_keys"] &= _load_empty(whole, facts.config, tensors)[1]["unexpected_keys"]
+        _raise_of_integers(tensors)
+    except UserError as error:
+        return [f"model={model}: {problem}" for problem in error.problems]
+    except RuntimeError as error:  # of a renaming, after transformers has shown its report
+        return [f"model={model}: its weights do not fit its config ({one_line(error)})"]
+    return loading_problems(model, info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model to score, as far as it is known before its weights are loaded."""
+
+    config: EvalConfig  # the options with `model` being the one folder or hub id that is loaded
+    tokenizer: PreTrainedTokenizerBase | None
+    facts: ModelFacts | None  # of the model, of its base where it is an adapter, with the format that it is loaded in
+
+    @property
+    def name(self) -> str:
+        """Of the model in results: a format that is made while it loads follows a colon."""
+        quantization = self.facts.size.quantization
+        is_made = quantization is not None and not quantization.lies_on_disk
+        return f"{self.config.model}:{quantization.format}" if is_made else self.config.model
+
+
+def with_bases(model: str) -> Iterator[str]:
+    """Yield the model, and the base of each adapter down to a full model."""
+    yield model
+    if base := adapter_base(described_in(model)):
+        yield from with_bases(base)
+
+
+def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
+    """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
+    model, adapter, key, problems = options.model, getattr(options, "adapter", None), "adapter", []
+    if isinstance(options, EvalConfig) and (base := adapter_base(described_in(model))):
+        model, adapter, key = base, model, "model"
+    if Path(model).exists() == local:
+        problems += weight_problems(model, facts, revision=options.revision)
+    if adapter and Path(adapter).exists() == local:
+        problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
+    return problems
+
+
+def load_empty(package: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Returns the model of a package on the meta device, with the names on disk that its loading reports."""
+    config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
+    empty = empty_model(config, trust_remote_code=trust_remote_code)
+    tensors = _empty_tensors(_files(package, WEIGHT_FILES, revision))
+    model, _ = _load_empty(type(empty), empty.config, tensors)
+    save_as_on_disk(model, tensors)
+    return model
+
+
+def _load_empty(
+    architecture: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Loads empty tensors; returns the model and transformers' report."""
+    options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quiet_report(bar=False):
+        return architecture.from_pretrained(None, config=config, state_dict=dict(tensors), **options)
+
+
+def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
+    """Lists tensors that did not come as they are, by transformers' loading report (`output_loading_info`)."""
+    problems = []
+    if missing := info["missing_keys"]:
+        problems.append(
+            f"{_tensors(missing, 'of the model missing from its weights')}; random numbers would stand there. Copy or"
+            " download the model again"
+        )
+    problems += [
+        f"{name} is {list(shape)} in its weights, {list(expected)} by its config; are both of the same model?"
+        for name, shape, expected in sorted(info["mismatched_keys"])[:1]
+    ]
+    if unexpected := info["unexpected_keys"]:
+        problems.append(
+            f"{_tensors(unexpected, NO_PLACE)}; is its config of another model? Where they may go, load and save it"
+            " once with transformers (from_pretrained, save_pretrained)"
+        )
+    return [f"model={model}: {problem}" for problem in problems]
+
+
+def adapter_problems(
+    adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
+) -> list[str]:
+    """Lists the problems of an adapter over the base of `config`; the option `key` names it."""
+    if has_only_shards(adapter):
+        return []
+    try:
+        files = _files(adapter, ADAPTER_FILES)
+        if not files:
+            return [f"{key}={adapter}: holds no {ADAPTER_FILES[0]}"]
+        tensors = _empty_tensors(files)
+        _raise_of_integers(tensors)
+        placed_adapter(adapter, config, tensors, trust_remote_code=trust_remote_code)
+    except UserError as error:
+        return [f"{key}={adapter}: {problem.removeprefix(adapter + '/')}" for problem in error.problems]
+    return []
+
+
+def placed_adapter(
+    adapter: str, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], *, trust_remote_code: bool = False
+) -> tuple[PeftModel, dict[str, torch.Tensor]]:
+    """Returns the base of `config` with an adapter over it, on the meta device, and the adapter's `tensors` by their
+    names in it. Each tensor has one place there, and each weight of the adapter its tensor.
+    Raises UserError, naming the tensor that has no place, is missing, or is of another shape.
+    """
+    peft_config, placed = saved_lora_config(adapter), {}
+
+    def receive(state: dict[str, torch.Tensor], **_: Any) -> Any:
+        placed.update(state)
+        return _IncompatibleKeys([], [])
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            base = empty_model(config, trust_remote_code=trust_remote_code)
+            grow_for(base, peft_config)
+            model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
+            with patches.replaced("adapter_tensors", lambda _: receive, on=model):
+                set_peft_model_state_dict(model, tensors)
+    except KeyError as error:  # of peft: a module that was saved as a whole
+        raise UserError(f"1 tensor of the adapter missing from its weights, {error}") from None
+    except (RuntimeError, ValueError) as error:  # target modules
+        raise UserError(f"does not fit its base ({one_line(error)})") from None
+    state, problems = model.state_dict(keep_vars=True), []
+    shared = {id(state[name]) for name in placed if name in state}  # one vector bank in all layers is saved once
+    saved = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False).values()
+    wanted = {id(parameter) for parameter in saved if parameter.requires_grad} - shared
+    trained = {name for name, parameter in state.items() if id(parameter) in wanted}
+    if missing := trained - placed.keys():
+        problems.append(_tensors(missing, "of the adapter missing from its weights"))
+    if unexpected := placed.keys() - state.keys():
+        problems.append(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
+    problems += [
+        f"does not fit its base: {name} is {list(placed[name].shape)}, and this base needs {list(state[name].shape)};"
+        " name its own base in adapter_config.json"
+        for name in sorted(placed.keys() & state.keys())
+        if placed[name].shape != state[name].shape
+    ][:1]
+    raise_if_any(problems)
+    return model, placed
+
+
+def _raise_of_integers(tensors: dict[str, torch.Tensor]) -> None:
+    """Weights in whole numbers would be cast, without the scales that they need, to other weights."""
+    integers = (name for name, tensor in tensors.items() if not tensor.is_floating_point())
+    if names := sorted(name for name in integers if name.endswith("weight")):
+        dtype = str(tensors[names[0]].dtype).removeprefix("torch.")
+        raise UserError(
+            f"{_tensors(names, f'hold {dtype}')}, and its config describes no quantization; take the model that it was"
+            " made from, or one whose config.json has its quantization_config"
+        )
+
+
+def _tensors(names: Iterable[str], predicate: str) -> str:
+    """Counts tensors, and names the first."""
+    first, *others = sorted(names)
+    return f"{plural(1 + len(others), 'tensor')} {predicate}, {f'the first is {first}' if others else first}"
+
+
+def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) -> list[str]:
+    """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
+    Raises UserError, naming the index that cannot be read, or the file that it names and that is not there.
+    """
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    with _named(name):
+        path = next(filter(None, (cached_file(name, file, **options) for file in candidates)), None)
+    if path is None or not path.endswith(".json"):
+        return [path] if path else []
+    with _named(path):
+        files, _ = get_checkpoint_shard_files(name, path, revision=revision)
+    if lost := [Path(file).name for file in files if not Path(file).is_file()]:
+        raise UserError(f"{lost[0]} is not there, which {Path(path).name} names; copy or download it again")
+    return files
+
+
+def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
+    """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
+    names = {}
+    for file in _files(model, WEIGHT_FILES[:2], revision):
+        with _named(file), safe_open(file, framework="pt") as tensors:
+            names |= dict.fromkeys(tensors.keys(), file)
+    return names
+
+
+def weights_digest(model: str, revision: str | None = None) -> str | None:
+    """Hash a package's weights by samples: of safetensors name, dtype, shape and 3 x SAMPLE_BYTES of every tensor, the
+    same however they are split into files; of other formats evenly spread blocks of every file. None where there are no
+    such files, as in a folder with DeepSpeed's shards alone.
+    """
+    folder, gguf = located(model)
+    candidates = ([gguf["gguf_file"]],) if gguf else (WEIGHT_FILES[:2], WEIGHT_FILES[2:])
+    files = next(filter(None, (_files(folder, tuple(names), revision) for names in candidates)), [])
+    samples = {}
+    for path in files:
+        with _named(path), open(path, "rb") as file:
+            size, blocks = Path(path).stat().st_size, 256
+            spans = {f"{Path(path).name} {size}": (0, size)}
+            if path.endswith(".safetensors"):
+                blocks = 3
+                start = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(start - 8))
+                header.pop("__metadata__", None)
+                spans = {
+                    f"{name} {tensor['dtype']} {tensor['shape']}": [start + offset for offset in tensor["data_offsets"]]
+                    for name, tensor in header.items()
+                }
+            for key, (first, last) in spans.items():  # evenly spread blocks, both ends among them
+                digest, length = hashlib.sha256(), min(SAMPLE_BYTES, last - first)
+                for block in range(blocks):
+                    file.seek(first + (last - first - length) * block // (blocks - 1))
+                    digest.update(file.read(length))
+                samples[key] = digest.hexdigest()
+    if not samples:
+        return None
+    return hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest()[:16]
+
+
+def _empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the files on the meta device. Raises UserError, naming the file that cannot be read."""
+    tensors = {}
+    for file in files:
+        with _named(file):
+            if file.endswith(".bin"):
+                tensors |= {name: tensor.to("meta") for name, tensor in load_pickle(Path(file)).items()}
+            else:
+                tensors |= load_state_dict(file, map_location="meta")
+    return tensors
+
+
+@contextlib.contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Turns what reading a file raises into an error that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FILE_ERRORS as error:
+        raise UserError(f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again") from error
+
+
+@contextlib.contextmanager
+def quiet_report(*, bar: bool) -> Iterator[None]:
+    """Keeps transformers' own report from the screen, and its progress bar where there shall be no `bar`."""
+    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    if not bar:
+        transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

@@ -28,12 +28,11 @@ from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import build_model, resolve_dtype
+from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
 from dsft.models.quantization import PACKAGES, Quantization
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.size import check_sharding
-from dsft.models.weights import Candidate, check_weights, with_bases
 from dsft.perplexity.documents import Breakdown, build_windows, grouping
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data

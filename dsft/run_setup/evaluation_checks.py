@@ -13,7 +13,7 @@ from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources, notes_on_columns
 from dsft.errors import UserError, raise_if_any
-from dsft.models.build import DTYPES, resolve_dtype
+from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import adapter_base, described_in, has_only_shards, is_bare_config
 from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.sequence_parallel import refused_ranks
@@ -21,7 +21,6 @@ from dsft.models.size import check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
 from dsft.models.trained import saved_lora_config, tokens_of
 from dsft.models.trials import architecture_problems
-from dsft.models.weights import Candidate, check_weights, with_bases
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable

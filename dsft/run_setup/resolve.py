@@ -46,7 +46,7 @@ from dsft.config.options import Decision, TrainConfig, common_options, decide, s
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.models.build import DTYPES, resolve_dtype
+from dsft.models.build import DTYPES, check_weights, resolve_dtype
 from dsft.models.head import own_loss_problems
 from dsft.models.model_folder import is_bare_config, step_folder
 from dsft.models.pickles import safe_unpickling
@@ -56,7 +56,6 @@ from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sh
 from dsft.models.tokenizer import add_tokens, check_tokenizer, ids_beyond
 from dsft.models.trained import learning_rates, saved_lora_config, without_rows
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
-from dsft.models.weights import check_weights
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.fake_model import Attention, attention_of

@@ -36,7 +36,7 @@ from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_se
 from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
-from dsft.models.build import build_model
+from dsft.models.build import build_model, weights_digest
 from dsft.models.head import tile_loss
 from dsft.models.model_folder import adapter_base, described_in, is_bare_config
 from dsft.models.package import unreached
@@ -45,7 +45,6 @@ from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
 from dsft.models.trained import learning_rates, unwrapped
 from dsft.models.trials import length_limits
-from dsft.models.weights import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan

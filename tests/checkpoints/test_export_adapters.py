@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.models.build import load_weights
+from dsft.models.build import adapter_problems, load_weights
 from dsft.models.size import load_model_config
 from dsft.models.tokenizer import load_tokenizer
-from dsft.models.weights import adapter_problems
 
 IDS = torch.arange(20)[None]
 BASES = {

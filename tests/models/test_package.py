@@ -19,10 +19,9 @@ from dsft.api import evaluate_perplexity
 from dsft.checkpoints.export import export
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.build import build_model
+from dsft.models.build import build_model, weight_problems
 from dsft.models.package import auto_class, from_config, unreached, whole_class
 from dsft.models.size import measure_model
-from dsft.models.weights import weight_problems
 from dsft.run_setup.resolve import check_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
