@@ -67,55 +67,44 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                 samples.append((row, None))
         except ValueError as error:
             builder.drop_bad(f"{batch.where(row)}: {error}")
-    kinds = {type(sample) for _, sample in samples} - {type(None)}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    closes = kinds & {Text, Pair} and closes_texts(tokenizer)
-
-    if kinds == {Text}:  # documents as they stand, an end token after each
-        texts = [text for _, text in samples]
-        first = encode(tokenizer, [text.text for text in texts if text.starts_document])
-        later = encode_continued(tokenizer, [text.text for text in texts if not text.starts_document])
-        for row, text in samples:
-            builder.begin(row)
-            ids = next(first if text.starts_document else later)
-            if closes and text.starts_document:
-                ids = ids[:-1]  # the end is added where the document ends
-            if text.ends_document and text.starts_document and not text.text:
-                builder.counts["dropped_empty"] += 1
-                continue
-            ids = np.asarray(ids + end if text.ends_document else ids, np.int32)
-            # Of any length: a document is cut where its tokens are used.
-            builder.put(ids, np.ones(len(ids), bool), ends=text.ends_document)
-    elif kinds == {Pair}:  # prompt and completion as they stand, then the end token
-        prompts = encode(tokenizer, [pair.prompt for _, pair in samples if pair])
-        completions = encode_continued(tokenizer, [pair.completion for _, pair in samples if pair])
-        for row, pair in samples:
-            builder.begin(row)
-            if pair is None:
+    texts, pairs = ([sample for _, sample in samples if isinstance(sample, kind)] for kind in (Text, Pair))
+    if texts or pairs:  # many at once; the end token of each is added where it ends
+        closes = closes_texts(tokenizer)
+        first = [text.text for text in texts if text.starts_document] + [pair.prompt for pair in pairs]
+        later = [text.text for text in texts if not text.starts_document] + [pair.completion for pair in pairs]
+        firsts, laters = encode(tokenizer, first), encode_continued(tokenizer, later)
+    for row, sample in samples:
+        builder.begin(row)
+        match sample:
+            case None:
                 builder.put_blank()
-                continue
-            prompt = next(prompts)[: -1 if closes else None]
-            ids = prompt + next(completions) + end
-            trained_from = 0 if rules.train_on == "all" else len(prompt)
-            builder.add(ids, [(trained_from, len(ids))], [1], partial(batch.where, row))
-    else:  # chats in the tokenizer's template
-        for row, chat in samples:
-            builder.begin(row)
-            if chat is None:
-                builder.put_blank()
-                continue
-            try:
-                rendered, notes = render_chat(chat, tokenizer, rules)
-                sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered]
-            except TEMPLATE_ERRORS as error:
-                kind = "the chat template raised: " if isinstance(error, TemplateError | ArithmeticError) else ""
-                builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
-                continue
-            for name, why in notes.items():
-                number = len(sequences) - 1 if name == "rendered_apart" else 1
-                builder.note(name, f"{batch.where(row)}: {why}", number)
-            for sequence in sequences:
-                builder.add(*sequence, partial(batch.where, row))
+            case Text():  # a document as it stands, of any length: it is cut where its tokens are used
+                ids = next(firsts if sample.starts_document else laters)
+                ids = ids[:-1] if closes and sample.starts_document else ids
+                if sample.ends_document and sample.starts_document and not sample.text:
+                    builder.counts["dropped_empty"] += 1
+                    continue
+                ids = np.asarray(ids + end if sample.ends_document else ids, np.int32)
+                builder.put(ids, np.ones(len(ids), bool), ends=sample.ends_document)
+            case Pair():  # prompt and completion as they stand
+                prompt = next(firsts)[: -1 if closes else None]
+                ids = prompt + next(laters) + end
+                trained_from = 0 if rules.train_on == "all" else len(prompt)
+                builder.add(ids, [(trained_from, len(ids))], [1], partial(batch.where, row))
+            case Chat():  # in the tokenizer's template
+                try:
+                    rendered, notes = render_chat(sample, tokenizer, rules)
+                    sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered]
+                except TEMPLATE_ERRORS as error:
+                    kind = "the chat template raised: " if isinstance(error, TemplateError | ArithmeticError) else ""
+                    builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
+                    continue
+                for name, why in notes.items():
+                    number = len(sequences) - 1 if name == "rendered_apart" else 1
+                    builder.note(name, f"{batch.where(row)}: {why}", number)
+                for sequence in sequences:
+                    builder.add(*sequence, partial(batch.where, row))
     builder.counts["rows"] = len(batch.rows)
     if batch.left_out:
         builder.counts["left_out_by_map_row"] = batch.left_out
