@@ -33,8 +33,7 @@ class Machine:
     """The hardware a plan is made for; all nodes alike."""
 
     nodes: int
-    ranks_per_node: int
-    """One rank per GPU; without GPUs, CPU processes. The most of any node, where they are uneven."""
+    ranks_per_node: int  # one per GPU; without GPUs, CPU processes. The most of any node, where they are uneven
     device_bytes: int  # memory of one GPU; without GPUs, one rank's share of the host's
     host_bytes: int  # host memory of one node that processes may use (the cgroup's limit where there is one)
     has_gpu: bool
@@ -43,14 +42,13 @@ class Machine:
     cores: int = 1  # CPU cores of one node
     nvme_bytes: int = 0  # free bytes for offload on a local disk of each node; 0 where none is named
     nvme_path: str = ""  # the folder there; empty on paper
-    memlock_bytes: int | None = None
-    """How much memory one process may lock (ulimit -l); None without a limit. DeepSpeed's NVMe buffers are locked."""
-    host_names: tuple[str, ...] = ()
-    """Of the nodes, sorted, where they are known: rates measured between them are found by these."""
+    memlock_bytes: int | None = (
+        None  # one process may lock (ulimit -l; None: no limit), as DeepSpeed's NVMe buffers are
+    )
+    host_names: tuple[str, ...] = ()  # of the nodes, sorted, where they are known: measured rates are found by these
     num_ranks: int = 0  # on all nodes; 0: as many on each
     measured: bool = False  # whether this is the machine dsft runs on, not one on paper
-    carried: dict[str, Any] = field(default_factory=dict, hash=False)
-    """What was measured on it, where `--machine` describes it (planner/calibration.py)."""
+    carried: dict[str, Any] = field(default_factory=dict, hash=False)  # what `--machine` brings of its measurements
 
     @property
     def exists(self) -> bool:
@@ -166,19 +164,14 @@ def _has_driver() -> bool:
 
 
 GPU_FILES = "/dev/nvidia[0-9]*"  # what the driver of NVIDIA shows of each GPU
-AMD_FILE, AMD_MEMORY = "/dev/kfd", "/sys/class/drm/card*/device/mem_info_vram_total"
-"""What AMD's driver shows of all GPUs, and of each the bytes of its own memory."""
+AMD_FILE, AMD_MEMORY = "/dev/kfd", "/sys/class/drm/card*/device/mem_info_vram_total"  # of all GPUs; bytes of each
 WSL_FILE = "/dev/dxg"  # of Windows' driver, through which CUDA and ROCm run in WSL
 AMD_BYTES = 8 * GiB  # of memory that a card has; a processor's own graphics, which ROCm mostly does not drive, has less
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def require_seen_gpus() -> None:
-    """Refuse to run on CPUs in silence beside GPUs that torch does not see, unless CPU ranks are asked for.
-
-    Raises:
-        UserError: where this machine has such GPUs.
-    """
+    """Refuse to run on CPUs beside GPUs that torch does not see, unless CPU ranks are asked for (UserError)."""
     if any(os.environ.get(name) in ("", "-1") for name in HIDING) or os.environ.get("DS_ACCELERATOR") == "cpu":
         return
     has_amd_card = any(int(Path(path).read_text()) >= AMD_BYTES for path in glob.glob(AMD_MEMORY))
@@ -272,9 +265,9 @@ def keep_freed_memory(*, keeps: bool) -> None:
                 mallopt(option, num_bytes)
 
 
-CONTEXT_BYTES = 2**29
-"""CUDA's context with the libraries' kernels, on one GPU (assumed; docs/planner.md has the sources)."""
-COMMUNICATOR_BYTES = int(1.1 * GiB)  # NCCL's buffers for one communicator, on one GPU (assumed as well)
+# On one GPU (assumed; docs/planner.md has the sources): CUDA's context with the libraries' kernels, and NCCL's buffers
+# for one communicator.
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 2**29, int(1.1 * GiB)
 
 
 def ask_gpu(gpu: int) -> tuple[int, int]:
@@ -500,10 +493,8 @@ def which_memory(error: BaseException) -> Memory | None:
 @contextlib.contextmanager
 def memory_errors_explained(explanation: Callable[[BaseException, Memory], str]) -> Iterator[None]:
     """Turn a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank: "out of
-    memory" and the explanation, which says where, and the way out. Without a collective: the other ranks do not come.
-
-    Raises:
-        UserError: so that a restart, which would fail again, is not tried.
+    memory" and the explanation, which says where, and the way out. Without a collective: the other ranks do not come. A
+    UserError, so that a restart, which would fail again, is not tried.
     """
     try:
         yield

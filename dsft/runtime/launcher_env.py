@@ -305,58 +305,50 @@ def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[
     return [*SSH, host, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 
-SSH_ERRORS = (
-    (
+SSH_ERRORS = {
+    "Could not resolve hostname": (
         "unknown-host",
-        ("Could not resolve hostname",),
         "the name {node} does not resolve here ({last})",
         "correct the host file, or add the address: echo 'ADDRESS {node}' >> /etc/hosts",
     ),
-    (
+    "Connection refused": (
         "ssh-refused",
-        ("Connection refused",),
         "nothing listens for ssh there ({last})",
         "on {node}: systemctl start ssh; another port goes into ~/.ssh/config (Host {node}, Port N)",
     ),
-    (
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": (
         "ssh-host-key",
-        ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
         "the host's key is another than the known one",
         "if the host was set up anew: ssh-keygen -R {node} && ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
     ),
-    (
+    "Host key verification failed": (
         "ssh-host-key",
-        ("Host key verification failed",),
         "the host's key is not known here",
         "ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
     ),
-    (
+    "Permission denied": (
         "ssh-password",
-        ("Permission denied",),
         "ssh does not get in without a prompt ({last})",
         "ssh-copy-id {node} (first ssh-keygen -t ed25519, where there is no key)",
     ),
-    (
+    "timed out|No route to host|Network is unreachable|not responding": (
         "host-unreachable",
-        ("timed out", "No route to host", "Network is unreachable", "not responding"),
         "the host does not answer ({last})",
         "ping {node}; is it up, is its address right, does a firewall drop port 22?",
     ),
-    (
+    "cd:.*(No such file|can't cd|ot a directory)": (
         "no-folder",
-        ("cd:",),
         "the folder {folder} is not there",
         "mount it on {node}, or copy it: rsync -a {folder}/ {node}:{folder}/",
     ),
-    (
+    "No module named '?dsft": (
         "no-dsft",
-        ("No module named 'dsft", "No module named dsft"),
         "Python there does not find this dsft ({last})",
         "rsync -a {code}/ {node}:{code}/, or {install} -e {code}",
     ),
-    ("package-missing", ("No module named",), "{last}", "{install} -c constraints.txt -e {code}"),
-)
-"""(code, what ssh, the shell or Python say, message, command that helps): the first that fits."""
+    "No module named": ("package-missing", "{last}", "{install} -c constraints.txt -e {code}"),
+}
+"""What ssh, the shell or Python say -> code, message, command that helps; the first that fits."""
 
 
 @dataclass(frozen=True)
@@ -392,9 +384,8 @@ def ssh_problem(node: str, text: str, exit_code: int | None) -> SshProblem:
         "code": shlex.quote(str(code_folder())),
         "install": f"on {node}: {shlex.quote(sys.executable)} -m pip install",
     }
-    in_folder = "cd:" in text and any(words in text for words in ("No such file", "can't cd", "ot a directory"))
-    for code, words, message, fix in SSH_ERRORS:
-        if any(word in text for word in words) and (code != "no-folder" or in_folder):
+    for words, (code, message, fix) in SSH_ERRORS.items():
+        if re.search(words, text):
             return SshProblem(code, node, message.format(**values), fix.format(**values))
     if exit_code in (126, 127) or (sys.executable in text and "No such file" in text):
         fix = f"create the same environment at the same path on {node}, or mount it there"

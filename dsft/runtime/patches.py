@@ -31,7 +31,7 @@ class Patch:
     why: str
     code: tuple[str, ...] = ()  # the functions that the patch was written for; the target itself where empty
     seen: dict[str, str]  # version of the library at which the patch was seen to be needed -> digest of that code
-    if_changed: Literal["refuse", "skip", "keep"]
+    if_changed: Literal["refuse", "skip", "keep"] = "skip"
     """refuse: results could be wrong. skip: only time or memory is saved. keep: a patch that fits no more fails loudly,
     or does no harm.
     """
@@ -110,14 +110,12 @@ PATCHES = {
         why="its lock names no owner, and a compile that was killed makes every later one wait for ever",
         code=("torch.utils.file_baton:FileBaton.wait",),
         seen={"2.13.0": "29662480d86a"},
-        if_changed="skip",
     ),
     "quiet_operator": Patch(
         target="deepspeed.comm.torch:print",
         why="its only use says on every rank that an operator was built",
         code=("deepspeed.comm.torch:build_shm_op",),
         seen={"0.19.8": "d9cf7876360d"},
-        if_changed="skip",
     ),
     # Models.
     "no_zero_init": Patch(
@@ -165,7 +163,6 @@ PATCHES = {
         target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
         why="under ZeRO-3 it collects the rows of trained tokens on CUDA alone",
         seen={"0.21.0": "5e6409948d28", "0.21.2": "5e6409948d28"},
-        if_changed="skip",
     ),
     "adapter_embedding": Patch(
         target="peft.peft_model:PeftModel.save_pretrained",
@@ -186,26 +183,22 @@ PATCHES = {
         why="it imports Inductor, 1 s of CPU time on each rank, to ask whether an optimizer is Muon",
         code=("deepspeed.runtime.compiler:compile", "deepspeed.runtime.zero.utils:is_zero_supported_optimizer"),
         seen={"0.19.8": "bce195a874a5"},
-        if_changed="skip",
     ),
     "quick_zero_grad": Patch(
         target=f"{_ENGINE}.zero_grad",
         why="it walks through all modules, twice per step: 2 % of a LoRA step together with `train`",
         seen={"0.19.8": "7afa0f5a574b"},
-        if_changed="skip",
     ),
     "quick_train": Patch(
         target=f"{_ENGINE}.train",
         why="it walks through all modules in each micro batch, also where they train already",
         seen={"0.19.8": "fcd2dbfe3c88"},
-        if_changed="skip",
     ),
     "one_rank_reduces_none": Patch(
         target=f"{_ENGINE}.enable_backward_allreduce",
         why="in ZeRO 0 a single rank copies all gradients to reduce them, and copies them back",
         code=(f"{_ENGINE}.allreduce_gradients",),
         seen={"0.19.8": "547d86c72ac7"},
-        if_changed="skip",
     ),
     "first_step_of_zeros": Patch(
         target=f"{_UNFUSED}.initialize_optimizer_states",
@@ -244,40 +237,34 @@ PATCHES = {
         target=f"{_ENGINE}.clip_fp32_gradients",
         why="in fp32 of ZeRO 0 it forgets the norm of the gradients, and adds it up parameter by parameter",
         seen={"0.19.8": "56e474852f4e"},
-        if_changed="skip",
     ),
     "one_rank_divides_none": Patch(
         target=f"{_ZERO_1_2}.gradient_reduction_w_predivide",
         why="a single rank of ZeRO 1 or 2 reads and writes all gradients to reduce them",
         seen={"0.19.8": "547cba62cfc9"},
-        if_changed="skip",
     ),
     "no_overflow_search": Patch(
         target=f"{_ZERO_1_2}.check_overflow",
         why="ZeRO 1 and 2 search all gradients for infinite numbers before their norm, which skips the step as well",
         code=(f"{_ZERO_1_2}.check_overflow", f"{_ZERO_1_2}.step"),
         seen={"0.19.8": "c43d28098fe3"},
-        if_changed="skip",
     ),
     "reduces_unwaited": Patch(
         target=f"{_ZERO_1_2}.allreduce_and_copy",
         why="where each gradient goes to one rank, the host waits for the device before each of these reductions",
         code=(f"{_ZERO_1_2}.allreduce_and_copy", f"{_ZERO_1_2}.average_tensor"),
         seen={"0.19.8": "222ea587e16b"},
-        if_changed="skip",
     ),
     "positions_on_gpu": Patch(
         target="transformers.masking_utils:find_packed_sequence_indices",
         why="it reads the positions of each micro batch back from the GPU, to see whether rows are packed",
         seen={"5.23.0": "0e115e7978df"},
-        if_changed="skip",
     ),
     "timed_collectives": Patch(
         target="deepspeed.comm.comm:cdb",
         why="what its collectives take is known only to its own log, which has the host wait for each of them",
         code=("deepspeed.comm.comm:timed_op",),
         seen={"0.19.8": "e077e5e4baa6"},
-        if_changed="skip",
     ),
     # Saves and resumes.
     "shards_hashed": Patch(
@@ -327,13 +314,11 @@ PATCHES = {
         target=f"{_TORCH_CHECKPOINTS}.load",
         why="it holds the shards that a run resumes from in host memory, 12 bytes per parameter",
         seen={"0.19.8": "517bc96fb57f"},
-        if_changed="skip",
     ),
     "own_states": Patch(
         target="torch.optim.optimizer:Optimizer.load_state_dict",
         why="mapped states would stay pages of a checkpoint that is removed later, and keep it on the disk",
         seen={"2.13.0": "95f65f9b3c79"},
-        if_changed="skip",
     ),
 }
 """Name -> patch."""

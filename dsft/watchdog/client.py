@@ -49,9 +49,7 @@ PHASE_LIMITS = {
 """Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
 
 
-class Endpoint(NamedTuple):
-    """Where the sidecar of a rank is reached."""
-
+class Endpoint(NamedTuple):  # where the sidecar of a rank is reached
     machine: str  # the same for ranks that reach each other's `socket`: the boot's id and the network namespace
     socket: str | None  # name of the socket for the other sidecars of its machine
     port: int | None  # of the coordinator, on rank 0
@@ -122,7 +120,7 @@ def start(timeouts: Any) -> None:
 
 
 def endpoint() -> Endpoint | None:
-    """Where this rank's sidecar is reached, for `connect` on all ranks. None without a sidecar."""
+    """For `connect` on all ranks; None without a sidecar."""
     return _client and _client.endpoint
 
 

@@ -56,9 +56,7 @@ def first_cause(reports: list[Report]) -> Report:
 
 
 @dataclass(eq=False)
-class Node:
-    """A relay, its connection and the ranks behind it."""
-
+class Node:  # a relay and the ranks behind it
     connection: Connection
     host: str
     last_heard: float
@@ -66,9 +64,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Member:
-    """A rank, and what its sidecar said of it."""
-
+class Member:  # a rank, and what its sidecar said of it
     rank: int
     host: str
     log: str = ""
@@ -278,9 +274,7 @@ class Coordinator:
 
 
 @dataclass(eq=False)
-class Child:
-    """A sidecar behind a relay."""
-
+class Child:  # a sidecar behind a relay
     last_heard: float
     rank: int | None = None
     is_gone: bool = False

@@ -57,8 +57,6 @@ CONSEQUENCES = re.compile(
 
 
 class Failure(StrEnum):
-    """The ways in which a rank fails."""
-
     ERROR = "error"  # a Python exception that nobody caught
     DIED = "died"
     STALLED = "stalled"  # no progress within the limit of its phase
@@ -68,9 +66,7 @@ class Failure(StrEnum):
 
 
 @dataclass(frozen=True)
-class Report:
-    """One rank's failure."""
-
+class Report:  # of one rank's failure
     rank: int
     host: str
     failure: Failure
@@ -105,7 +101,6 @@ class Poller(selectors.EpollSelector):
     """
 
     def add(self, source: Any) -> None:
-        """Watch `source`; a Connection that is closed is not watched any more."""
         if isinstance(source, Connection):
             if source.closed:
                 return
@@ -113,7 +108,6 @@ class Poller(selectors.EpollSelector):
         self.register(source, selectors.EVENT_READ)
 
     def remove(self, source: Any) -> None:
-        """Watch it no more."""
         self.unregister(source)
         if isinstance(source, Connection):
             source.pollers.remove(self)

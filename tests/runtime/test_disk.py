@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch.utils.cpp_extension as extension
 from conftest import flags
-from ranks import on_ranks, run_entry
+from ranks import on_ranks, started_entry
 from torch.utils.file_baton import FileBaton
 
 from dsft.api import evaluate_perplexity
@@ -161,8 +162,14 @@ def test_a_live_run_is_neither_joined_nor_overwritten(other_run, options, tmp_pa
     kept = tmp_path / "run" / "checkpoint-2" / "trainer_state.json"
     kept.parent.mkdir()
     kept.write_text("{}")
-    for words in ({"overwrite": True}, {"resume_from_checkpoint": "auto"}):
-        refused = run_entry("dsft.train", flags(options(tmp_path / "run", **words)), world=2)
+    with ExitStack() as stack:
+        cases = [
+            flags(options(tmp_path / "run", **words))
+            for words in ({"overwrite": True}, {"resume_from_checkpoint": "auto"})
+        ]
+        waits = [stack.enter_context(started_entry("dsft.train", words, world=2)) for words in cases]
+        results = [wait()[0] for wait in waits]
+    for refused in results:
         assert refused.returncode == 2 and f"process {other_run.pid} on" in refused.stderr, refused.stderr
         assert refused.stderr.count("dsft: error") == 1 and kept.exists()
 

@@ -3,10 +3,11 @@
 import os
 import socket
 import sys
+from contextlib import ExitStack
 
 import psutil
 import pytest
-from ranks import run_entry
+from ranks import started_entry
 
 from dsft.cli.main import main
 from dsft.errors import UserError
@@ -217,14 +218,19 @@ def test_a_rank_beyond_the_world_is_named():
     check_environment({})
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "first"), ("DS_ACCELERATOR", "banana")])
-@pytest.mark.parametrize("module", ["dsft.train", "dsft.cli.main"])
-def test_every_entry_says_it_in_one_line(monkeypatch, module, name, value):
+def test_every_entry_says_it_in_one_line(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # which a test before may have left, as a notebook does
-    monkeypatch.setenv(name, value)
-    result = run_entry(module, ["train", "--model", "m"])
-    assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
-    assert f"{name}={value} in the environment" in result.stderr and "Traceback" not in result.stderr
+    variables = {"WORLD_SIZE": "two", "RANK": "first", "DS_ACCELERATOR": "banana"}
+    with ExitStack() as stack:
+        waits = {
+            (name, module): stack.enter_context(started_entry(module, ["train", "--model", "m"], **{name: value}))
+            for name, value in variables.items()
+            for module in ("dsft.train", "dsft.cli.main")
+        }
+        for (name, _), wait in waits.items():
+            result, _ = wait()
+            assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
+            assert f"{name}={variables[name]} in the environment" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_other_machines_never_get_this_ones_loopback_address():

@@ -3,10 +3,12 @@
 import os
 import signal
 import socket
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_entry
+from ranks import started_entry
 
 from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
 from dsft.runtime import distributed
@@ -21,32 +23,44 @@ def busy_port():
         yield listener.getsockname()[1]
 
 
-def start(tmp_path, monkeypatch, variables: dict):
+CASES = {
+    "RANK=5 in the environment, but WORLD_SIZE=2": (EXIT_USER_ERROR, {"RANK": "5"}),
+    "WORLD_SIZE=two in the environment": (EXIT_USER_ERROR, {"WORLD_SIZE": "two"}),
+    "rank 0 of 2 on": (EXIT_NOT_STARTED, {}),
+    "rank 1 of 2 on": (EXIT_NOT_STARTED, {"RANK": "1"}),
+}
+
+
+def started(folder: Path, variables: dict):
     """A training of one rank that finds these variables of a launcher."""
-    for name, value in (FIRST_OF_TWO | variables).items():
-        monkeypatch.setenv(name, value)
-    words = ["--model", "m", "--data", "d", "--output_dir", tmp_path, "--start_timeout", "2"]
-    return run_entry("dsft.train", words)
+    words = ["--model", "m", "--data", "d", "--output_dir", folder, "--start_timeout", "2"]
+    return started_entry("dsft.train", words, **FIRST_OF_TWO | variables)
 
 
-@pytest.mark.parametrize(
-    ("variables", "code", "named"),
-    [
-        ({"RANK": "5"}, EXIT_USER_ERROR, "RANK=5 in the environment, but WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "two"}, EXIT_USER_ERROR, "WORLD_SIZE=two in the environment"),
-        ({}, EXIT_NOT_STARTED, "rank 0 of 2 on"),
-        ({"RANK": "1"}, EXIT_NOT_STARTED, "rank 1 of 2 on"),
-    ],
-)
-def test_a_rank_that_cannot_meet_the_others_says_why(tmp_path, monkeypatch, variables, code, named):
-    result = start(tmp_path, monkeypatch, {"MASTER_PORT": str(free_port())} | variables)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The result of each case, all at once: they wait most of their time."""
+    with ExitStack() as stack:
+        waits = {
+            named: stack.enter_context(
+                started(tmp_path_factory.mktemp("run"), {"MASTER_PORT": str(free_port())} | variables)
+            )
+            for named, (_, variables) in CASES.items()
+        }
+        return {named: wait()[0] for named, wait in waits.items()}
+
+
+@pytest.mark.parametrize("named", CASES)
+def test_a_rank_that_cannot_meet_the_others_says_why(ended, named):
+    result = ended[named]
     lines = [line for line in result.stderr.splitlines() if line.startswith("dsft: ")]
-    assert result.returncode == code and len(lines) == 1 and named in lines[0], result.stderr
+    assert result.returncode == CASES[named][0] and len(lines) == 1 and named in lines[0], result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, monkeypatch, busy_port):
-    result = start(tmp_path, monkeypatch, {"MASTER_PORT": str(busy_port)})
+def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, busy_port):
+    with started(tmp_path, {"MASTER_PORT": str(busy_port)}) as wait:
+        result, _ = wait()
     assert result.returncode == EXIT_USER_ERROR and "Traceback" not in result.stderr, result.stderr
     assert f"MASTER_PORT={busy_port}: is in use on" in result.stderr and f"process {os.getpid()} (" in result.stderr
 
