@@ -157,7 +157,6 @@ class HeldFile:
             return False
         os.write(descriptor, json.dumps(asdict(Owner.this_process())).encode())
         os.fsync(descriptor)  # else NFS shows other machines an empty file, which stays open
-        self._is_released.clear()
 
         def beat() -> None:
             while not self._is_released.wait(BEAT_SECONDS):

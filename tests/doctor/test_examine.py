@@ -225,7 +225,11 @@ CASES = {
     ],
     "ssh-failed": lambda: [broken_off("n3", "kex_exchange_identification: read: Connection reset by peer", 255)],
     "no-folder": lambda: [broken_off("n3", "bash: line 1: cd: /work: No such file or directory", 1)],
-    "no-python": lambda: [broken_off("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127)],
+    "no-python": lambda: [
+        broken_off("n3", f"bash: line 1: {sys.executable}: No such file or directory", 127),
+        broken_off("n3", f"env: {sys.executable}: No such file or directory", 1),
+        broken_off("n3", "sh: 1: exec: not found", 127),
+    ],
     "no-dsft": lambda: [
         broken_off(
             "n3",

@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from dsft.errors import UserError
-from dsft.runtime.distributed import check_job
+from dsft.runtime import distributed
+from dsft.runtime.distributed import check_job, require_agreement
 
 
 def test_ranks_of_one_job_meet_in_any_order():
@@ -72,3 +73,21 @@ def test_a_program_of_several_ranks_keeps_the_exit_code_of_its_own(ends, code):
     environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ended.returncode == code, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "named"), [(5, "a on n0, n1, n2, n3, n4 (5 ranks)"), (7, " n4 and 2 more (7 ranks)")]
+)
+def test_a_value_of_many_hosts_names_five_of_them(monkeypatch, hosts, named):
+    def from_all(values: list) -> list:
+        if isinstance(values[0], str):  # a digest
+            return [*values, "another"]
+        [(_, _, mine)] = values
+        other = {name: ("b", remedy) for name, (_, remedy) in mine.items()}
+        return [*((f"n{number}", number, mine) for number in range(hosts)), ("last", hosts, other)]
+
+    monkeypatch.setattr(distributed, "from_all", from_all)
+    with pytest.raises(UserError) as raised:
+        require_agreement({"copy it": {"option": "a", "same": None}})
+    [problem] = [line for line in raised.value.problems if line.startswith("option ")]
+    assert named in problem and f"b on last (rank {hosts}); copy it" in problem
