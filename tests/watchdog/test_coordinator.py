@@ -1,5 +1,6 @@
 """The decisions of coordinator and relay, with sidecars that are plain connections and a clock that the test moves."""
 
+import json
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dsft.watchdog.coordinator import (
     Coordinator,
     JobState,
     Relay,
+    record_failure,
 )
 from dsft.watchdog.messages import Connection, Failure, Poller, Server, connect, listen, listen_on_node
 
@@ -164,6 +166,63 @@ def test_a_node_that_sends_nonsense_is_lost_alone(job):
     assert job.is_in(JobState.COLLECTING)
     job.after(COLLECT_SECONDS)
     assert "rank 1 on node-1 is gone with its watchdog" in job.screen[0] and job.is_told(0, "end")
+
+
+@pytest.fixture
+def launch(job, tmp_path):
+    """The end of `dsft launch` of a connection to the coordinator, whose run has begun."""
+    here, there = socket.socketpair()
+    job.coordinator.launcher, launch = Connection(here), Connection(there)
+    job.coordinator.run_file = tmp_path / "run.json"
+    job.coordinator.run_file.write_text('{"status": "running"}')
+    yield launch
+    for source in (job.coordinator.launcher, launch):
+        source.close()
+
+
+@pytest.mark.parametrize(("fate", "error"), [("ends", "ended by dsft launch"), ("is gone", "dsft launch is gone")])
+def test_a_launch_that_ends_or_is_gone_ends_all_ranks_and_the_run_has_failed(job, launch, tmp_path, fate, error):
+    if fate == "ends":
+        launch.send("end")
+    else:
+        launch.close()
+    assert job.is_in(JobState.ENDING) and job.is_told(0, "end") and job.is_told(1, "end")
+    assert json.loads((tmp_path / "run.json").read_text()) == {"status": "failed", "error": error}
+    assert job.screen == [f"{error}: terminating all 2 ranks"] * (fate == "is gone")
+
+
+def test_a_launch_is_told_the_largest_exit_code_and_the_run_has_failed_by_the_first_error(job, launch, tmp_path):
+    for rank, code in ((1, 2), (0, 0)):
+        job.send(rank, "close", exit_code=code, lines=["data=/x: not there"] * bool(code))
+        job.step_until(job.has_left(rank))
+    job.coordinator.finish()
+    assert [message for message in launch.read() if message["type"] == "done"] == [{"type": "done", "exit_code": 2}]
+    error = "rank 1 on node-1: data=/x: not there"
+    assert json.loads((tmp_path / "run.json").read_text()) == {"status": "failed", "error": error}
+    assert job.screen == [f"error: {error}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "replaces", "is_recorded"),
+    [
+        ('{"status": "running", "step": 3}', False, True),
+        ('{"status": "failed", "error": "first"}', False, False),
+        ('{"status": "failed", "error": "first"}', True, True),
+        ('{"status": "done"}', True, False),
+        ('{"status": "preempted"}', True, False),
+        ("{", True, False),
+        (None, True, False),
+    ],
+)
+def test_a_failure_is_recorded_where_the_run_has_not_ended_otherwise(tmp_path, content, replaces, is_recorded):
+    file = tmp_path / "run.json"
+    if content is not None:
+        file.write_text(content)
+    record_failure(file, "second", replaces=replaces)
+    if is_recorded:
+        assert json.loads(file.read_text()) == json.loads(content) | {"status": "failed", "error": "second"}
+    else:
+        assert (file.read_text() if file.exists() else None) == content
 
 
 class RelayedJob:
