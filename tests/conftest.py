@@ -148,7 +148,15 @@ def cheap_traces(monkeypatch):
         def trace(model_config, *, batches, seq_len, **asked):
             question = json.dumps([kind, model_config.to_dict(), seq_len, asked], default=str, sort_keys=True)
             per_token = 1000 + int(hashlib.sha256(question.encode()).hexdigest()[:3], 16)
-            return [dict.fromkeys(fields.split(), batch * seq_len * per_token) for batch in batches]
+            num_layers = model_config.get_text_config().num_hidden_layers
+            return [
+                {
+                    name: [num_bytes // num_layers] * num_layers if name.startswith("layers_") else num_bytes
+                    for name in fields.split()
+                    for num_bytes in [batch * seq_len * per_token]
+                }
+                for batch in batches
+            ]
 
         trace.__name__ = f"made_up_{kind}"  # which the cache goes by
         monkeypatch.setattr(activations, f"trace_{kind}", trace)

@@ -17,7 +17,7 @@ from dsft.cli.commands import HardwareFields, PlanOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError, one_line, raise_if_any, without_second_errors
-from dsft.planner.gpus import GPUS, choose_gpu, named_gpus
+from dsft.planner.step_time import GPUS, choose_gpu, named_gpus
 from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
 from dsft.runtime import quick_imports
 from dsft.runtime.console import show_text

@@ -22,12 +22,20 @@ from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
 from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
-from dsft.planner.gpus import GPUS, named_gpus
-from dsft.planner.optimizers import DEFAULT_OPTIMIZER
-from dsft.planner.plans import MEMORY_ERROR, WORTH_IT, Plan, RunCost, as_dict, run_cost, shortlist, speed_of, write_plan
-from dsft.planner.record import predicted
-from dsft.planner.step_time import TIME_RANGES
-from dsft.planner.zero_layout import bytes_by_phase
+from dsft.planner.plans import (
+    MEMORY_ERROR,
+    WORTH_IT,
+    Plan,
+    RunCost,
+    as_dict,
+    predicted,
+    run_cost,
+    shortlist,
+    speed_of,
+    write_plan,
+)
+from dsft.planner.step_time import GPUS, TIME_RANGES, named_gpus
+from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
@@ -501,7 +509,11 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
         table.add_row(
             "->" if plan is chosen else "",
             plan.zero,
-            "on" if plan.activation_checkpointing else "off",
+            f"1/{plan.checkpoint_every}"
+            if plan.checkpoint_every > 1
+            else "on"
+            if plan.activation_checkpointing
+            else "off",
             f"{plan.micro_batch} x {plan.accumulation}",
             *(f"{number / GiB:,.1f}" for number in sizes),
             *(times if plan.has_time_estimate else "---"),

@@ -118,7 +118,9 @@ class ModelSize:
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
-    """Parameters held directly by one module, the most that ZeRO-3 gathers at once in any case."""
+    """Parameters held directly by one module, or by a block of experts in a list: the most that ZeRO-3 gathers at once
+    in any case.
+    """
     numels: tuple[tuple[int, int], ...]
     """(elements of a parameter, how many parameters have so many), adapters included."""
     trainable_numels: tuple[tuple[int, int], ...]
@@ -365,7 +367,14 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters()) - other_params
-    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    # ZeRO-3 gathers experts in a list with their block at once (models/build.py, _reach_all_experts).
+    blocks = {
+        id(block)
+        for block in model.modules()
+        for child, experts in block.named_children()
+        if child == "experts" and isinstance(experts, nn.ModuleList)
+    }
+    largest = max(sum(p.numel() for p in module.parameters(recurse=id(module) in blocks)) for module in model.modules())
     unadapted = 0
     if adapters is not None:
         with torch.device("meta"), warnings.catch_warnings():

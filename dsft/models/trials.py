@@ -40,6 +40,8 @@ SMALL = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
     **dict.fromkeys(("head_dim", "rotary_dim"), 16),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    # states, and positions that are computed at once, of Mamba
+    **dict.fromkeys(("mamba_d_state", "state_size", "mamba_chunk_size", "chunk_size"), 16),
     "n_inner": None,
 }
 SMALL_TOWER = {

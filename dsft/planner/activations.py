@@ -1,31 +1,20 @@
 r"""Bytes that activations take on one GPU, from one forward and backward of the real model over fake tensors: shapes
 only, no memory, no GPU.
 
-One and two layers are traced and the rest is extrapolated (every layer of a kind keeps the same bytes), so a model of
-any size takes seconds. Storages are counted as autograd and the Python code hold and free them. Weights, their
-gradients and the token ids are left out. What a CUDA kernel needs inside (workspace of a matrix product, a rounded-up
-length) is left out too, but for attention (fake_model.py).
-
-    bytes                                  head                 What a step holds without checkpointing, over time.
-      |                                   /\    backward        `kept`: what the layers saved. `head`: the most above
-      |                       kept ______/  \   of a layer      it between the last layer's output and its gradient.
-      |                    _______/          \/\_              `layers`: the most above it before and after: the
-      |            _______/                      \/\_          backward of the last layer, when all others still
-      |    _______/                                  \/\_      hold theirs.
-      +-----------------------------------------------------> time
-         layer 1   layer 2    layer 3   loss   3   2   1
-
-A trace is kept: in this process, and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash
-of everything that it depends on.
+One and two layers of each kind are traced and the rest is extrapolated, so a model of any size takes seconds. Storages
+are counted as autograd and the Python code hold and free them. Left out: weights, their gradients, token ids, and what
+a CUDA kernel needs inside, but for attention (fake_model.py). A trace is kept in this process, and on disk in
+`~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash of everything that it depends on.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -58,21 +47,24 @@ PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
 """Products of matrices: their time is that of their arithmetic, not of the memory they read."""
 
 
+class TooManyOperators(Exception):
+    """A trace takes more operators than it may."""
+
+
 class StorageLog(TorchDispatchMode):
     """Notes when storages appear and vanish while it is active; works on fake and on real tensors.
 
-    A storage is known by the address of its C++ object (`_cdata`), since fake tensors have no data to point at. An
-    address is used again once its storage is gone, so each storage gets a number of its own when it appears.
-
     Args:
         known: tensors that are not counted (weights, buffers, inputs).
-        gradient_shape: a tensor of this shape made after `mark("head")` is a gradient of embedding or head, and is not
-            counted.
+        gradient_shape: a tensor of this shape made after `mark("head")` is a gradient of embedding or head.
+        most_operators: more raise TooManyOperators.
     """
 
-    def __init__(self, known: list[torch.Tensor], gradient_shape: torch.Size | None = None):
+    def __init__(
+        self, known: list[torch.Tensor], gradient_shape: torch.Size | None = None, most_operators: float = math.inf
+    ):
         super().__init__()
-        self.gradient_shape = gradient_shape
+        self.gradient_shape, self.operators_left = gradient_shape, most_operators
         self.indices: dict[int, int] = {tensor.untyped_storage()._cdata: -1 for tensor in known}
         """Living storage -> its number, in order of appearance; -1 where it is not counted."""
         self.events: list[tuple[int, int]] = []
@@ -86,6 +78,9 @@ class StorageLog(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # most calls: autograd asks fake tensors again and again
             return func(*args)
+        self.operators_left -= 1
+        if self.operators_left < 0:
+            raise TooManyOperators
         output = func(*args, **(kwargs or {}))
         outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
@@ -108,7 +103,6 @@ class StorageLog(TorchDispatchMode):
         return output
 
     def _forget(self, address: int, index: int, num_bytes: int, reference: weakref.ref) -> None:
-        """Note that a storage has vanished: torch calls this."""
         self.events.append((index, -num_bytes))
         del self.indices[address], self.references[address]
 
@@ -144,14 +138,18 @@ class StepTrace:
 
 
 def trace_step(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], compute_loss: Callable | None = None
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    compute_loss: Callable | None = None,
+    *,
+    most_operators: float = math.inf,
 ) -> StepTrace:
     """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward.
 
     `model` holds fake tensors where this is called within `fake_model`'s context, and may as well be real.
     """
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
-    log = StorageLog(known, gradient_shape=model.get_input_embeddings().weight.shape)
+    log = StorageLog(known, model.get_input_embeddings().weight.shape, most_operators)
     last_output = []
 
     def at_last_layer(module, args, output):
@@ -204,35 +202,41 @@ def trace_training(
     liger: bool = False,
     tiled: bool = False,
     compute_loss: Callable | None = None,
-) -> list[dict[str, int]]:
+    most_operators: float = math.inf,
+) -> list[dict[str, Any]]:
     """Trace one and two layers of each kind and add up as many as there are.
 
     Args:
         tiled: the loss is of tiles, each of one sequence.
+        most_operators: of one forward and backward; more raise TooManyOperators.
 
     Returns:
-        for each size of batch, the bytes of one micro batch as `TrainingActivations` names them, but for `layers_saved`
-        and `layers_input`, which are those of all layers.
+        for each size of batch, the bytes of one micro batch as `TrainingActivations` names them.
     """
     blueprint = meta_model(model_config, dtype=dtype, attention=attention, adapters=adapters, patterns=patterns)
     totals: list[Counter[str]] = [Counter() for _ in batches]
+    saved: list[dict[int, int]] = [{} for _ in batches]
+    kept_inputs: list[dict[int, int]] = [{} for _ in batches]
     for layers in layer_kinds(blueprint):
         steps: dict[tuple[int, bool, int], StepTrace] = {}
-        for number in (1, 2):
+        for number in (2, 1):  # what takes most operators first
             parts = {"layers": layers[:1] * number, "liger": liger, "tile_rows": seq_len if tiled else None}
             with fake_model(blueprint, **parts) as model:
-                for checkpointing in (False, True):
-                    if checkpointing:
-                        model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
+                model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
+                for checkpointing in (True, False):
+                    if not checkpointing:
+                        model.activation_checkpointing_disable()
                     for batch in batches:
                         inputs = inputs_of(batch, seq_len, attention)
-                        steps[number, checkpointing, batch] = trace_step(model, inputs, compute_loss)
-        for batch, total in zip(batches, totals, strict=True):
+                        steps[number, checkpointing, batch] = trace_step(
+                            model, inputs, compute_loss, most_operators=most_operators
+                        )
+        for place, (batch, total) in enumerate(zip(batches, totals, strict=True)):
             plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
             layer_input = checkpointed.kept - steps[1, True, batch].kept
             total["once"] += checkpointed.kept - 2 * layer_input  # rotary angles and masks are a kind's own
-            total["layers_saved"] += len(layers) * (plain.kept - steps[1, False, batch].kept)
-            total["layers_input"] += len(layers) * layer_input
+            saved[place] |= dict.fromkeys(layers, plain.kept - steps[1, False, batch].kept)
+            kept_inputs[place] |= dict.fromkeys(layers, layer_input)
             total["layer_transient"] = max(total["layer_transient"], checkpointed.layers)
             total["layer_backward"] = max(total["layer_backward"], plain.layers)
             total["head"] = max(total["head"], checkpointed.head)
@@ -241,7 +245,12 @@ def trace_training(
                 if not total[name]:  # of the first kind also embedding, norm, head and loss
                     total[name] = steps[1, checkpointing, batch].traffic - layer
                 total[name] += len(layers) * layer
-    return [dict(total) for total in totals]
+    return [
+        dict(total)
+        | {"layers_saved": [of_layer[index] for index in sorted(of_layer)]}
+        | {"layers_input": [inputs[index] for index in sorted(inputs)]}
+        for total, of_layer, inputs in zip(totals, saved, kept_inputs, strict=True)
+    ]
 
 
 def trace_evaluation(
@@ -252,7 +261,8 @@ def trace_evaluation(
     dtype: torch.dtype,
     attention: Attention,
     adapters: LoraConfig | None = None,
-) -> list[dict[str, int]]:
+    most_operators: float = math.inf,
+) -> list[dict[str, Any]]:
     """Trace three layers of each kind without gradients, as scoring calls them: the head on one position only. Returns
     for each size of batch the peak of the `backbone`.
     """
@@ -263,7 +273,8 @@ def trace_evaluation(
             model.eval()
             for number, batch in enumerate(batches):
                 inputs = inputs_of(batch, seq_len, attention)
-                log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()])
+                known = [*model.parameters(), *model.buffers(), *inputs.values()]
+                log = StorageLog(known, most_operators=most_operators)
                 with torch.no_grad(), log:
                     model(**inputs, use_cache=False, logits_to_keep=1)
                 peaks[number] = max(peaks[number], max(log.live_bytes()))
@@ -276,11 +287,13 @@ Loss = Literal["hf", "tiled", "fused"]
 """
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
-SCANNED, SCANNED_LENGTH = ("jamba", "mamba", "falcon_mamba"), 16
-"""Architectures whose code computes one position after the other where their kernels are missing, and the length of
-sequences that is traced of them: bytes per token do not grow with it, the time of a trace does, to minutes. Their
-kernels would keep less than the code that is traced.
+MOST_OPERATORS, SHORTER = 2000, (256, 64)
+"""Operators of a trace from which on shorter sequences are traced, the last of SHORTER in any case: such code computes
+chunks of 64 (gated delta rule) or 256 positions (Mamba 2) one after the other where its kernels are missing. Bytes per
+token do not grow with the length, the time of a trace does. The kernels would keep less than the code that is traced.
 """
+SCANNED, SCANNED_LENGTH = ("falcon_mamba", "jamba", "mamba", "zamba"), 16
+"""Architectures that compute one position after the other, and the length that is traced of them."""
 UNTRACEABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model's own code raises where it does not run over fake tensors."""
 
@@ -306,19 +319,22 @@ class Cost:
         return " + ".join(parts + ([f"{rows}{self.fixed:,.0f} B"] if self.fixed >= 1 else []))
 
 
+def mean(costs: Sequence[Cost]) -> Cost:
+    """Of layers that may differ."""
+    per_token, fixed = (sum(getattr(cost, name) for cost in costs) / len(costs) for name in ("per_token", "fixed"))
+    return Cost(per_token=per_token, fixed=fixed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingActivations:
     """What a forward and backward of one micro batch holds on one GPU besides weights and gradients."""
 
-    num_layers: int
     once: Cost
     """Held from the first layer to the last: rotary angles, masks."""
-    layer_saved: Cost
-    """What the backward of one layer needs; all layers keep it where there is no checkpointing. A mean where layers
-    differ.
-    """
-    layer_input: Cost
-    """What checkpointing keeps of one layer."""
+    layers_saved: tuple[Cost, ...]
+    """What the backward of each layer needs, and the layer keeps where it is not checkpointed."""
+    layers_input: tuple[Cost, ...]
+    """What checkpointing keeps of each layer."""
     layer_transient: Cost
     """With checkpointing: the most one layer takes in its recompute and backward, its input left out."""
     layer_backward: Cost
@@ -332,33 +348,40 @@ class TrainingActivations:
     source: str
     """"fake-tensor trace", or of what other model and why."""
 
-    def checkpointed_layers(self, every: int) -> int:
-        """Counts the layers that are computed again where only each so manieth is, from the first on."""
-        return -(-self.num_layers // every)
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers_saved)
 
-    def terms(self, num_tokens: int, checkpointing: bool, every: int = 1, *, offloading_ranks: int = 0) -> list[Term]:
+    def checkpointed_layers(self, every: int) -> int:
+        """Counts the layers that are computed again: each so manieth from the first on, none with 0."""
+        return -(-self.num_layers // every) if every else 0
+
+    def terms(self, num_tokens: int, every: int, *, offloading_ranks: int = 0) -> list[Term]:
         """List what is alive at the peak.
 
         The head's peak and that of a layer's backward come at different moments, both while all layers hold theirs.
 
         Args:
             num_tokens: of one micro batch on one rank, padding included.
-            every: each so manieth layer is checkpointed, and the others keep what they saved.
+            every: each so manieth layer is checkpointed, from the first on; 0 is none. The others keep what they
+                saved.
             offloading_ranks: of a node, whose layer inputs lie in pinned host memory; 0 leaves them on the device.
         """
-        again = self.checkpointed_layers(every) if checkpointing else 0
         terms = [
             Term("rotary angles and masks", self.once.num_bytes(num_tokens), self.once.formula(num_tokens), "compute")
         ]
         peaks = [("logits and loss", self.head)]
-        for name, layers, cost, backward in (
-            ("layer inputs (checkpointing)", again, self.layer_input, self.layer_transient),
-            ("saved activations", self.num_layers - again, self.layer_saved, self.layer_backward),
+        again = self.layers_input[::every] if every else ()
+        plain = [cost for index, cost in enumerate(self.layers_saved) if not every or index % every]
+        for name, costs, backward in (
+            ("layer inputs (checkpointing)", again, self.layer_transient),
+            ("saved activations", plain, self.layer_backward),
         ):
-            if not layers:
+            if not costs:
                 continue
+            cost, layers = mean(costs), len(costs)
             num_bytes, how = int(layers * (cost.fixed + num_tokens * cost.per_token)), f"({cost.formula(num_tokens)})"
-            if offloading_ranks and cost is self.layer_input:
+            if offloading_ranks and costs is again:
                 num_bytes = offloading_ranks * layers * pinned_bytes(cost.num_bytes(num_tokens))
                 how = f"{offloading_ranks} ranks x {layers} layers x {how}, pinned"
                 terms.append(Term(name, num_bytes, how, "compute", "host"))
@@ -399,9 +422,9 @@ def exchange_term(size: ModelSize, rank_tokens: int, ranks: int, dtype: str, *, 
     return Term("positions exchanged for heads", layers * rank_tokens * width * itemsize, how, "compute")
 
 
-def _line(traces: list[dict[str, int]], name: str, seq_len: int, divisor: int = 1) -> Cost:
-    """Return the cost that gives this field of the traces at BATCHES, divided by `divisor`."""
-    (few, many), (less, more) = BATCHES, (trace[name] / divisor for trace in traces)
+def _line(numbers: Iterable[int], seq_len: int) -> Cost:
+    """Return the cost that gives these bytes at BATCHES."""
+    (few, many), (less, more) = BATCHES, numbers
     per_sequence = (more - less) / (many - few)
     return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
 
@@ -422,38 +445,25 @@ def training_activations(
     """Trace a model's training, or that of a Llama of the same widths where its code does not run over fake tensors.
 
     Args:
-        dtype: float32, bfloat16 or float16.
-        adapters: with lora and qlora.
         patterns: of the parameters that are trained, and of those that are frozen.
-        seq_len: the length that sequences are padded to.
         liger: with Liger's norms and feed-forwards; its own loss is "fused".
         compute_loss: the user's own; planned as nats where it does not run over fake tensors.
     """
-    if size.model_type in SCANNED and attention != "eager":  # which makes a matrix
-        seq_len = min(seq_len, SCANNED_LENGTH)
-    options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters} | ({"liger": True} if liger else {})
-    options |= {"patterns": patterns} if any(patterns) else {}
-    options |= {"tiled": True} if loss == "tiled" else {}
-    options |= {"compute_loss": compute_loss} if compute_loss else {}
-    traces, source = _traced(trace_training, size, model_config, attention=attention, **options)
-
-    kept, inputs = (_line(traces, name, seq_len, size.num_layers) for name in ("layers_saved", "layers_input"))
-    head = _line(traces, "head", seq_len)
+    how = {"liger": liger, "patterns": patterns, "tiled": loss == "tiled", "compute_loss": compute_loss}
+    options = {"attention": attention, "seq_len": seq_len, "dtype": dtype, "adapters": adapters}
+    traces, source = _traced(trace_training, size, model_config, **options, **how)
+    seq_len = traces[0]["seq_len"]
+    names = ("once", "layer_transient", "layer_backward", "head", "traffic", "traffic_checkpointed")
+    costs = {name: _line((trace[name] for trace in traces), seq_len) for name in names}
+    for name in ("layers_saved", "layers_input"):
+        costs[name] = tuple(_line(numbers, seq_len) for numbers in zip(*(trace[name] for trace in traces), strict=True))
     if loss == "fused":
         # What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py): the final
         # norm's input and output; the gradient of the hidden states; logits of as many tokens as take up to twice that.
-        head = Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
-    if loss == "tiled":
-        head = replace(head, fixed=head.fixed / seq_len, tiled_vocab=size.vocab_size)  # a traced tile is one sequence
-    names = ("once", "layer_transient", "layer_backward", "traffic", "traffic_checkpointed")
-    return TrainingActivations(
-        num_layers=size.num_layers,
-        layer_saved=kept,
-        layer_input=inputs,
-        head=head,
-        source=source,
-        **{name: _line(traces, name, seq_len) for name in names},
-    )
+        costs["head"] = Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
+    if loss == "tiled":  # a traced tile is one sequence
+        costs["head"] = replace(costs["head"], fixed=costs["head"].fixed / seq_len, tiled_vocab=size.vocab_size)
+    return TrainingActivations(source=source, **costs)
 
 
 def evaluation_activations(
@@ -466,14 +476,12 @@ def evaluation_activations(
     adapters: LoraConfig | None = None,
 ) -> EvaluationActivations:
     """Trace a model's forward; arguments and fallback as for `training_activations`."""
-    if size.model_type in SCANNED and attention != "eager":
-        seq_len = min(seq_len, SCANNED_LENGTH)
-    options = {"seq_len": seq_len, "dtype": dtype, "adapters": adapters}
-    traces, _ = _traced(trace_evaluation, size, model_config, attention=attention, **options)
+    options = {"attention": attention, "seq_len": seq_len, "dtype": dtype, "adapters": adapters}
+    traces, _ = _traced(trace_evaluation, size, model_config, **options)
     itemsize = DTYPE_BYTES[dtype]
     softcap = getattr(model_config.get_text_config(), "final_logit_softcapping", None)
     return EvaluationActivations(
-        backbone=_line(traces, "backbone", seq_len),
+        backbone=_line((trace["backbone"] for trace in traces), traces[0]["seq_len"]),
         hidden=Cost(per_token=2 * itemsize * size.hidden_size),
         logit_bytes=4 + itemsize * (2 if softcap else 1),
         vocab_size=size.vocab_size,
@@ -485,20 +493,20 @@ _known: dict[str, list] = {}
 
 
 def _traced(
-    trace: Callable[..., list[dict[str, int]]],
+    trace: Callable[..., list[dict[str, Any]]],
     size: ModelSize,
     model_config: PreTrainedConfig,
     *,
     attention: Attention,
     **options: Any,
-) -> tuple[list[dict[str, int]], str]:
-    """Trace this model, or a Llama of its widths where its code does not run over fake tensors. Returns also
-    the source."""
+) -> tuple[list[dict[str, Any]], str]:
+    """Trace this model, or a Llama of its widths where its code does not run over fake tensors, and name the source."""
     try:
         return _cached(trace, model_config, attention=attention, **options), "fake-tensor trace"
     except UNTRACEABLE as error:
         reason = f"since {size.model_type} could not be traced ({one_line(error)[:100]})"
-    if options.pop("compute_loss", None):
+    if options.get("compute_loss"):
+        options["compute_loss"] = None
         traces, source = _traced(trace, size, model_config, attention=attention, **options)
         return traces, f"{source}, with nats in place of compute_loss, {reason.partition(' ')[2]}"
     llama = LlamaConfig(
@@ -520,14 +528,17 @@ def _traced(
 
 
 def _cached(
-    trace: Callable[..., list[dict[str, int]]],
+    trace: Callable[..., list[dict[str, Any]]],
     model_config: PreTrainedConfig,
     *,
     dtype: str,
     adapters: LoraConfig | None,
+    seq_len: int,
     **options: Any,
-) -> list[dict[str, int]]:
-    """Trace this model at BATCHES, or take it from this process or from disk; what is new is kept in both."""
+) -> list[dict[str, Any]]:
+    """Trace this model at BATCHES, or take it from this process or from disk; what is new is kept in both. The results
+    have the length that was traced, too (`seq_len`).
+    """
     # A hash of the tracing code itself, and the versions of what it runs through.
     folder, files = Path(__file__).parent, ("activations.py", "fake_model.py", "../models/head.py")
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
@@ -536,9 +547,16 @@ def _cached(
         "model": model_config.get_text_config().to_dict(),
         "adapters": adapters and adapters.to_dict(),
         "dtype": dtype,
-        "code": [torch.__version__, transformers.__version__, peft.__version__, source, str(BATCHES)],
+        "seq_len": seq_len,
+        "code": [
+            torch.__version__,
+            transformers.__version__,
+            peft.__version__,
+            source,
+            str((BATCHES, MOST_OPERATORS, SHORTER, SCANNED_LENGTH)),
+        ],
     }
-    own_loss = {"compute_loss": digest(options["compute_loss"])} if "compute_loss" in options else {}
+    own_loss = {"compute_loss": digest(options["compute_loss"])} if options.get("compute_loss") else {}
     text = json.dumps(
         facts | options | own_loss,
         sort_keys=True,
@@ -551,12 +569,27 @@ def _cached(
     path = user_cache() / "activations" / f"{key}.json"
     try:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        are_numbers = all(type(number) is int for result in results for number in result.values())
+        are_numbers = all(
+            type(number) is int
+            for result in results
+            for value in result.values()
+            for number in (value if isinstance(value, list) else [value])
+        )
         is_whole = len(results) == len(BATCHES) and are_numbers
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is damaged
         is_whole = False
     if not is_whole:
-        results = trace(model_config, batches=BATCHES, dtype=getattr(torch, dtype), adapters=adapters, **options)
+        options |= {"batches": BATCHES, "dtype": getattr(torch, dtype), "adapters": adapters}
+        lengths = [seq_len]
+        if options["attention"] != "eager":  # which makes a matrix
+            is_scanned = model_config.get_text_config().model_type in SCANNED
+            lengths = [min(seq_len, SCANNED_LENGTH)] if is_scanned else [seq_len, *(n for n in SHORTER if n < seq_len)]
+        for length in lengths:
+            most_operators = MOST_OPERATORS if length > lengths[-1] else math.inf
+            with contextlib.suppress(TooManyOperators):
+                results = trace(model_config, seq_len=length, most_operators=most_operators, **options)
+                break
+        results = [result | {"seq_len": length} for result in results]
         with contextlib.suppress(OSError):  # without a cache the next plan is only slower
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"results": results})

@@ -1,14 +1,9 @@
 """What ranks and their links reach: measured, kept, and put in the place of what a plan assumes.
 
-`dsft plan --calibrate` measures this machine's ranks (`calibrate`); the doctor's smoke test measures the ranks of a run
-with the same functions. Every function that communicates needs a process group that stands. Imports no transformers:
-the ranks of a smoke test start fast.
-
-One file keeps the results, `dsft/speeds.json` in the user's cache (XDG_CACHE_HOME): what this machine's ranks reach
-(under host, CPU, GPU, number of ranks and precision), what its GPUs hold outside of torch, what the links between a set
-of hosts do (`dsft doctor` writes it), and what a GPU multiplies whose name is in no table. A plan for another machine
-or other hosts sees none of it, unless `--machine` brings it along (`Machine.carried`). Other memory predictions are
-never fitted. Remove the file to go back to data sheets.
+`dsft/speeds.json` in the user's cache keeps it by machine, so a plan for another machine sees none of it, unless
+`--machine` brings it along (`Machine.carried`). The doctor's smoke test measures with the same functions: no
+transformers is imported here, and what communicates needs a process group. Memory predictions are never fitted, but
+for what a GPU holds outside of torch.
 """
 
 import contextlib
@@ -29,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.step_time import ASSUMED, NARROW, Speeds, speeds_of
+from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.runtime.disk import user_cache
 from dsft.runtime.distributed import device, free_port, max_over_ranks, start_ranks, wait_for_all
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, has_gpu, peak_resident_bytes
@@ -68,7 +63,6 @@ def seconds_of(
 
 
 def _half(place: torch.device) -> torch.dtype:
-    """The type of 16 bits that a device multiplies itself."""
     emulates = place.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.float16 if emulates else torch.bfloat16
 
@@ -174,9 +168,7 @@ def _begin(rank: int, ranks: int, port: int, results: Any, function: Callable[..
 
 
 def _measure_rank(dtype: str) -> dict[str, float]:
-    """Measure all ranks at once, since they share cores, memory and links; each returns the best run of the slowest of
-    them, which all ranks of a training wait for, as fields of `Speeds`.
-    """
+    """Measure all ranks at once, since they share cores, memory and links: the best run of the slowest rank."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
     start_ranks()
     place, ranks = device(), dist.get_world_size()
@@ -225,7 +217,7 @@ def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
 
 
 def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
-    """Rates of DeepSpeed's collectives over all ranks, as `Speeds` names them. On CPUs they are not torch's."""
+    """Rates of DeepSpeed's collectives, which on CPUs are not torch's, as `Speeds` names them."""
     import deepspeed.comm as comm
 
     numbers = TIMED_NUMBERS[place.type] // ranks * ranks
@@ -398,7 +390,6 @@ def links_key(host_names: Iterable[str]) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the sections of the file; what is damaged or missing is left out."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ from dsft.models.size import ModelFacts
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention, attention_of
-from dsft.planner.plans import add_up, with_room
+from dsft.planner.plans import add_up, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (
     GATHER_SECONDS,
@@ -139,9 +139,7 @@ def plan_evaluation(
         how = f"shards over all ranks (zero {chosen.zero})" if chosen.zero != "0" else "one copy of the model per rank"
         reason = f"{how}, {chosen.batch_tokens:,} tokens at once: {in_gib(chosen.device_bytes)} needed"
     else:
-        chosen = min(
-            plans, key=lambda plan: max(plan.device_bytes / machine.device_bytes, plan.host_bytes / machine.host_bytes)
-        )
+        chosen = min(plans, key=lambda plan: shortage(plan, machine))
         reason = (
             f"nothing fits; the closest to fitting is zero {chosen.zero}, which needs {in_gib(chosen.device_bytes)} per"
             f" rank and {in_gib(chosen.host_bytes)} per host"
@@ -164,7 +162,6 @@ def plan_evaluation(
 def _plan(
     zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds, sequence_parallel: int
 ) -> EvaluationPlan:
-    """Predict memory and speed of one way of holding the model."""
     layout = describe_layout(
         dataclasses.replace(job.size, num_trainable=0, trainable_numels=()),  # nothing is trained
         {"zero_optimization": evaluation_section(zero)},

@@ -1,10 +1,6 @@
 """Models over fake tensors (shapes without memory), cut down to few layers, with attention as a GPU allocates it, and
-with what Liger's kernels keep instead of transformers' own operators: no GPU is needed, nothing is computed.
-
-Source of Liger's: liger_kernel/ops (rms_norm.py, swiglu.py, geglu.py) and transformers/monkey_patch.py of Liger-Kernel
-0.6.
-
-Shape suffixes: B batch, N heads, T time, D head dim.
+with what Liger's kernels keep: liger_kernel/ops (rms_norm.py, swiglu.py, geglu.py) and transformers/monkey_patch.py of
+Liger-Kernel 0.6. Shape suffixes: B batch, N heads, T time, D head dim.
 """
 
 import contextlib
@@ -80,9 +76,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _fused_attention(module, query, key, value, attention_mask, **_):
-    """Do as transformers/integrations/sdpa_attention.py, which repeats keys and values where there is a mask; torch
-    turns a bool mask into one of the query's dtype, in every layer.
-    """
+    """Do as transformers/integrations/sdpa_attention.py: a mask repeats keys and values, and is a bias."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and attention_mask is not None:
         key, value = (
@@ -104,10 +98,14 @@ AttentionMaskInterface.register(_IMPLEMENTATIONS["sdpa"], sdpa_mask)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers: transformers makes all of them, and those of towers, of this class."""
+    """Return the decoder layers: transformers makes all of them, and those of towers, of this class. Of one within
+    another (Zamba) the outer one.
+    """
     has_towers = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_towers else model
-    return [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 def meta_model(
@@ -160,6 +158,10 @@ def fake_model(
     else:  # the others are not copied
         there = decoder_layers(blueprint)
         kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
+        for place, index in enumerate(layers):
+            for module in kept[place].modules():
+                if hasattr(module, "layer_dic"):  # Zamba 2 looks up its adapters by the layer's number
+                    module.layer_dic = {place: module.layer_dic[index]}
         whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
         model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
         text = model.config.get_text_config()

@@ -1,19 +1,13 @@
-"""Chooses a DeepSpeed configuration: predicts memory and time of every candidate and takes the fastest that fits. Pure
-arithmetic.
-
-    job = Job(size=facts.size, model_config=facts.config, dtype="bfloat16", seq_len=4096)
-    plans = all_plans(job, machine, speeds_of(machine, dtype="bfloat16"))
-    chosen = choose(plans, machine)
-
-A prediction is made from the very DeepSpeed configuration that training would get: `plan.deepspeed_config`.
-
-Here is also what is shown of many plans, what a run with one of them costs, and a plan as files: a DeepSpeed JSON with
-every number in it, and the accelerate YAML that starts it.
+"""Chooses a DeepSpeed configuration: predicts memory and time of every candidate, from the very configuration that
+training would get (`plan.deepspeed_config`), and takes the fastest that fits. Pure arithmetic. Also what is shown of
+many plans, a row with a hash for docs/predictions.md, and a plan as files.
 """
 
 import dataclasses
+import datetime
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +18,7 @@ import yaml
 from dsft.errors import UserError
 from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
+    CHECKPOINT_EVERY,
     NO_FP32_SUMS,
     SMALL_LIVE_PARAMS,
     Job,
@@ -33,11 +28,11 @@ from dsft.planner.candidates import (
     settings,
     wants_fp32_sums,
 )
-from dsft.planner.gpus import GPUS
 from dsft.planner.states import load_terms, quantised_room, sample_terms, state_terms
-from dsft.planner.step_time import TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
+from dsft.planner.step_time import GPUS, TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
+from dsft.runtime.software import code_hash, version_of
 from dsft.units import GiB, in_gib, plural
 
 WORTH_IT = 1.15
@@ -129,6 +124,8 @@ class Plan:
     zero: str
     """Name as the option `zero` takes it: 0, 1, 2, 3, 3-hpz, 2-offload ... or the path of a DeepSpeed JSON."""
     activation_checkpointing: bool
+    checkpoint_every: int
+    """With it, each so manieth layer is computed again."""
     micro_batch: int
     """Sequences of one forward on one rank."""
     accumulation: int
@@ -177,6 +174,8 @@ class Plan:
                 changes.append("memory not pinned")
         changed = f" ({', '.join(changes)})" if changes else ""
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
+        if checkpointing and self.checkpoint_every > 1:
+            checkpointing += f" of one layer in {self.checkpoint_every}"
         batch = f"micro batch {self.micro_batch} x {self.accumulation} accumulated"
         if self.sequence_parallel > 1:
             batch += f", {self.sequence_parallel} ranks to a sequence"
@@ -191,7 +190,8 @@ def all_plans(
     job: Job, machine: Machine, speeds: Speeds, *, zero: str = "auto", zero_file: dict[str, Any] | None = None
 ) -> list[Plan]:
     """The best plan of each candidate (configuration, activation checkpointing): over its micro batches, the fastest
-    that fits, else the smallest.
+    that fits, else the smallest. Where checkpointing is open, that of some layers is a candidate too, for micro batches
+    that fit with that of all layers and not without.
 
     One that leaves a fifth of the memory free is preferred up to a loss of 5 %. Of equally fast ones it is the largest
     of these, else the smallest.
@@ -200,22 +200,45 @@ def all_plans(
         zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
+
+    def add_best(plans: list[Plan]) -> None:
+        fitting = with_room(plans)
+        roomy = [plan for plan in fitting if plan.device_bytes <= ROOMY * machine.device_bytes]
+        fastest, fastest_roomy = (max(map(speed_of, some), default=0.0) for some in (fitting, roomy))
+        if not fitting:
+            best.append(plans[0])
+        elif fastest_roomy >= 0.95 * fastest:
+            best.append([plan for plan in roomy if speed_of(plan) >= 0.99 * fastest_roomy][-1])
+        else:
+            best.append(next(plan for plan in fitting if speed_of(plan) >= 0.99 * fastest))
+
     best, tried = [], list(batches(job, machine))
+    all_layers = job.checkpoint_every or 1
     for name in candidate_names(job, machine) if zero == "auto" else [zero]:
         pairs = tried
         if zero == "auto" and name in NO_FP32_SUMS:  # none whose gradients should be added up in fp32
             pairs = [(micro, number) for micro, number in tried if not wants_fp32_sums(job, number)]
-        for checkpointing in ([False, True] if job.checkpointing is None else [job.checkpointing]) if pairs else []:
-            plans = [_fitted(name, zero_file, checkpointing, *pair, job, machine, speeds) for pair in pairs]
-            fitting = with_room(plans)
-            roomy = [plan for plan in fitting if plan.device_bytes <= ROOMY * machine.device_bytes]
-            fastest, fastest_roomy = (max(map(speed_of, some), default=0.0) for some in (fitting, roomy))
-            if not fitting:
-                best.append(plans[0])
-            elif fastest_roomy >= 0.95 * fastest:
-                best.append([plan for plan in roomy if speed_of(plan) >= 0.99 * fastest_roomy][-1])
-            else:
-                best.append(next(plan for plan in fitting if speed_of(plan) >= 0.99 * fastest))
+        if not pairs:
+            continue
+        computed_again = [0, all_layers] if job.checkpointing is None else [all_layers * job.checkpointing]
+        plans = {
+            every: [_fitted(name, zero_file, every, *pair, job, machine, speeds) for pair in pairs]
+            for every in computed_again
+        }
+        for candidates in plans.values():
+            add_best(candidates)
+        if job.checkpointing is None and job.checkpoint_every is None:
+            some_layers = []
+            for pair, without, with_all in zip(pairs, *plans.values(), strict=True):
+                if not with_all.fits or with_all.low_headroom or (without.fits and not without.low_headroom):
+                    continue
+                for every in CHECKPOINT_EVERY:
+                    plan = _fitted(name, zero_file, every, *pair, job, machine, speeds)
+                    if plan.fits and not plan.low_headroom:
+                        some_layers.append(plan)
+                        break
+            if some_layers:
+                add_best(some_layers)
     return best
 
 
@@ -249,7 +272,7 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
 def _fitted(
     name: str,
     zero_file: dict[str, Any] | None,
-    checkpointing: bool,
+    every: int,
     micro_batch: int,
     accumulation: int,
     job: Job,
@@ -258,17 +281,15 @@ def _fitted(
 ) -> Plan:
     """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
     leanest.
+
+    Args:
+        every: each so manieth layer is computed again; 0 is none.
     """
     plans, traced, shared_by = [], job.activations, job.sequence_parallel
     tokens = -(-micro_batch * job.seq_len // shared_by)
-    offloads = checkpointing and job.checkpoint_offload and machine.has_gpu  # without a GPU it lies there anyhow
-    activations = traced.terms(
-        tokens,
-        checkpointing,
-        job.checkpoint_every,
-        offloading_ranks=machine.ranks_per_node if offloads else 0,
-    )
-    again = traced.checkpointed_layers(job.checkpoint_every) if checkpointing else 0
+    offloads = every and job.checkpoint_offload and machine.has_gpu  # without a GPU it lies there anyhow
+    activations = traced.terms(tokens, every, offloading_ranks=machine.ranks_per_node if offloads else 0)
+    again = traced.checkpointed_layers(every)
     if shared_by > 1:
         if job.attention != "flash":  # each rank has the mask of full rows
             once, whole = traced.once, tokens * shared_by
@@ -302,7 +323,8 @@ def _fitted(
         terms += sample_terms(layout) if job.samples else []
         plan = Plan(
             zero=name,
-            activation_checkpointing=checkpointing,
+            activation_checkpointing=every > 0,
+            checkpoint_every=every or 1,
             micro_batch=micro_batch,
             accumulation=accumulation,
             sequence_parallel=shared_by,
@@ -318,7 +340,9 @@ def _fitted(
                 sequence_parallel=shared_by,
                 recomputed=recomputed,
                 traffic_bytes=traffic_bytes,
-                offloaded_bytes=again * traced.layer_input.num_bytes(tokens) if offloads else 0.0,
+                offloaded_bytes=sum(cost.num_bytes(tokens) for cost in traced.layers_input[::every])
+                if offloads
+                else 0.0,
                 compiled=job.compiled,
             ),
             ranks_per_node=machine.ranks_per_node,
@@ -338,8 +362,8 @@ def _fitted(
     return next(iter(with_room(plans)), plan)
 
 
-def shortage(plan: Plan, machine: Machine) -> float:
-    """Return how much of the scarcest resource is asked for, over what is there."""
+def shortage(plan: Any, machine: Machine) -> float:
+    """Return how much of the scarcest resource a plan (of training or of evaluation) asks for, over what is there."""
     device = (plan.device_bytes + RESERVE_BYTES) / machine.device_bytes if machine.has_gpu else 0.0
     nvme = peak_bytes(plan.terms, "nvme") / machine.nvme_bytes if machine.nvme_bytes else 0.0
     return max(device, nvme, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
@@ -407,6 +431,11 @@ def reason(
         why = f"{label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
         why = f"zero={zero} ({'as the resumed run began' if resumes else 'requested'}): {label} fits{speed}"
+    if chosen.checkpoint_every > 1 and not beside_table:
+        alike = (plan for plan in plans if plan.zero == chosen.zero and plan.activation_checkpointing)
+        all_layers = next((plan for plan in alike if plan.checkpoint_every == 1), None)
+        if all_layers and speed_of(chosen) > speed_of(all_layers):
+            why += f", {speed_of(chosen) / speed_of(all_layers) - 1:.0%} faster than with all layers computed again"
     return f"{why}{', with little headroom' * chosen.low_headroom}{have}."
 
 
@@ -433,6 +462,14 @@ def need(plan: Plan) -> str:
 def as_dict(plan: Plan) -> dict[str, Any]:
     """For JSON: everything, with the sums that tables show."""
     return dataclasses.asdict(plan) | {"tokens_per_second": plan.time.tokens_per_second}
+
+
+def checkpointing_flags(plan: Plan) -> str:
+    """The options of `dsft train` for the plan's activation checkpointing."""
+    flags = f"--activation_checkpointing {str(plan.activation_checkpointing).lower()}"
+    if plan.checkpoint_every > 1:
+        flags += f""" --activation_checkpointing_kwargs '{{"every_n_layers": {plan.checkpoint_every}}}'"""
+    return flags
 
 
 def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Path]:
@@ -475,7 +512,7 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Pat
     }
     head = (
         f"# accelerate launch --config_file {paths[1].resolve()} dsft/train.py --config run.yaml"
-        f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}\n"
+        f" {checkpointing_flags(plan)}\n"
     )
     if machine.nodes > 1:
         head += "# Set main_process_ip to the first machine's address, and machine_rank to 1, 2 ... on the others.\n"
@@ -547,3 +584,40 @@ def run_cost(
         gpu_hours=gpu_hours,
         dollars=None if dollars is None else gpu_hours * dollars,
     )
+
+
+COLUMNS = ("job", "plan", "GiB of a GPU", "seconds of a step", "tokens/s of a GPU", "versions", "date", "hash")
+NAMED = ("torch", "deepspeed", "transformers")
+"""Packages whose versions stand in a row, beside dsft's."""
+
+
+def record(job: str, plan: str, memory: str, seconds: str, speed: str) -> str:
+    """The row as Markdown: what is given, versions, today, and the hash."""
+    installed = [
+        "dsft " + version_of("dsft"),
+        "code " + code_hash()[:8],
+        *(f"{name} {version_of(name)}" for name in NAMED),
+    ]
+    versions = ", ".join(installed)
+    cells = [job, plan, memory, seconds, speed, versions, datetime.date.today().isoformat()]
+    cells = [" ".join(cell.replace("|", "/").split()) for cell in cells]
+    return f"| {' | '.join([*cells, hash_of(cells)])} |"
+
+
+def hash_of(cells: Sequence[str]) -> str:
+    """16 hexadecimal digits of the SHA-256 of the cells before it, with a line feed between them, in UTF-8."""
+    return hashlib.sha256("\n".join(cells).encode()).hexdigest()[:16]
+
+
+def predicted(command: str, plan: Plan, *, ranks: int) -> str:
+    """The row of a plan: memory and time with their ranges, as published figures of that kind lie about the plan's."""
+    gib = plan.device_bytes / GiB
+    memory = f"{gib:.1f} ({gib * (1 - MEMORY_ERROR):.1f} to {gib * (1 + MEMORY_ERROR):.1f})"
+    seconds = f"{plan.time.step_seconds:.3g}"
+    if plan.time.range_seconds:
+        seconds += " ({:.3g} to {:.3g})".format(*plan.time.range_seconds)
+    else:
+        seconds += f" (no range: {plan.time.kind})"
+    if not plan.fits:
+        memory += ", does not fit"
+    return record(f"`{command}`", plan.label, memory, seconds, f"{plan.time.tokens_per_second / ranks:,.0f}")

@@ -2,33 +2,18 @@
 and while a model is loaded.
 
 Formulas hold for DeepSpeed 0.19.8; tests/planner/test_model_states.py compares each with unmodified DeepSpeed on one
-rank of 16. Worst rank, worst moment: a parameter that lies across two ranks' shares counts in full, and gradient
-accumulation is assumed unless the configuration has 1. Not counted: activations (elsewhere), alignment paddings,
-tensor parallelism, MoE groups, `data_types.grad_accum_dtype` under stage 1, torch autocast, quantised collectives (qwZ,
-qgZ).
+rank of 16. Worst rank, worst moment. Not counted: activations (elsewhere), alignment paddings, tensor parallelism, MoE
+groups, `data_types.grad_accum_dtype` under stage 1, torch autocast, quantised collectives (qwZ, qgZ).
 
-ZeRO-3 on one device (deepspeed/runtime/zero/stage3.py):
-
-    weights   shards, or with offload nothing          always
-    gathered  persistent parameters                    always
-              live parameters, prefetched copies       forward and backward
-    gradients reduce bucket, partition                 always
-    optimizer states of the share; copies              always; in the step
-
-Host memory: torch's CachingHostAllocator (c10 `CachingHostAllocator.h`) rounds pinned memory up to powers of two, and
-keeps what is freed. Without a GPU nothing is pinned, and every buffer has its own size.
-
-Loading: transformers maps checkpoint files into memory (under ZeRO-3 on rank 0 alone): pages that the kernel takes back
-when it needs them, so they are not counted; a file system that cannot map them needs the complete checkpoint on top.
-From there weights go straight to the GPU.
+torch's CachingHostAllocator rounds pinned memory up to powers of two and keeps what is freed. While loading,
+transformers maps checkpoint files into memory: pages that the kernel takes back, so they are not counted.
 """
 
 import math
 from collections import Counter
 
-from dsft.planner.optimizers import OPTIMIZERS
 from dsft.planner.step_time import ASSUMED
-from dsft.planner.zero_layout import Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
+from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
 from dsft.units import GB, in_gib
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
@@ -82,10 +67,7 @@ def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
 
 def _gradients_of_share(layout: ZeroLayout) -> int:
     """Count the elements of the parameters that lie in one rank's share, each in full, on the rank that has most
-    (`copy_grads_in_partition`).
-
-    The embedding comes first: a rank that ends it holds all of it, and what follows. Any other parameter may lie across
-    the share's border.
+    (`copy_grads_in_partition`). The embedding comes first; any other parameter may lie across the share's border.
     """
     share = layout.share
     first = layout.size.embedding_params if layout.size.trains_embedding else 0
@@ -94,7 +76,6 @@ def _gradients_of_share(layout: ZeroLayout) -> int:
 
 
 def _stage_0(layout: ZeroLayout) -> list[Term]:
-    """Hold everything on every rank: FP16_UnfusedOptimizer (bf16 and fp16), or torch's optimizer alone (fp32)."""
     weight_bytes, trained, optimizer = layout.weight_bytes, layout.size.num_trainable, layout.optimizer
     frozen, how = frozen_bytes(layout)
     is_half = weight_bytes < 4  # then the optimizer updates fp32 copies of the weights
@@ -114,7 +95,6 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
 
 
 def _stage_1_2(layout: ZeroLayout) -> list[Term]:
-    """Shard optimizer states, and gradients: `DeepSpeedZeroOptimizer` in deepspeed/runtime/zero/stage_1_and_2.py."""
     weight_bytes, trained, largest = layout.weight_bytes, layout.size.num_trainable, layout.largest_trained
     share, ranks, bucket = layout.share, layout.world_size, layout.zero["reduce_bucket_size"]
     offloads, optimizer = layout.optimizer_device != "none", layout.optimizer
@@ -190,7 +170,6 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
 
 
 def _stage_3(layout: ZeroLayout) -> list[Term]:
-    """List weights, gradients, optimizer states and what is gathered, on one device."""
     weight_bytes, sent_bytes, sum_bytes = layout.weight_bytes, layout.sent_bytes, layout.sum_bytes
     trained, share, ranks, groups = layout.size.num_trainable, layout.share, layout.world_size, layout.device_sub_groups
     persistent, live, most = _gathered_params(layout)
@@ -312,7 +291,6 @@ def sample_terms(layout: ZeroLayout) -> list[Term]:
 
 
 def _on_node(layout: ZeroLayout, name: str, num_bytes: float, formula: str, phase: Phase = "always") -> Term:
-    """Host memory that each rank of a node takes, all together."""
     ranks = layout.ranks_per_node
     return Term(name, int(ranks * num_bytes), f"{ranks} ranks x {formula}", phase, "host")
 

@@ -16,8 +16,8 @@ from dsft.models.size import USUAL_MODELS, usual_config
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job
 from dsft.planner.fake_model import Attention
-from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import HOST_SHARE, Plan
+from dsft.planner.zero_layout import DEFAULT_OPTIMIZER
 from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
@@ -118,8 +118,8 @@ def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
 def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> float:
     """Returns the seconds of a step of the chosen plan where sequences have `seq_len` tokens in the mean."""
     plan = choice.plan
-    batch = {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation}
-    job = of_length(job, seq_len, checkpointing=plan.activation_checkpointing, **batch)
+    same = {"checkpointing": plan.activation_checkpointing, "checkpoint_every": plan.checkpoint_every}
+    job = of_length(job, seq_len, micro_batch=plan.micro_batch, accumulation=plan.accumulation, **same)
     zero_file = plan.deepspeed_config if plan.zero.endswith(".json") else None
     return choose_plan(job, machine, zero=plan.zero, zero_file=zero_file).plan.time.step_seconds
 
@@ -170,9 +170,9 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
                 job = resolve_offline(asked, machine, attention=attention).job
                 # Without any activations first: what does not fit so needs no trace.
                 bare = dataclasses.replace(job)
-                bare.__dict__["activations"] = TrainingActivations(
-                    num_layers=job.size.num_layers, source="none", **costs
-                )
+                layers = (Cost(),) * job.size.num_layers
+                none = TrainingActivations(layers_saved=layers, layers_input=layers, source="none", **costs)
+                bare.__dict__["activations"] = none
                 if choose_plan(bare, machine).plan.fits and (plan := choose_plan(job, machine).plan).fits:
                     break
             else:

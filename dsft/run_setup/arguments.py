@@ -44,9 +44,8 @@ from dsft.models.size import ModelFacts, ModelSize
 from dsft.models.trained import learning_rates
 from dsft.models.trials import can_tile_loss
 from dsft.planner.fake_model import LIGER_MODELS
-from dsft.planner.optimizers import OPTIMIZERS, optimizer_memory
 from dsft.planner.plans import Plan
-from dsft.planner.zero_layout import sums_in_fp32
+from dsft.planner.zero_layout import OPTIMIZERS, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
@@ -228,7 +227,10 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
     }
     how = checkpointing_kwargs(options)
-    if not has_gpu() and how.pop("offload", False):  # it lies in host memory anyhow, of which none is pinned
+    changed = not has_gpu() and how.pop("offload", False)  # it lies in host memory anyhow, of which none is pinned
+    if plan.activation_checkpointing and how.get("every_n_layers", 1) != plan.checkpoint_every:
+        how["every_n_layers"], changed = plan.checkpoint_every, True
+    if changed:
         values["activation_checkpointing_kwargs"] = how
     dealt = values.get("accelerator_config")  # what the user sets of accelerate, in a dict or a JSON file
     if isinstance(dealt, str):

@@ -59,11 +59,9 @@ from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_ma
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.fake_model import Attention, attention_of
-from dsft.planner.gpus import GPUS, gpu_name
-from dsft.planner.optimizers import DEFAULT_OPTIMIZER
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
-from dsft.planner.step_time import Speeds
-from dsft.planner.zero_layout import sums_in_fp32
+from dsft.planner.step_time import GPUS, Speeds, gpu_name
+from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
 from dsft.run_setup.arguments import (
     CheckpointSize,
     accelerate_decisions,
@@ -554,7 +552,7 @@ def job_over_data(
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,
         checkpointing=False if checkpointing is None and options.zero != "auto" else checkpointing,
-        checkpoint_every=how.get("every_n_layers", 1),
+        checkpoint_every=how.get("every_n_layers"),
         checkpoint_offload=how.get("offload", False),
         optimizer=training.get("optim", DEFAULT_OPTIMIZER),
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
@@ -659,9 +657,10 @@ def plan_run(
         earlier = read_run(output_dir) if is_run(output_dir) else {"world_size": None}
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
-            zero = earlier["plan"]["zero"]
+            zero, every = earlier["plan"]["zero"], job.checkpoint_every or earlier["plan"].get("checkpoint_every")
             same = {name: earlier["plan"][name] for name in ("micro_batch", "accumulation")}
-            job = dataclasses.replace(job, checkpointing=earlier["plan"]["activation_checkpointing"], **same)
+            checkpointing = earlier["plan"]["activation_checkpointing"]
+            job = dataclasses.replace(job, checkpointing=checkpointing, checkpoint_every=every, **same)
         if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     with_nvme = machine

@@ -24,8 +24,7 @@ from torch import nn
 from dsft.models.size import num_experts_of
 from dsft.models.trained import unwrapped
 from dsft.perplexity.sums import Perplexity, exp, in_words, ratio_interval
-from dsft.planner.gpus import GPUS, gpu_name, named_gpus
-from dsft.planner.step_time import flops_per_token
+from dsft.planner.step_time import GPUS, flops_per_token, gpu_name, named_gpus
 from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, device, from_all

@@ -46,6 +46,7 @@ from dsft.models.tokenizer import stop_at
 from dsft.models.trained import learning_rates, unwrapped
 from dsft.models.trials import length_limits
 from dsft.planner.plans import as_dict as plan_as_dict
+from dsft.planner.plans import checkpointing_flags
 from dsft.run_setup.arguments import training_arguments
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, patches
@@ -362,7 +363,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
             way_out = (
                 f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB: --zero"
                 f" {smaller.zero} --per_device_train_batch_size {smaller.micro_batch} --gradient_accumulation_steps"
-                f" {smaller.accumulation} --activation_checkpointing {smaller.activation_checkpointing}"
+                f" {smaller.accumulation} {checkpointing_flags(smaller)}"
             )
         phase = watchdog.current_phase
         return (

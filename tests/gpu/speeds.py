@@ -21,9 +21,8 @@ from dsft.planner.calibration import (
     speeds_for,
     to_carry,
 )
-from dsft.planner.gpus import GPUS, gpu_name, named_gpus
 from dsft.planner.plans import RESERVE_BYTES
-from dsft.planner.step_time import ASSUMED, Speeds, speeds_of
+from dsft.planner.step_time import ASSUMED, GPUS, Speeds, gpu_name, named_gpus, speeds_of
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, Machine, ask_gpu, this_machine
 from dsft.units import in_gib

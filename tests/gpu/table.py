@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from dsft.planner.record import record
+from dsft.planner.plans import record
 from dsft.runtime.software import OPTIONAL_PACKAGES, git_commit, versions
 from dsft.units import GiB
 from gpu.check import Row, Setting

@@ -15,7 +15,7 @@ from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import speeds_for
-from dsft.planner.record import hash_of
+from dsft.planner.plans import hash_of
 from dsft.planner.step_time import speeds_of
 from dsft.run_setup.resolve import job_over_data, plan_run
 from dsft.runtime.hardware import Machine

@@ -13,8 +13,7 @@ from dsft.config.options import TrainConfig
 from dsft.models.size import ModelSize, empty_model, model_size
 from dsft.models.trained import adapters_of
 from dsft.planner.activations import TrainingActivations, training_activations
-from dsft.planner.gpus import GPUS
-from dsft.planner.step_time import Speeds, StepTime, speeds_of, step_time
+from dsft.planner.step_time import GPUS, Speeds, StepTime, speeds_of, step_time
 from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
 from dsft.units import GB

@@ -28,6 +28,7 @@ from dsft.planner.activations import (
     evaluation_activations,
     exchange_term,
     inputs_of,
+    mean,
     trace_step,
     trace_training,
     training_activations,
@@ -81,8 +82,8 @@ def peak(predicted: TrainingActivations, num_tokens: int, checkpointing: bool) -
 def traced_peak(traced: dict[str, int], checkpointing: bool) -> int:
     """The head's peak and that of a layer's backward come at different moments, both while all layers hold theirs."""
     if checkpointing:
-        return traced["once"] + traced["layers_input"] + max(traced["head"], traced["layer_transient"])
-    return traced["once"] + traced["layers_saved"] + max(traced["head"], traced["layer_backward"])
+        return traced["once"] + sum(traced["layers_input"]) + max(traced["head"], traced["layer_transient"])
+    return traced["once"] + sum(traced["layers_saved"]) + max(traced["head"], traced["layer_backward"])
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +99,8 @@ def test_a_layer_of_llama_saves_what_its_operators_need(llama_8b):
     attention = 2 * (query + 2 * key_value + query) + 4 * heads  # query, key, value, output; log-sums in fp32
     gated = 2 * 4 * feed_forward  # gate, act(gate), up, product
     predicted = llama_8b
-    assert predicted.layer_saved.per_token == pytest.approx(2 * norm + attention + gated, rel=1e-4)
-    assert predicted.layer_input.per_token == 2 * hidden
+    assert mean(predicted.layers_saved).per_token == pytest.approx(2 * norm + attention + gated, rel=1e-4)
+    assert mean(predicted.layers_input).per_token == 2 * hidden
     # log-softmax, its gradient and that of the logits, all in fp32, beside the final norm
     assert predicted.head.per_token == pytest.approx(12 * vocab + norm, rel=1e-4)
 
@@ -128,15 +129,15 @@ def test_two_micro_batches_tell_of_all(architecture, attention, adapters):
 
 
 def test_a_mask_takes_more_than_flash_attention(llama_8b):
-    masked = predict(LLAMA_8B, attention="sdpa", seq_len=2048).layer_saved.per_token
+    masked = predict(LLAMA_8B, attention="sdpa", seq_len=2048).layers_saved[0].per_token
     # mask; keys and values repeated
-    assert masked - llama_8b.layer_saved.per_token == 2 * 2048 + 2 * 2 * (4096 - 1024)
+    assert masked - llama_8b.layers_saved[0].per_token == 2 * 2048 + 2 * 2 * (4096 - 1024)
 
 
 @pytest.mark.exhaustive
 def test_plain_attention_keeps_the_probabilities_of_every_head(llama_8b):
-    plain = predict(LLAMA_8B, attention="eager", seq_len=2048).layer_saved.per_token
-    assert plain > llama_8b.layer_saved.per_token + 32 * 2 * 2048
+    plain = predict(LLAMA_8B, attention="eager", seq_len=2048).layers_saved[0].per_token
+    assert plain > llama_8b.layers_saved[0].per_token + 32 * 2 * 2048
 
 
 def test_liger_keeps_a_norm_s_input_and_the_factors_of_a_product(llama_8b):
@@ -145,8 +146,8 @@ def test_liger_keeps_a_norm_s_input_and_the_factors_of_a_product(llama_8b):
     norm = 2 * hidden + 4 + 2 * hidden  # input; 1 / rms in fp32; the next layers' input
     attention = 2 * (hidden + 2 * key_value + hidden) + 4 * heads
     liger = predict(LLAMA_8B, seq_len=2048, loss="fused", liger=True)
-    assert liger.layer_saved.per_token == pytest.approx(2 * norm + attention + 2 * 3 * feed_forward, rel=1e-4)
-    assert liger.layer_input == llama_8b.layer_input
+    assert liger.layers_saved[0].per_token == pytest.approx(2 * norm + attention + 2 * 3 * feed_forward, rel=1e-4)
+    assert liger.layers_input == llama_8b.layers_input
     assert 0.5 < peak(liger, 2048, False) / peak(llama_8b, 2048, False) < 0.8
     assert liger.traffic.per_token < llama_8b.traffic.per_token
 
@@ -196,7 +197,7 @@ def test_few_layers_tell_of_many(model_config):
 def test_terms_add_up_and_show_their_numbers(llama_8b):
     predicted = llama_8b
     terms = predicted.terms(8192, True)
-    kept = predicted.once.num_bytes(8192) + 32 * predicted.layer_input.num_bytes(8192)
+    kept = predicted.once.num_bytes(8192) + sum(cost.num_bytes(8192) for cost in predicted.layers_input)
     last = max(predicted.head.num_bytes(8192), predicted.layer_transient.num_bytes(8192))
     assert peak(predicted, 8192, True) == pytest.approx(kept + last, abs=64)
     assert {(term.phase, term.place) for term in terms} == {("compute", "device")}
@@ -403,7 +404,7 @@ def test_saved_bytes_are_what_autograd_packs_of_a_real_run():
     (traced,) = trace_training(transformers.LlamaConfig(**SMALL), **options)
     head = 512 * (4 * 3000 + 3 * 4 * 64)  # log-softmax; input, normalised and output of the last norm
     assert saved_by_autograd(real_model("sdpa")) == pytest.approx(
-        traced["once"] + traced["layers_saved"] + head, rel=0.01
+        traced["once"] + sum(traced["layers_saved"]) + head, rel=0.01
     )
 
 
@@ -416,7 +417,7 @@ def test_saved_bytes_of_adapters_as_they_are_built_are_those_that_are_planned(dt
     model.enable_input_require_grads()
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     head = 512 * (4 * 3000 + 4 * 64)  # log-softmax; input of the last norm in fp32: head and norms are frozen
-    assert saved_by_autograd(model) == pytest.approx(traced["once"] + traced["layers_saved"] + head, rel=0.01)
+    assert saved_by_autograd(model) == pytest.approx(traced["once"] + sum(traced["layers_saved"]) + head, rel=0.01)
 
 
 def test_evaluation_takes_what_is_predicted():
@@ -489,9 +490,7 @@ def test_layers_that_are_not_checkpointed_keep_what_they_saved_and_offloaded_inp
     size = model_size(empty_model(model_config), TrainConfig(model="made here"))
     options = {"dtype": "float32", "attention": "flash", "loss": "hf", "seq_len": 64}
     traced = training_activations(size, model_config, **options)
-    plain, every_layer, every_other = (
-        {term.name: term for term in traced.terms(64, *how)} for how in ((False,), (True,), (True, 2))
-    )
+    plain, every_layer, every_other = ({term.name: term for term in traced.terms(64, how)} for how in (0, 1, 2))
     inputs, saved = "layer inputs (checkpointing)", "saved activations"
     assert inputs not in plain and saved not in every_layer
     assert every_other[inputs].num_bytes * 5 == every_layer[inputs].num_bytes * 3
@@ -507,7 +506,7 @@ def test_frozen_layers_are_a_kind_of_their_own_and_keep_less():
     assert kinds == [[0], [1, 2]]
     options = {"batches": (1,), "seq_len": 64, "dtype": torch.bfloat16, "attention": "flash"}
     ((whole,), (part,)) = (trace_training(config, **options, **changes) for changes in ({}, {"patterns": frozen}))
-    assert 0 < part["layers_saved"] < whole["layers_saved"]
+    assert 0 < part["layers_saved"][0] < part["layers_saved"][1] == whole["layers_saved"][1]
 
 
 def test_adapters_of_some_layers_and_of_fused_experts_are_traced():

@@ -8,8 +8,7 @@ from dsft.cli.plan import read_machines
 from dsft.errors import UserError
 from dsft.planner import calibration
 from dsft.planner.calibration import keep, ranks_key, speeds_for
-from dsft.planner.gpus import GPUS, OTHERS, gpu_name, named_gpus
-from dsft.planner.step_time import Speeds, speeds_of
+from dsft.planner.step_time import GPUS, OTHERS, Speeds, gpu_name, named_gpus, speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 

@@ -13,9 +13,8 @@ from dsft.config.deepspeed import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
-from dsft.planner.optimizers import OPTIMIZERS, OptimizerMemory
 from dsft.planner.states import load_terms, sample_terms, state_terms
-from dsft.planner.zero_layout import describe_layout, peak_bytes, resolve_auto
+from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, peak_bytes, resolve_auto
 from dsft.units import GiB
 
 MODEL = {

@@ -13,14 +13,14 @@ from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
 from dsft.planner.activations import StorageLog
 from dsft.planner.candidates import unmodelled
-from dsft.planner.optimizers import (
+from dsft.planner.step_time import speeds_of
+from dsft.planner.zero_layout import (
     DEEPSPEED_OPTIMIZERS,
     DEFAULT_OPTIMIZER,
     OPTIMIZERS,
     OptimizerMemory,
     optimizer_memory,
 )
-from dsft.planner.step_time import speeds_of
 from dsft.runtime.hardware import Machine
 
 NUMEL = 100_000

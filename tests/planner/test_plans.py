@@ -27,9 +27,8 @@ from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, settings, unmodelled
-from dsft.planner.gpus import GPUS
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
-from dsft.planner.step_time import TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
+from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.resolve import choose_plan, job_over_data, plan_run
@@ -172,6 +171,22 @@ def test_what_a_plan_changes_to_fit_stands_in_its_label(configs):
     assert "fewer live parameters" in chosen.label
     plain, _ = plans_of(configs["8b"], gpus(8, 80), zero="3", micro_batch=1)
     assert "(" not in plain.label
+
+
+def test_some_layers_are_computed_again_where_all_of_them_would_leave_memory_unused(configs):
+    wide = {"method": "lora", "seq_len": 2048, "zero": "3"}
+    chosen, plans = plans_of(configs["70b"], gpus(), **wide)
+    all_layers = next(plan for plan in plans if plan.activation_checkpointing and plan.checkpoint_every == 1)
+    gain = chosen.time.tokens_per_second / all_layers.time.tokens_per_second - 1
+    assert chosen.activation_checkpointing and chosen.checkpoint_every == 4 and 0.05 < gain < 1 / 3
+    assert not chosen.low_headroom and all_layers.device_bytes < chosen.device_bytes
+    assert " with activation checkpointing of one layer in 4" in chosen.label
+    assert f"{gain:.0%} faster than with all layers computed again" in reason(chosen, plans, gpus())
+    for given, every in ({"checkpointing": True}, 1), ({"checkpoint_every": 1}, 1), ({"checkpoint_every": 3}, 3):
+        _, kept = plans_of(configs["70b"], gpus(), **wide, **given)
+        assert {plan.checkpoint_every for plan in kept if plan.activation_checkpointing} == {every}
+    _, small = plans_of(configs["8b"], gpus(), method="lora", zero="3")
+    assert small[0].fits and [plan.activation_checkpointing for plan in small] == [False, True], "all fits without"
 
 
 def test_what_does_not_fit_names_the_resource_that_binds(configs):

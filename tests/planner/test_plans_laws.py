@@ -19,9 +19,8 @@ from dsft.models.size import empty_model, model_size
 from dsft.models.trained import adapters_of
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job, candidate_names
-from dsft.planner.gpus import GPUS
 from dsft.planner.plans import ROOMY, WORTH_IT, all_plans, choose, faster_with, reason, shortage
-from dsft.planner.step_time import speeds_of
+from dsft.planner.step_time import GPUS, speeds_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, in_gib
 
@@ -51,10 +50,9 @@ def job_of(name: str, method: str, **others) -> Job:
     job = Job(size=size, model_config=config, **others)
     hidden, ffn, layers, _ = WIDTHS[name]
     job.__dict__["activations"] = TrainingActivations(
-        num_layers=layers,
         once=Cost(per_token=512),
-        layer_saved=Cost(per_token=20 * hidden + 8 * ffn),
-        layer_input=Cost(per_token=2 * hidden),
+        layers_saved=(Cost(per_token=20 * hidden + 8 * ffn),) * layers,
+        layers_input=(Cost(per_token=2 * hidden),) * layers,
         layer_transient=Cost(per_token=16 * hidden + 11 * ffn),
         layer_backward=Cost(per_token=8 * hidden + 4 * ffn),
         head=Cost(per_token=12 * 128256),
@@ -148,7 +146,15 @@ def check_more_gpus(job: Job, machine: Machine) -> None:
         if zero == "3-hpz":
             continue
         few, many = plans_of(job, machine, zero), plans_of(job, larger, zero)
-        for plan, other in zip(few, many, strict=True):
+        of_layers = {(plan.activation_checkpointing, plan.checkpoint_every): plan for plan in many}
+        for plan in few:
+            # Some layers are computed again only where computing none would not fit.
+            other = of_layers.get((plan.activation_checkpointing, plan.checkpoint_every))
+            if other is None:
+                assert any(
+                    more.fits for more in many if more.checkpoint_every != 1 or not more.activation_checkpointing
+                )
+                continue
             if plan.deepspeed_config["zero_optimization"].get("offload_optimizer", {}).get("ratio", 1) != 1:
                 continue  # a partial offload takes what is there
             same = plan.label == other.label

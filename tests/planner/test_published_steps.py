@@ -2,16 +2,17 @@
 not (published_steps.json, "split").
 """
 
+import functools
 import statistics
 from collections import defaultdict
 
 import pytest
 from published import ROWS, STEPS, activations_of, measured_over_predicted, predicted, traffic_of
 
-from dsft.planner.gpus import GPUS
-from dsft.planner.step_time import TIME_RANGES
+from dsft.planner.step_time import GPUS, TIME_RANGES
 
 
+@functools.cache
 def ratios_of(split: str) -> dict[str, list[float]]:
     """Measured over predicted seconds by kind of step."""
     ratios = defaultdict(list)

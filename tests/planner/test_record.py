@@ -11,7 +11,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config, read_options
-from dsft.planner.record import COLUMNS, hash_of
+from dsft.planner.plans import COLUMNS, hash_of
 
 ASKED = ["plan", "--model", "Qwen/Qwen2.5-0.5B", "--seq_len", "512", "--gpus", "1x4090", "--record"]
 

@@ -9,7 +9,7 @@ from tiny import ARCHITECTURES
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.models.size import empty_model
-from dsft.planner.gpus import GPUS
+from dsft.planner.step_time import GPUS
 from dsft.run_setup.alternatives import METHODS, USUAL_MODELS, largest_models, usual_config
 from dsft.runtime.hardware import Machine
 from dsft.units import GB

@@ -15,7 +15,7 @@ from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
-from dsft.planner.optimizers import OPTIMIZERS
+from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import (
     accelerate_decisions,
     batch_decisions,
@@ -35,6 +35,7 @@ PLAN = SimpleNamespace(
     micro_batch=3,
     accumulation=2,
     activation_checkpointing=True,
+    checkpoint_every=2,
     deepspeed_config={"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"},
 )
 
@@ -67,6 +68,7 @@ def _told(many: list[TrainConfig]) -> list[dict]:
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "activation_checkpointing",
+        "activation_checkpointing_kwargs",
         "include_num_input_tokens_seen",
     )
     told = []
@@ -121,8 +123,9 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         TrainConfig(training=training, batch_tokens=64),
         TrainConfig(training=training, packing=True),
         TrainConfig(training=training, streaming=True),
+        TrainConfig(training=training | {"activation_checkpointing_kwargs": '{"use_reentrant": true}'}),
     ]
-    plain, explicit, filled, packed, stream = on_ranks(1, _told, many)[0]
+    plain, explicit, filled, packed, stream, reentrant = on_ranks(1, _told, many)[0]
     assert (
         plain
         == explicit
@@ -130,6 +133,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
             "per_device_train_batch_size": 3,
             "gradient_accumulation_steps": 2,
             "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"every_n_layers": 2},
             "include_num_input_tokens_seen": "non_padding",
             "dispatch_batches": None,
             "zero3": False,
@@ -138,6 +142,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
     assert filled == plain | {"per_device_train_batch_size": 1}
     assert packed == plain
     assert stream == plain | {"dispatch_batches": False}
+    assert reentrant["activation_checkpointing_kwargs"] == {"every_n_layers": 2, "use_reentrant": True}
 
 
 @pytest.mark.parametrize(

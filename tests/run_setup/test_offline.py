@@ -17,8 +17,8 @@ from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials
 from dsft.models.size import USUAL_MODELS
-from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
+from dsft.planner.step_time import GPUS
 from dsft.run_setup import resolve
 from dsft.run_setup.resolve import auto_dtype, choose_plan, resolve_offline, resolve_run
 from dsft.runtime.hardware import Machine, this_machine

@@ -27,8 +27,8 @@ from dsft.errors import UserError
 from dsft.models.build import build_model
 from dsft.models.size import measure_model
 from dsft.models.trials import Packing
-from dsft.planner.gpus import GPUS
 from dsft.planner.plans import as_dict
+from dsft.planner.step_time import GPUS
 from dsft.run_setup import resolve
 from dsft.run_setup.arguments import keep_global_batch
 from dsft.run_setup.resolve import TrainingRun, check_start, resolve_run, resume_decisions

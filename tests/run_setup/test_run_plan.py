@@ -24,7 +24,7 @@ from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
-EARLIER = {"zero": "1", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 3}
+EARLIER = {"zero": "1", "activation_checkpointing": True, "checkpoint_every": 2, "micro_batch": 2, "accumulation": 3}
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from dsft.cli.plan import read_machines
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.launch.environment import accelerator
-from dsft.planner.gpus import GPUS
-from dsft.planner.step_time import ASSUMED, parse_interconnect, speeds_of
+from dsft.planner.step_time import ASSUMED, GPUS, parse_interconnect, speeds_of
 from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     Machine,
