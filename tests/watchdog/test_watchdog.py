@@ -98,10 +98,10 @@ RANK = ROOT / "tests/workers/watched_rank.py"
 @pytest.fixture(scope="module", params=["forked", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
 def ended(request, tmp_path_factory):
     """(exit code, screen, all stacks as they were saved, processes left) of a job of two ranks per fault, all at once:
-    forked, or under torchrun as "none" and "launcher" always are.
+    forked, or under torchrun as "launcher" always is.
     """
     folders = {fault: tmp_path_factory.mktemp(fault) for fault in FAULTS}
-    launched = FAULTS if request.param == "torchrun" else ("none", "launcher")
+    launched = FAULTS if request.param == "torchrun" else ("launcher",)
     results = {}
     with ExitStack() as stack:
         forked = {
