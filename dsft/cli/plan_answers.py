@@ -354,15 +354,14 @@ def show_cheapest(
         show_text(f"{describe_question(offline.options, job)}\n{describe_model(job.size)}")
         show_table(table)
         show_text(f"prices (--prices): {source}")
-        best = {"smallest": smallest, "cheapest": cheapest}
-        show_text(
-            "; ".join(
-                f"{mark}: {name_of(machine)}, {cost.hours:,.1f} hours"
-                + ("" if cost.dollars is None else f", {cost.dollars:,.0f} dollars")
-                for mark, (machine, _, cost) in ((mark, row) for mark, row in best.items() if row)
-            )
-            or "none of these machines does the job: --method lora or qlora, or a shorter --seq_len"
-        )
+        best = []
+        for mark, row in (("smallest", smallest), ("cheapest", cheapest)):
+            if row:
+                machine, _, cost = row
+                dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
+                best.append(f"{mark}: {name_of(machine)}, {cost.hours:,.1f} hours{dollars}")
+        nothing = "none of these machines does the job: --method lora or qlora, or a shorter --seq_len"
+        show_text("; ".join(best) or nothing)
     if not fitting:
         raise SystemExit(NOTHING_FITS)
 
@@ -424,10 +423,9 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
             _fits(plan, plan.limiting_resource),
         )
     show_table(table)
-    batch, other = "stays (strong scaling)", "weak"
-    if options.scaling == "weak":
-        batch, other = "grows with the nodes (weak scaling)", "strong"
-    show_text(f"the global batch {batch}; --scaling {other} for the other")
+    is_weak = options.scaling == "weak"
+    batch = "grows with the nodes (weak scaling)" if is_weak else "stays (strong scaling)"
+    show_text(f"the global batch {batch}; --scaling {'strong' if is_weak else 'weak'} for the other")
 
 
 def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:

@@ -66,14 +66,10 @@ def init(options: InitOptions) -> None:
     path = Path(options.out)
     if path.exists():
         raise UserError(f"{path}: exists; name another file with --out")
-    values = {
-        "model": options.model,
-        "data": options.data[0] if len(options.data) == 1 else options.data,
-        "output_dir": options.output_dir,
-    }
-    on_one_line = {"default_flow_style": True, "width": 10_000, "allow_unicode": True}
-    written = {name: yaml.safe_dump(value, **on_one_line) for name, value in values.items()}
-    quoted = {name: value.removesuffix("\n").removesuffix("\n...") for name, value in written.items()}
+    data = options.data[0] if len(options.data) == 1 else options.data
+    quoted, on_one_line = {}, {"default_flow_style": True, "width": 10_000, "allow_unicode": True}
+    for name, value in {"model": options.model, "data": data, "output_dir": options.output_dir}.items():
+        quoted[name] = yaml.safe_dump(value, **on_one_line).removesuffix("\n").removesuffix("\n...")
     text = (SHIPPED / "run.yaml").read_text(encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.format(path=path, method=options.method, rate=RATES[options.method], **quoted), "utf-8")
