@@ -330,7 +330,10 @@ def predicted(run: Published) -> list[Term]:
     return [*states, *made, *room, kept]
 
 
-@pytest.mark.parametrize("name", [*RUNS, *grid(QLORA_RUNS, ["litgpt-7b", "qwen-7b"])])
+QUICK = ("litgpt-7b-lora", "torchtune-3b-full", "arctic-8b-offload-liger-300k", "swift-14b-zero3")  # one of each kind
+
+
+@pytest.mark.parametrize("name", [*grid(RUNS, QUICK), *grid(QLORA_RUNS, ["litgpt-7b"])])
 def test_published_peaks_are_met_within_10_percent(name):
     run = (RUNS | QLORA_RUNS)[name]
     peak = peak_bytes(predicted(run), "device")
