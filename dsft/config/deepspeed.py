@@ -85,6 +85,8 @@ REFUSED = {
     " of ranks",
 }
 """Settings that DeepSpeed reads and that train something else, or fail after the model has loaded: place -> why."""
+BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+"""In the section bf16: the option `states: bfloat16`."""
 HARMLESS = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean"}
 """What may stand in these places, where it is not false."""
 
@@ -177,13 +179,16 @@ def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
     return next(filter(None, (get_value(deepspeed_config, f"{part}.nvme_path") for part in OFFLOADED)), None)
 
 
-def compose(deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None) -> dict[str, Any]:
+def compose(
+    deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None, bf16_states: bool = False
+) -> dict[str, Any]:
     """A copy completed for this job: precision sections that follow the flags, no timer that waits for the device, and
-    hpZ's second partition over `hpz_ranks`, those of a node, where given.
+    where given hpZ's second partition over `hpz_ranks`, those of a node, and an optimizer's states in bfloat16.
     """
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
         composed.setdefault(section, {"enabled": "auto"})
+    composed["bf16"] |= BF16_STATES if bf16_states else {}
     for key in FILLED:
         composed.setdefault(key, "auto")
     zero = composed.setdefault("zero_optimization", {"stage": 0})

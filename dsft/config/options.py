@@ -250,6 +250,9 @@ class ZeroFields:
     fp32_accumulation: bool | Literal["auto"] = "auto"
     """Add up the gradients of a step's micro batches in float32 where the model computes in half precision; ZeRO 2 and
     3 can. auto does in bfloat16 from 4 micro batches on where it fits, and zero=auto then takes no other."""
+    states: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights' copy that the optimizer updates, of its gradients and its moments: bfloat16 takes half their
+    memory, and loses updates that are small beside their weight (docs/methods.md). ZeRO 1 to 3, with dtype bfloat16."""
     fp32_reduction: bool = False
     """Send gradients between ranks in float32 where the model computes in half precision: twice the traffic."""
 

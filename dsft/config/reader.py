@@ -490,6 +490,11 @@ def _check_training(options: TrainConfig) -> list[str]:
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
     if (optimizer := training.get("optim")) in REFUSED_OPTIMIZERS:
         problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
+    if options.states == "bfloat16" and str(optimizer).startswith("schedule_free"):
+        problems.append(
+            f"states=bfloat16 and optim={optimizer} cannot be combined: after some hundred steps its average of the"
+            " weights would round to where it was; keep one"
+        )
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
     if options.compute_loss and training.get("label_smoothing_factor"):

@@ -131,6 +131,9 @@ class Job:
     fp32_reduction: bool = False
     """Whether gradients are sent in fp32."""
 
+    bf16_states: bool = False
+    """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
+
     compiled: bool = False
     """Whether torch.compile is asked for."""
 
@@ -194,6 +197,8 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     if "nvme" in devices and aio in (None, read_zero_file("3-nvme", [])["aio"]):
         notes.append("aio has DeepSpeed's own numbers: ds_nvme_tune --nvme_dir FOLDER finds those of a disk.")
     asked = [key for key in UNMODELLED if (get_value(deepspeed_config, key) or -1) != -1]
+    if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):  # what is planned, else CPUAdam's fp32 moments
+        asked = [key for key in asked if not key.startswith("bf16.")]
     notes += [f"{key} is not modelled: planned without {UNMODELLED[key]}." for key in asked]
     if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
         notes.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
@@ -220,6 +225,8 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
         left_out.add("3-nvme")
     if job.liger and not job.tiled_loss:  # its loss reads the head past ZeRO-3's hooks
         left_out |= {name for name in NAMES if name.startswith("3")}
+    if job.bf16_states:  # DeepSpeed has none in stage 0; through NVMe they were not tried
+        left_out |= {"0", "3-nvme"}
     if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded: transformers skips zero.Init for such a base
         left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
     return [name for name in NAMES if name not in left_out]
@@ -245,7 +252,11 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what
     stands there at "auto" is chosen.
     """
-    config = compose(zero_file or read_zero_file(name, []), hpz_ranks=None if zero_file else machine.ranks_per_node)
+    config = compose(
+        zero_file or read_zero_file(name, []),
+        hpz_ranks=None if zero_file else machine.ranks_per_node,
+        bf16_states=job.bf16_states,
+    )
     zero, ranks, size = config["zero_optimization"], machine.world_size, job.size
     offload_param = get_value(config, "zero_optimization.offload_param") or {}
     if offload_param.get("device") == "nvme":

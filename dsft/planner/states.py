@@ -26,8 +26,6 @@ QUANTISED_BYTES, QUANTISED_STATES, QUANTISED_ACTIVATIONS = 2**30, 0.05, 0.4
 """What trainings over a quantised base took on a GPU beyond their formulas, whose reason is not known, and as shares of
 states and of activations: five published runs of 1.8 to 72 B (tests/planner/test_published.py) are met within 10 % so.
 """
-GRADIENT_BYTES = 4
-"""Of the fp32 gradient that CPUAdam reads."""
 
 
 def state_terms(layout: ZeroLayout) -> list[Term]:
@@ -192,11 +190,13 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     elif groups:
         # What `ratio` < 1 leaves: the first sub-groups, with fp32 gradients of their own (initialize_optimizer_states),
         # updated by `backup_optimizer`, torch's AdamW without fusion.
-        adam = OPTIMIZERS["adamw_torch"]
-        held = (adam.master_bytes + 4 + adam.state_bytes) * sum(groups)
-        terms.append(Term("optimizer state", held, f"({adam.formula} + gradient 4) x {sum(groups):,} not offloaded"))
-        how = f"{adam.step_bytes} x sub-group {max(groups):,} (AdamW, not fused)"
-        terms.append(Term("optimizer step", adam.step_bytes * max(groups), how, "step"))
+        adam, each = OPTIMIZERS["adamw_torch"], layout.optimizer.master_bytes  # and its two moments are of this type
+        held = 4 * each * sum(groups)
+        how = f"(master {each} + moments {2 * each} + gradient {each}) x {sum(groups):,} not offloaded"
+        terms.append(Term("optimizer state", held, how))
+        step_bytes = adam.step_bytes * each // adam.master_bytes
+        how = f"{step_bytes} x sub-group {max(groups):,} (AdamW, not fused)"
+        terms.append(Term("optimizer step", step_bytes * max(groups), how, "step"))
     terms += gathered(layout)
     over = layout.hpz_ranks
     if over and layout.param_device == "none":
@@ -314,13 +314,14 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         terms.append(_on_node(layout, "Adam moments", moments, f"{optimizer.state_bytes} x {share:,}"))
         for name, num_bytes, count in (
             ("fp32 master weights", optimizer.master_bytes, share),
-            ("fp32 gradients", GRADIENT_BYTES, share),
+            ("fp32 gradients", optimizer.master_bytes, share),  # in the master's type, as CPUAdam reads them
             ("copy of updated weights", weight_bytes, share),
             ("gradient buffer", weight_bytes, layout.largest_trained),
         ):
             buffer = pinned(num_bytes * count, pin)
             terms.append(_on_node(layout, name, buffer, f"{num_bytes} x {count:,}, pinned"))
-        if layout.accumulates and layout.stage == 2 and not layout.keeps_fp32_share:
+        # With bf16 states the gradients above hold the sums (low_precision_master_weights_and_grads).
+        if layout.accumulates and layout.stage == 2 and not layout.keeps_fp32_share and optimizer.master_bytes == 4:
             # One buffer for each parameter of the share, in full (buffer_to_accumulate_to_in_cpu), rounded like the
             # average parameter.
             of_share = _gradients_of_share(layout)
@@ -342,8 +343,8 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
             terms.append(_on_node(layout, "fp32 master weights and Adam moments", states, how))
             # Buffers of sub-groups that the device updates are made pinned and moved: the allocator keeps them.
             here = groups if layout.has_gpu and pin else groups[len(on_device) :]
-            gradients = sum(pinned(GRADIENT_BYTES * group, pin) for group in here)
-            how = f"{GRADIENT_BYTES} x each of {len(groups)} sub-groups, pinned"
+            gradients = sum(pinned(optimizer.master_bytes * group, pin) for group in here)
+            how = f"{optimizer.master_bytes} x each of {len(groups)} sub-groups, pinned"
             terms.append(_on_node(layout, "fp32 gradients", gradients, how))
         how = f"{layout.sum_bytes} x {share:,}, pinned"
         terms.append(_on_node(layout, "gradient partition", pinned(layout.sum_bytes * share, pin), how))
@@ -382,7 +383,7 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         terms.append(Term("weights to be saved", weight_bytes * trained, how, "save", "host"))
     # What offload writes to a node's NVMe: shards of the weights; master, moments and gradients in fp32
     # (deepspeed/runtime/swap_tensor; not run here).
-    per_param = optimizer.checkpoint_bytes + GRADIENT_BYTES
+    per_param = optimizer.checkpoint_bytes + optimizer.master_bytes
     weights = weight_bytes * -(-size.num_params // ranks) if layout.param_device == "nvme" else 0
     states = int(per_param * share) if layout.optimizer_device == "nvme" else 0
     if weights + states:

@@ -89,6 +89,10 @@ DEEPSPEED_OPTIMIZERS = {
     **dict.fromkeys(("asgd", "adafactor"), OptimizerMemory(state_bytes=4, step_bytes=4)),
 }
 """By the type that a DeepSpeed JSON names (`optimizer.type`), in small letters."""
+OWN_TYPES = ("adafactor", *(name for name in OPTIMIZERS if "bit" in name))
+"""Those of OPTIMIZERS whose moments have types of their own, also where what is updated is bfloat16: bitsandbytes', and
+transformers' Adafactor.
+"""
 ONE_MORE_MOMENT = {
     "sgd": ("momentum",),
     "rmsprop": ("momentum", "centered"),
@@ -124,7 +128,8 @@ def optimizer_memory(
             more = memory.state_bytes * min(1, of_adam / size.num_trainable)  # a pattern may leave the head out
         memory = dataclasses.replace(memory, state_bytes=memory.state_bytes + more)
     if get_value(deepspeed_config, "bf16.bf16_optimizer_states"):
-        halved = {"state_bytes": memory.state_bytes / 2, "step_bytes": memory.step_bytes // 2}
+        part = 1 if not kind and name in OWN_TYPES else 2
+        halved = {"state_bytes": memory.state_bytes / part, "step_bytes": memory.step_bytes // part}
         return dataclasses.replace(memory, **halved, master_bytes=2)
     if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
         return dataclasses.replace(memory, master_bytes=2)

@@ -24,7 +24,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.checkpoints.manifest import checkpoints, files_of, read_manifest
-from dsft.config.deepspeed import check_nvme, get_value, offloads, read_zero_file, stage
+from dsft.config.deepspeed import check_nvme, compose, get_value, nvme_path, offloads, read_zero_file, stage
 from dsft.config.options import (
     HALF_PRECISION,
     IGNORED_ARGUMENTS,
@@ -273,6 +273,17 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             f"use_liger_kernel cannot be combined with zero={zero}: its loss reads the head's weight past ZeRO-3's"
             " hooks, and this run cannot take tiled_loss in its place; leave it out, or use zero 2"
         )
+    if options.states == "bfloat16":
+        kind, refusal = str(get_value(zero_file, "optimizer.type")).lower(), ""
+        offload = get_value(zero_file, "zero_optimization.offload_optimizer.device")
+        if stage(zero_file) == 0:
+            refusal = "DeepSpeed has such states in ZeRO 1, 2 and 3; use one of these"
+        elif nvme_path(zero_file):
+            refusal = "through NVMe they were not tried; use an offload to host memory"
+        elif offload == "cpu" and kind not in ("adam", "adamw"):  # base_optimizer.py, _configure_master_weights
+            refusal = "an offloaded optimizer must be AdamW in the DeepSpeed JSON, as in zero 2-offload"
+        if refusal:
+            problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
     # A schedule-free optimizer's average counts the steps of a group of parameters, and refuses steps before training.
@@ -326,6 +337,8 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     problems = []
     if options.dtype == "float16" and not machine.has_gpu:
         problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
+    if options.states == "bfloat16" != options.dtype:
+        problems.append(f"states=bfloat16 needs dtype bfloat16, which is {options.dtype} here")
     if options.method == "qlora" and not machine.has_gpu:
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     if not machine.measured:
@@ -523,7 +536,8 @@ def checkpoint_size(
     stage that writes least.
     """
     num_bytes = DTYPE_BYTES[options.dtype]
-    optimizer = optimizer_memory(deepspeed_config or {}, options.training.get("optim"), size=size)
+    config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
+    optimizer = optimizer_memory(config, options.training.get("optim"), size=size)
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
     # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
     # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.

@@ -557,6 +557,7 @@ def job_over_data(
         optimizer=training.get("optim", DEFAULT_OPTIMIZER),
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
         fp32_reduction=options.fp32_reduction,
+        bf16_states=options.states == "bfloat16",
         compiled=bool(training.get("torch_compile")),
         samples=bool(options.generate_samples),
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),

@@ -32,7 +32,7 @@ from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_e
 from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
 from dsft.checkpoints.run_folder import FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
-from dsft.config.deepspeed import offloads, stage
+from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.config.user_code import KEYS
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
@@ -84,6 +84,11 @@ HYPERPARAMETERS = (
 """Of an optimizer's groups: what options set. Whatever else is there may be a state (schedule-free, Prodigy)."""
 LEAST_SCALE = "loss scale already at minimum"
 """What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
+STATES = {
+    "bf16.bf16_optimizer_states": "bfloat16",
+    "bf16.bf16_master_weights_and_grads": "bfloat16, moments float32",
+}
+"""Setting of DeepSpeed -> the type of its optimizer's states that it gives, for the run's identity."""
 SAMPLED_TENSORS = 16
 """Of the final model, read back and compared in full."""
 
@@ -199,6 +204,7 @@ class PerplexityTrainer(Trainer):
             "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
             "dataloader_drop_last": args.dataloader_drop_last,
             "learning_rates": json.dumps(self.learning_rates),  # they cut the parameters into groups
+            "states": next((kind for name, kind in STATES.items() if get_value(deepspeed_config, name)), "float32"),
         }
         if args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
             unchangeable["learning_rate"] = args.learning_rate

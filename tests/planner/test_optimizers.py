@@ -9,6 +9,7 @@ from conftest import ROOT
 from ranks import on_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
+from dsft.config.deepspeed import compose
 from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
 from dsft.planner.activations import StorageLog
@@ -46,6 +47,14 @@ def real_optimizer(name: str, weight: torch.nn.Parameter) -> torch.optim.Optimiz
 def test_a_real_optimizer_keeps_and_copies_what_its_entry_says(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    half = torch.nn.Parameter(torch.randn(NUMEL, dtype=torch.bfloat16))  # with states: bfloat16
+    optimizer = real_optimizer(name, half)
+    for _ in range(STEPS_BEFORE):
+        half.grad = torch.randn_like(half)
+        optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    kept = sum(value.numel() * value.element_size() for value in states) / NUMEL
+    assert kept == pytest.approx(optimizer_memory(compose({}, bf16_states=True), name).state_bytes, abs=1e-3)
     weight = torch.nn.Parameter(torch.randn(NUMEL))
     optimizer = real_optimizer(name, weight)
     for _ in range(STEPS_BEFORE):

@@ -41,6 +41,7 @@ DRAWN = {
     "packing": [False, True],
     "tiled_loss": [None, True, False],
     "fp32_accumulation": [None, True, False],
+    "states": [None, None, None, "bfloat16"],
     "use_liger_kernel": [None, None, None, True],
     "tf32": [None, None, None, True],
     "save_strategy": ["no", "steps"],
