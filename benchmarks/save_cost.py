@@ -1,5 +1,5 @@
-"""What a checkpoint costs: seconds, bytes, and memory of a rank while it is written, by model size, in real trainings
-on 2 CPU ranks.
+"""What a checkpoint costs: seconds that training stands still, bytes, and memory of a rank while it is written, by
+model size, in real trainings on 2 CPU ranks.
 
     python benchmarks/save_cost.py --params 25e6 120e6 350e6 --zero 2 3
 
@@ -9,6 +9,7 @@ Prints JSON. Random weights, a few steps.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -26,13 +27,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, nargs="+", default=[25e6, 120e6, 350e6])
     parser.add_argument("--zero", nargs="+", default=["2", "3"])
+    parser.add_argument("--async_save", nargs="+", choices=["true", "false"], default=["false"])
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for params in options.params:
             write(Path(folder, f"{params:.0f}"), params)
-            for zero in options.zero:
-                rows.append(measure(Path(folder), Path(folder, f"{params:.0f}"), zero))
+            for zero, later in itertools.product(options.zero, options.async_save):
+                rows.append(measure(Path(folder), Path(folder, f"{params:.0f}"), zero, later))
                 print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps({"cores": os.cpu_count(), "ranks": 2, "rows": rows}, indent=1))
 
@@ -56,7 +58,7 @@ def write(folder: Path, params: float) -> None:
     write_texts(folder / "texts.jsonl", 60)
 
 
-def measure(folder: Path, model: Path, zero: str) -> dict:
+def measure(folder: Path, model: Path, zero: str, later: str) -> dict:
     from ranks import ranks_below
 
     out = folder / "run"
@@ -92,6 +94,8 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
         "true",
         "--memory_check",
         "false",
+        "--async_save",
+        later,
     ]
     process = subprocess.Popen(
         list(map(str, command)), cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.DEVNULL
@@ -110,9 +114,11 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
     return {
         "params": written_elements(out / "final"),
         "zero": zero,
+        "async_save": later == "true",
         "saves": saves["number"],
         "seconds_each": round(saves["seconds"] / saves["number"], 2),
         "checkpoint_gb": round(saves["largest_bytes"] / 1e9, 3),
+        "stalled_seconds_per_gb": round(saves["seconds"] / saves["number"] / (saves["largest_bytes"] / 1e9), 2),
         "rank_peak_gb": round(max(outside.values()) / 1e9, 3),
         "extra_gb_of_each_rank_while_saving": [round((during[pid] - outside[pid]) / 1e9, 3) for pid in sorted(during)],
     }

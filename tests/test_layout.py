@@ -185,7 +185,7 @@ OWN_OR_PUBLIC = {
     ("planner/fake_model.py", "module.forward"),  # of a model that only exists to be measured
     ("watchdog/client.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),
-    ("training/compiling.py", "config.suppress_errors"),  # a setting of Dynamo's
+    ("training/callbacks.py", "config.suppress_errors"),  # a setting of Dynamo's
     ("training/loss.py", "inner.loss_function"),  # transformers has a setter for it
 }
 """(module, what it assigns): no replacement in a library."""

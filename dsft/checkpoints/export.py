@@ -1,18 +1,11 @@
 """Turns a run, a checkpoint, an adapter, a GGUF file or a model packed as MXFP4 into a plain Hugging Face folder.
 
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
-    dsft export model-Q4_K_M.gguf unpacked   # a folder that can be trained and evaluated
-    dsft export gpt-oss-120b unpacked        # a folder that ZeRO-3 shards while it loads
     dsft merge runs/lora/final merged        # an adapter into its base
 
-Wherever the names of weights on disk are those in memory, weights pass through memory one file of the result at a time,
-from one of five sources: safetensors, plain or packed as MXFP4, DeepSpeed's shards, an adapter over its base, a GGUF
-file. Else the full model is loaded.
-
-Beside a language model its package may hold what no text model does: towers for images, layers for several tokens
-(`mtp.*`). They are copied as they are, under their own names, and the folder gets the package's own config
-(`keep_left_out`, for a training too): so it serves images as the package that it was made from did, and transformers'
-causal-LM class loads the trained language model out of it.
+Where weights have the same names on disk and in memory, they pass through memory one file of the result at a time; else
+the full model is loaded. What the package holds beside the language model (towers for images, `mtp.*`) is copied as it
+is, with the package's config (`keep_left_out`, for a training too).
 """
 
 import copy
@@ -94,9 +87,7 @@ class SafetensorsSource(SafetensorsFiles):
 
 
 class Mxfp4Source(SafetensorsFiles):
-    """Gives the weights of a model whose experts are packed as MXFP4, one at a time, unpacked to the numbers that
-    transformers gives them (integrations/mxfp4.py).
-    """
+    """Gives weights whose experts are packed as MXFP4, unpacked to transformers' numbers (integrations/mxfp4.py)."""
 
     dtype = torch.bfloat16  # of weights that are not packed
 
@@ -138,17 +129,10 @@ class ShardsSource:
 
 
 class MergedSource:
-    """Gives the weights of an adapter merged into its base by peft, layer by layer.
-
-    Takes what needs no other weight than the merged one (trained.py lists it). Each tensor of the adapter belongs to
-    one weight on disk.
-    """
+    """Gives the weights of an adapter merged into its base by peft, layer by layer; no weight needs another."""
 
     def __init__(self, adapter: Path, base_name: str, *, trust_remote_code: bool):
-        """
-        Raises:
-            UserError: where the adapter cannot be merged, or not all of its tensors have a place.
-        """
+        """Raises UserError where the adapter cannot be merged, or not all of its tensors have a place."""
         if adapter_base(base_name) is not None:
             raise UserError(
                 f"{adapter}: its base {base_name} is an adapter itself; merge that first, and name the result"
@@ -253,9 +237,7 @@ def local_folder(model: str) -> Path:
 
 
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
-    """Check that transformers' conversions (experts fused in memory) leave these parameters as they are on disk.
-    Raises NotStreamable where they are not.
-    """
+    """Raise NotStreamable where transformers has these parameters otherwise in memory (fused experts) than on disk."""
     for conversion in get_checkpoint_conversion_mapping(config.model_type) or []:
         for pattern in (*conversion.source_patterns, *conversion.target_patterns):
             expression = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\^", "^"))
@@ -322,9 +304,7 @@ def export(
 
 
 def merge(source: str, out: str, **options: Any) -> Path:
-    """Export something that must be an adapter (or a run that trained one), with the options of `export`.
-    Raises UserError where it is none.
-    """
+    """Export what must be an adapter, or a run that trained one. Raises UserError where it is none."""
     return export(str(find_adapter(source)), out, **options)
 
 
@@ -564,10 +544,7 @@ def _by_file(files: dict[str, str], names: list[str]) -> dict[str, list[str]]:
 
 
 def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None) -> None:
-    """Copies what was left out into the folder to which `model` has been saved, with the package's config.
-
-    One file of the package is in memory at a time.
-    """
+    """Copies what was left out into the folder of the saved `model`, with the package's config, file by file."""
     if left_out is None or left_out.text_only:
         return
     copy_processor(left_out.package, folder)

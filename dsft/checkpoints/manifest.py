@@ -1,10 +1,8 @@
-"""Keeps the checkpoints of a run's folder: each is complete, or is not there.
+"""Keeps the checkpoints of a run's folder: each is complete, or is not there. What the ranks do together is in save.py.
 
-A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and only then moved
-to its name. What a killed save leaves lies in `.saving/` and is removed at the next start. A folder is first moved to
-`.removed/`, then deleted: an interrupted removal leaves no half checkpoint. What cannot be deleted (a network file
-system keeps open files, a mount lies in it) stays there, and the next removal tries again.
-Here are files and folders only; what the ranks do together is in `save.py`.
+A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and then moved to
+its name. A folder is first moved to `.removed/`, then deleted; what cannot be deleted (a network file system keeps open
+files, a mount lies in it) stays there, and the next removal tries again.
 """
 
 import contextlib
@@ -39,10 +37,8 @@ _OF_RANK = re.compile(r"(?:pp_rank|rng_state)_(\d+)")
 
 
 def discard(folder: Path, *, if_possible: bool = False) -> list[str]:
-    """Move a folder to `.removed/` beside it and empty that: a removal that is interrupted leaves no half checkpoint.
-    Returns what could not be removed, with the reason.
-    Raises OSError where it cannot be moved.
-    `if_possible`: a folder that cannot even be moved stays, and is returned too.
+    """Move a folder to `.removed/` beside it and empty that; returns what could not be removed, with the reason.
+    Raises OSError where it cannot be moved; with `if_possible` it stays then, and is returned too.
     """
     try:
         if folder.exists():
@@ -81,9 +77,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def shares_of_ranks(files: list[Path], world_size: int, *, readers: Sequence[int] = ()) -> list[list[Path]]:
-    """Deal out files to be read: each rank's own shards to itself, whose node has them in memory, and of the rest,
-    largest first, what keeps the ranks' bytes even.
-    `readers`: ranks that the rest is dealt out to; all by default.
+    """Deal out files to be read: to each rank its own shards, which its node has in memory, and the rest, largest
+    first, evenly to `readers` (ranks; all by default).
     """
     readers = readers or range(world_size)
     shares: list[list[Path]] = [[] for _ in range(world_size)]
@@ -98,10 +93,7 @@ def shares_of_ranks(files: list[Path], world_size: int, *, readers: Sequence[int
 
 
 def hash_and_sync(path: Path) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file, whose content is on the disk from then on.
-
-    It goes there part by part: while one call flushes all of a large file, nothing seems to move.
-    """
+    """Return size in bytes and SHA-256 of a file, and bring it to the disk: part by part, so that progress shows."""
     digest = hashlib.sha256()
     with path.open("r+b") as file:  # Python flushes no map of a file that is open for reading alone
         mapped, end = None, 0
@@ -148,10 +140,7 @@ class HashedFile:
 
 
 def write_hashed(path: Path, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
-    """Let `write` fill a file; return its size in bytes and SHA-256. Its content is on the disk from then on, and need
-    not be read.
-    Raises OSError where it cannot be written.
-    """
+    """Let `write` fill a file and bring it to the disk; return its size in bytes and SHA-256. Raises OSError."""
     with path.open("wb") as file:
         hashed = HashedFile(file)
         write(hashed)
@@ -163,19 +152,14 @@ def write_hashed(path: Path, write: Callable[[HashedFile], Any]) -> dict[str, An
 
 
 def share_files(folder: Path) -> None:
-    """Let those read the files of a new folder whom the umask lets: safetensors makes its files for their owner alone.
-    The folder's own mode is what the umask leaves.
-    """
+    """Let those read a new folder's files whom the umask lets: safetensors' are their owner's alone."""
     for file in files_of(folder):
         with contextlib.suppress(PermissionError):
             file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)
 
 
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:
-    """Write the manifest and move a checkpoint, or the final model, from staging to its name, over an earlier one.
-
-    Returns its folder.
-    """
+    """Write the manifest and move what is staged to its name, over an earlier one. Returns its folder."""
     with (staged / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(sealed(manifest), file, indent=1)
         file.flush()
@@ -209,10 +193,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, and put back a checkpoint that was about to be replaced.
-
-    Returns what was removed.
-    """
+    """Remove what killed saves left, which is returned, and put back a checkpoint that was about to be replaced."""
     root, removed = Path(output_dir), []
     for moved in (root / REPLACED).glob("*"):
         if not (root / moved.name).exists():
@@ -226,10 +207,7 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """List checkpoints at their names, oldest step first, complete or not (see `integrity_errors`).
-
-    A folder with neither a Trainer's state nor a manifest is none.
-    """
+    """List folders with a Trainer's state or a manifest at a checkpoint's name, oldest step first, complete or not."""
     folders = [
         path
         for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
@@ -239,9 +217,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest; None where there is none, as in checkpoints of other tools.
-    Raises ValueError where it is not what was written.
-    """
+    """Return the manifest, None where there is none. Raises ValueError where it is not what was written."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -260,10 +236,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return the Trainer's state that a checkpoint holds.
-    Raises UserError where it is none, as after a failure of the disk; that of a checkpoint with a manifest is verified
-    by `integrity_errors`.
-    """
+    """Return the Trainer's state that a checkpoint holds. Raises UserError where it is none."""
     path = folder / TRAINER_STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -283,9 +256,7 @@ def manifest_hash(folder: Path) -> str:
 
 
 def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = "small") -> list[str]:
-    """Compare a checkpoint with its manifest: files, sizes and hashes.
-    `hashes`: of which files: "small" are those that decide how a run resumes, which are read before the tensors.
-    """
+    """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are no tensors."""
     try:
         manifest = read_manifest(folder)
         if manifest is None:

@@ -95,9 +95,7 @@ def readback_errors(
 
 
 def check_written(path: Path, written: SafetensorsFiles | TensorsInMemory, memory: Mapping[str, torch.Tensor]) -> None:
-    """Compare all of `memory` bit by bit with what was `written` to `path`.
-    Raises RuntimeError, naming the first tensor that differs.
-    """
+    """Compare all of `memory` bit by bit with what was `written`; RuntimeError names the first tensor that differs."""
     num_elements = sum(tensor.numel() for tensor in memory.values())
     if errors := readback_errors(written, memory, num_elements=num_elements):
         raise RuntimeError(f"{path}: {errors[0]}")
@@ -169,7 +167,7 @@ class Verification:
 
 def verify_weights(model: str) -> None:
     """Hash all that loading the weights of `model` reads, where it is a checkpoint with a manifest. Collective.
-    Raises UserError on every rank, with each file whose content has changed.
+    Raises UserError on every rank, with each file that has changed.
     """
     if distributed.on_rank_0(lambda: sealed_checkpoint(model)) is not None:
         errors = Verification(model, hashes=True, weights_only=True).errors()

@@ -1,14 +1,11 @@
 """Decides what a resume keeps, takes and refuses; restores a checkpoint on other ranks, ZeRO stages and offloads.
 
-Kept are the weights, the optimizer's moments, the step, the place in the data and, on the same ranks, random states.
-Refused is a run of another identity: other trained parameters, data or order, sequences per step or kind of optimizer,
-each of which would make kept states those of something else. All other options are taken as they are now; where one
-changes a step, such as the learning rate, the log reports it.
+Refused is what would make kept states those of something else: other trained parameters, data or order, sequences per
+step or kind of optimizer. Other options are taken as they are now; the log reports those that change a step.
 
-DeepSpeed reads its optimizer shards only on the ranks and in the stage that wrote them. Its universal checkpoint needs
-a conversion on disk of three times the fp32 weights, gives every parameter group the hyperparameters of the first in
-stage 3 (stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), and does not support frozen weights there.
-Here every rank reads its own pieces out of the shards instead (`restore`), and nothing is written.
+DeepSpeed reads its shards only on the ranks and in the stage that wrote them. Its universal checkpoint takes three
+times the fp32 weights on disk, gives all groups the first one's hyperparameters in stage 3 (stage3.py,
+load_hp_checkpoint_state_from_checkpoint_dir_stage3), and supports no frozen weights there.
 """
 
 import hashlib
@@ -43,13 +40,8 @@ def run_identity(
     sequences_per_step: int,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of a run, by the names that a message uses.
-
-    Args:
-        shapes: of the trained parameters, by name.
-        data: the identity of what is read, by the names that a message uses.
-        sequences_per_step: over all ranks.
-        options: others that a resume cannot change, by the names that a message uses.
+    """Return the identity of a run, by the names that a message uses: `shapes` of the trained parameters by name, that
+    of the `data`, sequences per step over all ranks, and `options` that a resume cannot change.
     """
     names_and_shapes = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return {
@@ -102,10 +94,7 @@ NOT_TAKEN_OVER = ("0", "3-nvme")
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
-    """Describe how `now` (by the keys of TOPOLOGY) differs from what `checkpoint` was saved with.
-
-    Empty where DeepSpeed reads it itself. A checkpoint without a manifest is another tool's, and always read here.
-    """
+    """Describe how `now` (keys of TOPOLOGY) differs from a checkpoint's; empty where DeepSpeed reads it itself."""
     then = read_manifest(Path(checkpoint))
     if then is None:
         return "it has no manifest: it is another tool's"
@@ -207,10 +196,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:
-    """Set the schedule of the learning rate.
-
-    DeepSpeed keeps the state of a scheduler that it runs itself, as with offload; the Trainer writes its own to a file.
-    """
+    """Set the schedule of the learning rate: DeepSpeed keeps that of its own scheduler, the Trainer writes a file."""
     from transformers.trainer import SCHEDULER_NAME  # with datasets and pandas, which a plan does without
 
     then, now = shards.model_state.get("lr_scheduler"), scheduler.state_dict()

@@ -1,8 +1,4 @@
-"""Looks after a run's folder: `run.json` beside the checkpoints, the final model in `final/`.
-
-run.json holds the configuration, the plan, versions, the git commit and the results. It is written when the run starts
-and when it exits.
-"""
+"""Looks after a run's folder: `run.json` (options, plan, versions, results) beside the checkpoints and `final/`."""
 
 import contextlib
 import importlib.util
@@ -30,13 +26,30 @@ from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_s
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, check_writable
 from dsft.runtime.launcher_env import LAUNCH
-from dsft.units import write_json
+from dsft.units import plural, write_json
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
 """One object for each time that training logs."""
 SAMPLE = ("eval_prompt_{}", "eval_answer_{}")
 """Names of the texts of a sample in the log of an evaluation, by its number from 1 (the option generate_samples)."""
+CARD = "README.md"
+ON_THE_CARD = {
+    "eval_perplexity": "held-out perplexity",
+    "eval_loss": "held-out loss (nats per token)",
+    "eval_tokens": "held-out tokens",
+    "train_loss": "training loss, mean",
+    "steps": "optimizer steps",
+    "tokens_seen": "tokens seen",
+    "seconds": "seconds",
+    "peak_gpu_gib": "peak memory of a GPU (GiB)",
+    "peak_host_gib": "peak memory of a rank on the host (GiB)",
+}
+"""Keys of the results in run.json, as the card calls them."""
+OPTIONS_ON_THE_CARD = (
+    *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
+    *("lora_r", "lora_alpha", "lora_target_modules", "seed"),
+)
 WEIGHTS_ONLY = "resume_weights_only"
 """The option, as the reason of what follows from it."""
 
@@ -88,7 +101,7 @@ def check_output_dir(config, problems: list[str]) -> None:
 
 def clear_run(output_dir: str) -> None:
     """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay.
-    Raises UserError where a checkpoint cannot be removed: a later resume would take it for one of the new run.
+    Raises UserError where a checkpoint stays, which a resume would take for the new run's.
     """
     path = Path(output_dir)
     for folder in (*path.glob(f"{CHECKPOINT}-*"), path / FINAL):
@@ -140,9 +153,7 @@ def _known_run(folder: str | Path) -> dict[str, Any] | None:
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
-    """Return whether a run is in the folder that stays as it is until nothing of the set-up can fail any more: one that
-    is done, or that `overwrite` replaces.
-    """
+    """Return whether the folder's run is done or to be overwritten: it stays until the set-up cannot fail any more."""
     known = _known_run(config.training["output_dir"])
     return known is not None and (known.get("status") == "done" or (config.overwrite and checkpoint is None))
 
@@ -210,9 +221,7 @@ def read_run(output_dir: str) -> dict[str, Any]:
 
 
 def read_options_of_run(output_dir: str) -> dict[str, Any]:
-    """Read the options that a run was started with.
-    Raises UserError where the folder is no run, or its run.json does not hold them.
-    """
+    """Read the options that a run was started with. Raises UserError where there are none."""
     options = read_run(output_dir).get("config")
     if not isinstance(options, dict) or "model" not in options:
         raise UserError(f"{output_dir}: its run.json holds no options of a training; name model and data instead")
@@ -238,9 +247,7 @@ def sealed_checkpoint(model: str) -> Path | None:
 
 
 def damage(model: str) -> list[str]:
-    """List the problems of the checkpoint that `model` names, by sizes and the hashes of small files: what is
-    compared before anything of it is read. `Verification` reads the rest.
-    """
+    """List the problems of the checkpoint that `model` names, by sizes and small files; `Verification` does more."""
     folder = sealed_checkpoint(model)
     errors = integrity_errors(folder) if folder else []
     if errors and has_only_shards(model):  # somebody removed the weights that the shards hold, too
@@ -276,9 +283,7 @@ def find_weights(source: str) -> Path:
 
 
 def find_adapter(source: str) -> Path:
-    """Find the folder with an adapter that `source` means, as `find_weights`.
-    Raises UserError where it is none, too.
-    """
+    """Find the folder with an adapter that `source` means, as `find_weights`. Raises UserError where it is none."""
     folder = find_weights(source)
     if adapter_base(str(folder)) is None:
         raise UserError(f"{folder}: is no adapter, it has no adapter_config.json; use dsft export")
@@ -290,3 +295,59 @@ def check_new_folder(out: str) -> None:
     path = Path(out)
     if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose a new folder")
+
+
+def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
+    """Return the README.md of a trained model: its base, data, options and what was measured, with the hub's metadata.
+
+    Args:
+        run: the content of run.json of a finished run.
+        data: what was trained on, counted, as text; `held_out` likewise, empty where nothing was held out.
+    """
+    config, results = run["config"], run["results"]
+    data += f"\n\nHeld out: {held_out}" if held_out else ""
+    options = {
+        name: config[name]
+        for name in OPTIONS_ON_THE_CARD
+        if config.get(name) not in (None, -1) and (config["method"] != "full" or not name.startswith("lora"))
+    }
+    numbers = {text: results[name] for name, text in ON_THE_CARD.items() if results.get(name) is not None}
+    measured = {text: f"{n:,}" if isinstance(n, int) else f"{n:,.6g}" for text, n in numbers.items()}
+
+    def listed(values: dict[str, Any]) -> str:
+        return "\n".join(f"- {name}: {value}" for name, value in values.items())
+
+    from huggingface_hub import ModelCardData  # those that read a run do without
+
+    # A folder of this machine means nothing to the hub, nor does a data file.
+    metadata = ModelCardData(
+        base_model=None if Path(config["model"]).exists() else config["model"],
+        library_name="transformers" if config["method"] == "full" else "peft",
+        pipeline_tag="text-generation",
+        tags=["dsft", "deepspeed"],
+    )
+    return f"""---
+{metadata.to_yaml()}
+---
+
+# {Path(config["model"]).name}, finetuned ({config["method"]})
+
+Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["world_size"], "rank")}.
+
+## Data
+
+{", ".join(f"`{name}`" for name in config["data"])}: {data}
+
+## Training
+
+{listed(options)}
+- plan: {run["plan"]["reason"]}
+
+## Measured
+
+{listed(measured)}
+
+## Versions
+
+{", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)}
+"""

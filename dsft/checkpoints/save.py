@@ -1,13 +1,11 @@
 """Saves a checkpoint on all ranks: write beside its name, hash, verify, publish.
 
-    RUN/.saving/checkpoint-8/   every rank writes here; a rank that fails notes it and stays in the collectives
-    RUN/checkpoint-8/           renamed once rank 0 has verified it and written its manifest
-
-A save that fails leaves the last good checkpoint as it was. Disk space for the final model is reserved while a training
-runs (`reserve_space`), so that a full disk does not lose it.
+RUN/.saving/checkpoint-8/   every rank writes here; a rank that fails notes it and stays in the collectives
+RUN/checkpoint-8/           renamed once rank 0 has verified it and written its manifest
 """
 
 import contextlib
+import copy
 import ctypes
 import errno
 import functools
@@ -16,12 +14,16 @@ import re
 import shutil
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
 
 from dsft.checkpoints.manifest import (
     STAGING,
@@ -33,12 +35,14 @@ from dsft.checkpoints.manifest import (
     shares_of_ranks,
     write_hashed,
 )
+from dsft.checkpoints.readback import SafetensorsFiles, readback_errors
 from dsft.errors import UserError, one_line
 from dsft.models.model_folder import OPTIMIZER_FILES
 from dsft.runtime import distributed, patches
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
 from dsft.units import GB
+from dsft.watchdog import client as watchdog
 
 DISK_ERRORS = re.compile(
     r"os error (?P<number>\d+)"  # safetensors, written in Rust
@@ -63,13 +67,21 @@ class Saves:
 
 
 class StagedSave:
-    """Carries one save of all ranks from the first byte in `.saving/` to the folder at its name.
+    """Carries one save of all ranks, a checkpoint or the final model, from `.saving/` to the folder at its name."""
 
-    It is a checkpoint, or the final model.
-    """
-
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, in_background: bool = False):
+        """
+        Args:
+            in_background: large files are written by a thread, of copies in host memory, from the end of `begin` on.
+        """
         self.staged, self.folder = folder.parent / STAGING / folder.name, folder
+        self.later: list[Callable[[], Any]] | None = [] if in_background else None
+        """What the thread writes; None where nothing is put off."""
+        self._writer = threading.Thread(target=self._write_later, daemon=True)
+        self._clear_staging = functools.partial(discard, folder.parent / STAGING, if_possible=True)
+        self._memory_error: Exception | None = None
+        self._problems: list[str] = []
+        """Of all ranks, so far."""
         self.errors: list[str] = []
         """What this rank could not write."""
         self.will_fail_again = False
@@ -90,6 +102,35 @@ class StagedSave:
         except Exception as error:
             self._note(error)
 
+    def _write_later(self) -> None:
+        try:
+            while self.later:
+                self.attempt(self.later.pop(0))  # and its copy is free
+        except Exception as error:  # of memory: `complete` raises it in the rank's own thread
+            self._memory_error = error
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is at it; it makes no collective, which are for one thread alone."""
+        return self._writer.is_alive()
+
+    @contextlib.contextmanager
+    def tensors_later(self) -> Iterator[None]:
+        """Put off what transformers and peft write inside a `with`, where this save is in the background."""
+
+        def put_off(save: Callable[..., None], tensors: dict[str, Any], path: str, metadata: Any = None) -> None:
+            def write(tensors: dict[str, torch.Tensor]) -> None:
+                save(tensors, path, metadata=metadata)
+                self.hashed[str(Path(path).relative_to(self.staged))] = hash_and_sync(Path(path))
+                self.errors += readback_errors(SafetensorsFiles(Path(path)), tensors)
+
+            self.later.append(functools.partial(write, on_host(tensors)))
+
+        with contextlib.ExitStack() as stack:
+            for name in ("weights_later", "adapters_later") if self.later is not None else ():
+                stack.enter_context(patches.replaced(name, lambda save: functools.partial(put_off, save)))
+            yield
+
     def _note(self, error: Exception) -> None:
         if which_memory(error):
             raise error
@@ -108,9 +149,7 @@ class StagedSave:
         rank 0: save(shards), commit, barrier ...
         rank 1: save(shards) fails and is noted, commit, barrier ...   (if it raised, rank 0 would wait for it)
 
-        Before `commit`, and before ZeRO-3's optimizer gathers parameters again, the ranks wait for each other, so that
-        none waits in a collective while another still writes.
-        DeepSpeed's default engine hands its path to torch.save as it is, and takes a file that hashes in its place.
+        Ranks wait for each other before `commit` and before ZeRO-3 gathers again: not in a collective while one writes.
         `engine`: DeepSpeed's engine, whose `save_checkpoint` is called inside the `with`.
         """
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -118,11 +157,16 @@ class StagedSave:
         save = checkpoint_engine.save
 
         def save_hashed(state_dict: Any, path: str) -> None:
-            if isinstance(checkpoint_engine, TorchCheckpointEngine):
-                entry = write_hashed(Path(path), lambda file: save(state_dict, file))
+            def write(content: Any) -> None:
+                entry = write_hashed(Path(path), lambda file: save(content, file))
                 self.hashed[str(Path(path).relative_to(self.staged))] = entry
-            else:
+
+            if not isinstance(checkpoint_engine, TorchCheckpointEngine):
                 save(state_dict, path)
+            elif self.later is None:
+                write(state_dict)
+            else:
+                self.later.append(functools.partial(write, on_host(state_dict)))
 
         def together(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: distributed.wait_long("shards are written") or function(*args, **kwargs)
@@ -158,27 +202,16 @@ class StagedSave:
                     stack.enter_context(patches.replaced(name, by, on=owner))
             yield
 
-    def run(
-        self,
-        write: Callable[[], None],
-        check: Callable[[Path], list[str]],
-        *,
-        needed_bytes: int,
-        facts: dict[str, Any],
-        saves: Saves,
-    ) -> bool:
-        """Let every rank `write`, then publish. Returns whether it was published; `saves` counts. Collective.
+    def begin(self, write: Callable[[], None], *, needed_bytes: int, saves: Saves) -> None:
+        """Let every rank `write`; `complete` publishes it, where no rank has a problem. Collective.
         An error of `write` is raised while other ranks may wait for this one: they would do so for ever.
 
         Args:
-            check: on rank 0: lists what is missing in the staged folder.
             needed_bytes: what a checkpoint takes at least, where none was saved before.
-            facts: for the manifest, beside the files.
         """
         start, rank = time.monotonic(), distributed.rank()
-        clear_staging = functools.partial(discard, self.staged.parent, if_possible=True)
         # What a killed save left goes first, on nodes with their own disks too: it would be published with the rest.
-        distributed.first_on_rank_0(clear_staging)
+        distributed.first_on_rank_0(self._clear_staging)
         # Room first: safetensors maps the file it writes, and a full disk then kills the process (SIGBUS).
         # Of rank 0's disk: the only one, or the one that the model lies on.
         needed = max(needed_bytes, saves.largest_bytes)
@@ -189,14 +222,46 @@ class StagedSave:
         elif free is not None and free < needed:
             host, takes = socket.gethostname(), f"{self.folder.name} takes {needed / GB:.3g} GB"
             obstacles = [f"{free / GB:.3g} GB are free on {host}, and {takes}"]
-        problems, num_bytes = distributed.from_all(obstacles)[:1], 0
-        if not problems:
+        self._problems = distributed.from_all(obstacles)[:1]
+        if not self._problems:
             try:
                 write()
             except Exception as error:
                 if not self.is_past_collectives:
                     raise
                 self._note(error)
+            if self.later is not None:
+                self._writer.start()
+        saves.seconds += time.monotonic() - start
+
+    def run(
+        self,
+        write: Callable[[], None],
+        check: Callable[[Path], list[str]],
+        *,
+        needed_bytes: int,
+        facts: dict[str, Any],
+        saves: Saves,
+    ) -> bool:
+        """`begin`, and `complete` at once. Collective."""
+        self.begin(write, needed_bytes=needed_bytes, saves=saves)
+        return self.complete(check, facts=facts, saves=saves)
+
+    def complete(self, check: Callable[[Path], list[str]], *, facts: dict[str, Any], saves: Saves) -> bool:
+        """Publish what was written, once all ranks have; returns whether it was. `saves` counts. Collective.
+
+        Args:
+            check: on rank 0: lists what is missing in the staged folder.
+            facts: for the manifest, beside the files.
+        """
+        start, rank, problems, num_bytes = time.monotonic(), distributed.rank(), self._problems, 0
+        while self.is_writing:
+            watchdog.heartbeat()
+            self._writer.join(1)
+        if self._memory_error:
+            raise self._memory_error
+        if not problems:
+            distributed.wait_long("shards are written")
             problems = distributed.from_all([f"rank {rank}: {error}" for error in self.errors])
             # A disk's error on one rank explains others on the rest.
             self.will_fail_again = bool(problems) and all(
@@ -244,11 +309,26 @@ class StagedSave:
         saves.seconds += time.monotonic() - start
         if problems:
             saves.failed.append(f"{self.folder.name}: {'; '.join(problems)}")
-            distributed.first_on_rank_0(clear_staging)  # the room that it took
+            distributed.first_on_rank_0(self._clear_staging)  # the room that it took
             return False
         saves.number += 1
         saves.largest_bytes = max(saves.largest_bytes, num_bytes)
         return True
+
+
+def on_host(content: Any) -> Any:
+    """Copy tensors in a nest of containers to host memory, those that are one tensor once, and deep-copy the rest."""
+    copies: dict[tuple, torch.Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        key = leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+        if key not in copies or not leaf.numel():
+            copies[key] = leaf.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return tree_map(copied, content)
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:
@@ -269,10 +349,9 @@ RESERVED = ".room_for_final"
 
 
 def reserve_space(output_dir: str, num_bytes: int) -> None:
-    """Let the file system allocate `num_bytes` for a file of `output_dir` (fallocate(2)), until they are released.
-
-    Where it cannot (NFS before 4.2) nothing is held: posix_fallocate(3) would write into every block.
-    Raises UserError where there is no room for the final model.
+    """Let the file system allocate `num_bytes` in `output_dir` (fallocate(2)) until they are released, for the final
+    model. Where it cannot (NFS before 4.2) nothing is held: posix_fallocate(3) would write into every block. Raises
+    UserError where there is no room.
     """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:

@@ -280,6 +280,8 @@ class StepFields:
     """Your own classes of transformers.TrainerCallback as module:class. See docs/python.md."""
     save_minutes: float | None = None
     """Longest time between two checkpoints, in minutes, beside save_strategy."""
+    async_save: bool = False
+    """Copy what a checkpoint holds to host memory, and write it while training goes on (docs/checkpoints.md)."""
     resume_weights_only: bool = False
     """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
     output_dir."""

@@ -495,6 +495,8 @@ def _check_training(options: TrainConfig) -> list[str]:
             f"states=bfloat16 and optim={optimizer} cannot be combined: after some hundred steps its average of the"
             " weights would round to where it was; keep one"
         )
+    if options.async_save and training.get("push_to_hub"):
+        problems.append("async_save and push_to_hub cannot be combined: checkpoints would be pushed half written")
     if options.resume_weights_only and not training.get("resume_from_checkpoint"):
         problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
     if options.compute_loss and training.get("label_smoothing_factor"):

@@ -140,6 +140,9 @@ class Job:
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
 
+    async_save: bool = False
+    """Whether checkpoints are written of copies in host memory."""
+
     compute_loss: Callable | None = None
     """A loss of the user's own."""
 

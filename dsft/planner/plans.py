@@ -28,7 +28,7 @@ from dsft.planner.candidates import (
     settings,
     wants_fp32_sums,
 )
-from dsft.planner.states import load_terms, quantised_room, sample_terms, state_terms
+from dsft.planner.states import copied_terms, load_terms, quantised_room, sample_terms, state_terms
 from dsft.planner.step_time import GPUS, TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
@@ -321,6 +321,7 @@ def _fitted(
         terms = states + load_terms(layout, device_bytes=machine.device_bytes) + activations
         terms += quantised_room(layout, states, activations)
         terms += sample_terms(layout) if job.samples else []
+        terms += copied_terms(layout) if job.async_save else []
         plan = Plan(
             zero=name,
             activation_checkpointing=every > 0,

@@ -79,7 +79,7 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     is_half = weight_bytes < 4  # then the optimizer updates fp32 copies of the weights
     master = optimizer.master_bytes if is_half else 0
     moments = f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state_bytes}) x {trained:,}"
-    # The engine reduces a flat copy of the gradients, which dsft leaves out on one rank (training/engine_patches.py).
+    # The engine reduces a flat copy of the gradients, which dsft leaves out on one rank (training/engine.py).
     # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
     copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
     reduced, updating = layout.reduced_bytes, ((4 if is_half else 0) + optimizer.step_bytes) * trained
@@ -288,6 +288,26 @@ def sample_terms(layout: ZeroLayout) -> list[Term]:
     moved = -(-layout.size.num_params // layout.world_size) if offloads else 0
     how = f"{layout.weight_bytes} x ({most:,} beside {persistent:,} persistent{f' + shard {moved:,}' if moved else ''})"
     return [Term("weights gathered for samples", layout.weight_bytes * (most + moved), how, "sample")]
+
+
+def copied_terms(layout: ZeroLayout) -> list[Term]:
+    """List the copies of a checkpoint that lie in host memory until they are written (checkpoints/save.py): of each
+    rank's shard, and on rank 0 of the weights, which stages 0 to 2 write twice.
+    """
+    size, states = layout.size, layout.optimizer.checkpoint_bytes
+    written = size.num_trainable if size.lora_r else size.num_params
+    times, of_rank_0 = 2 if layout.stage < 3 else 1, states * size.num_trainable if layout.stage == 0 else 0
+    weights = f"{times} x {layout.weight_bytes} x {written:,}" + (f" + {of_rank_0:,} of states" if of_rank_0 else "")
+    shards = states * layout.share if layout.stage else 0
+    return [
+        Term(
+            "copies of weights to be written",
+            times * layout.weight_bytes * written + int(of_rank_0),
+            weights,
+            place="host",
+        ),
+        _on_node(layout, "copies of shards to be written", shards, f"{states:g} x {layout.share:,}"),
+    ]
 
 
 def _on_node(layout: ZeroLayout, name: str, num_bytes: float, formula: str, phase: Phase = "always") -> Term:

@@ -484,6 +484,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
     if options.fp32_accumulation is True and not sums_in_fp32(deepspeed_config):
         is_fp32, cannot = options.dtype == "float32", f"ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
         notes.append(f"fp32_accumulation: ignored, because {'dtype is float32' if is_fp32 else cannot}")
+    if not has_gpu() and checkpointing_kwargs(options).get("offload"):
+        notes.append("activation_checkpointing_kwargs.offload: ignored, since all lies in host memory on CPU ranks")
     if "optim" in training and training["optim"] not in OPTIMIZERS:
         notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
     if training.get("use_liger_kernel") and size.model_type not in LIGER_MODELS:

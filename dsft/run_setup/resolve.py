@@ -560,6 +560,7 @@ def job_over_data(
         bf16_states=options.states == "bfloat16",
         compiled=bool(training.get("torch_compile")),
         samples=bool(options.generate_samples),
+        async_save=options.async_save,
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
     )
 

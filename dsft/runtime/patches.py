@@ -3,7 +3,7 @@ other module assigns into a library (tests/test_layout.py). tests/without_patche
 
 A patch stands for known source code. Where the installed library has another, `if_changed` says what happens, and a
 warning names the patch. What replaces a function is beside the code that needs it, for DeepSpeed's engine in
-training/engine_patches.py. Imports no library by itself.
+training/engine.py. Imports no library by itself.
 """
 
 import contextlib
@@ -273,6 +273,19 @@ PATCHES = {
         seen={"0.19.8": "7e7d28274d6a"},
         if_changed="keep",
     ),
+    **{
+        name: Patch(
+            target=f"{module}:safe_save_file",
+            why="with async_save a copy of the weights is written later, while training goes on",
+            code=(f"{module}:{saves}.save_pretrained",),
+            seen=seen,
+            if_changed="keep",  # what it wrote itself is hashed and compared with the model as without async_save
+        )
+        for name, module, saves, seen in (
+            ("weights_later", "transformers.modeling_utils", "PreTrainedModel", {"5.23.0": "e067643f78ab"}),
+            ("adapters_later", "peft.peft_model", "PeftModel", {"0.21.2": "51baa9bba484"}),
+        )
+    },
     "shard_folders": Patch(
         target="deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.makedirs",
         why="a rank that fails to make the folder raises, and the others wait for it in the next collective",

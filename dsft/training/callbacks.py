@@ -1,23 +1,37 @@
-"""What a training writes and checks while it runs: metrics.jsonl, a line per log with the progress bar, and whether
-anything is learnt.
+"""What a training writes and checks while it runs: metrics.jsonl, a line per log with the progress bar, whether
+anything is learnt, whether the plan was right, and how long it compiles.
 """
 
+import contextlib
 import json
 import math
+import signal
+import socket
+import statistics
 import sys
 import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
+import torch
 from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped
+from dsft.planner.plans import FRAGMENTATION, Plan
+from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, bytes_by_phase, peak_bytes
 from dsft.runtime.console import say
-from dsft.training.metrics import on_screen
-from dsft.units import in_digits, plural
+from dsft.runtime.distributed import from_all
+from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
+from dsft.training.metrics import mark, on_screen, seconds_between
+from dsft.units import GiB, in_digits, plural
+from dsft.watchdog import client as watchdog
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
@@ -32,6 +46,12 @@ CLOSE_TO_UNIFORM = 0.01
 
 MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
 """Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
+
+FIRST_STEPS = 3
+"""Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
+
+AGAIN_SECONDS = 5.0
+"""After the limit: a library may have caught the first exception."""
 
 
 class LearningCheck(TrainerCallback):
@@ -77,13 +97,8 @@ class SkippedSteps:
         self.most = most or (MOST_SKIPPED_IN_FP16 if in_fp16 else MOST_SKIPPED)
 
     def note(self, step: int, *, is_skipped: bool, at_least_scale: bool = False) -> None:
-        """Note step number `step`; the same on all ranks.
-
-        Args:
-            at_least_scale: DeepSpeed ends training, since the loss's scale in fp16 can be no smaller.
-
-        Raises:
-            TrainingStopped: where too many steps in a row were skipped.
+        """Note step number `step`; the same on all ranks. `at_least_scale`: fp16's loss scale can be no smaller.
+        Raises TrainingStopped where too many steps in a row were skipped.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         self.number += is_skipped
@@ -108,8 +123,11 @@ class EarlyStopping(EarlyStoppingCallback):
         """Goes on counting where a checkpoint has stopped; transformers' own begins anew."""
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         vars(self).update(saved)
+        self.resumed_at = state.global_step
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if 0 < state.global_step == self.resumed_at:  # eval_on_start; the step counted before the checkpoint
+            return
         super().on_evaluate(args, state, control, metrics, **kwargs)
         count, metric = self.early_stopping_patience_counter, args.metric_for_best_model
         if count >= self.early_stopping_patience and not self.stopped and state.global_step < state.max_steps:
@@ -143,9 +161,7 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressLog(TrainerCallback):
-    """Shows one short line per log, on rank 0 only: above a progress line on a terminal, else with the time left; and
-    one for each sample.
-    """
+    """Shows a short line per log and one per sample on rank 0: above a terminal's progress line, or with time left."""
 
     def __init__(self):
         self.bar: tqdm | None = None
@@ -190,3 +206,157 @@ def _fitting(parts: list[str], columns: int) -> str:
     while len(text := "  ".join(parts)) > columns and parts:
         parts = parts[:-1]
     return text
+
+
+class PlanCheck(TrainerCallback):
+    """Compares a plan with what was measured, after the first steps and at the end. Collective at those steps.
+
+    Peaks are those of the fullest GPU and node (RSS of all ranks and their children) in training, without loading; over
+    the full training with evaluations and saves, which no plan counts. A step lasts from the end of the one before to
+    its own: the host may be done with it long before a GPU is.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.comparisons: dict[str, dict[str, dict[str, float]]] = {}
+        """When -> figure -> what was predicted and measured, and the error, (predicted - measured) / measured."""
+        self.num_steps = 0
+        self.step_seconds: list[float] = []
+        self.started: Any = None
+        """The mark from which the step at hand is timed."""
+        self.unread: deque[tuple[Any, Any]] = deque()
+        """Marks around the steps that a GPU may still be at."""
+        self.held_bytes = 0
+        """Of this rank's GPU, between two steps, at most; 0 before the second."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        set_back_peaks()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.started is None:
+            self.started = mark()
+        elif has_gpu():
+            self.held_bytes = max(self.held_bytes, torch.cuda.memory_allocated())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        end = mark()
+        self.unread.append((self.started, end))
+        self.started = end
+        # Without waiting: the marks that the GPU's work has reached.
+        while self.unread and (isinstance(self.unread[0][1], float) or self.unread[0][1].query()):
+            self.step_seconds.append(seconds_between(*self.unread.popleft()))
+        self.num_steps += 1
+        if self.num_steps == FIRST_STEPS:
+            self._compare(f"after {FIRST_STEPS} steps")
+            self.started = mark()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.started = mark()
+
+    on_save = on_evaluate
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.num_steps:
+            self._compare(FULL_TRAINING)
+
+    def _compare(self, when: str) -> None:
+        if has_gpu():
+            torch.cuda.synchronize()
+        self.step_seconds += [seconds_between(*marks) for marks in self.unread]
+        self.unread.clear()
+        mine = {"seconds": statistics.median(self.step_seconds[1:] or self.step_seconds)}
+        if has_gpu():
+            mine["held"] = self.held_bytes
+            mine["allocated"] = torch.cuda.max_memory_allocated()
+            mine["reserved"] = torch.cuda.max_memory_reserved()
+        children = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
+        ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children, mine)])
+        nodes: Counter[str] = Counter()
+        for host, host_bytes, _ in ranks:
+            nodes[host] += host_bytes
+        largest = {name: max(figures[name] for _, _, figures in ranks) for name in mine}
+        plan = self.plan
+        terms = [term for term in plan.terms if term.phase != "load"]
+        planned = peak_bytes(terms, "host")
+        if not plan.has_gpu:
+            planned += plan.ranks_per_node * peak_bytes(terms, "device")
+        rows = [("host memory of a node", planned, max(nodes.values()), "GiB")]
+        if has_gpu():
+            of_torch = [term for term in plan.terms if term.name != OVERHEAD]
+            allocated = peak_bytes(of_torch, "device")
+            if largest["held"]:
+                held = bytes_by_phase(of_torch, "device")["always"]
+                rows.append(("GPU memory between steps", held, largest["held"], "GiB"))
+            rows.append(("GPU memory allocated", allocated, largest["allocated"], "GiB"))
+            rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))
+        if plan.has_time_estimate:
+            rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
+        figures, shown = {}, []
+        for name, predicted, measured, unit in rows:
+            error, scale = predicted / measured - 1, GiB if unit == "GiB" else 1
+            figures[name] = {"predicted": predicted, "measured": measured, "error": error}
+            shown.append(f"{name} {measured / scale:.3g} {unit} (predicted {predicted / scale:.3g}, {error:+.0%})")
+        self.comparisons[when] = figures
+        if when == FULL_TRAINING:
+            say(f"measured {when}: " + "; ".join(shown))
+
+
+class BeyondLimit(Exception):
+    """Compiling has taken too long; torch.compile takes the function as it is."""
+
+
+@contextlib.contextmanager
+def compiling_limited(seconds: float, is_compiled: bool, note: Callable[[float], None]) -> Iterator[None]:
+    """Make what is compiled inside a `with` a phase of the watchdog's, and end it after `seconds` of all that this rank
+    compiles: it then goes on eagerly, with the same collectives. `note` gets the seconds of each time.
+    """
+    if not is_compiled:
+        yield
+        return
+    from torch._dynamo import callback, config  # seconds of imports, which other trainings do without
+
+    # The first step too may wait for a rank that compiles; step_timeout counts with that.
+    watchdog.set_phase("training")
+    left, started, before, is_compiling = seconds, 0.0, "training", False
+
+    def stop(*_: Any) -> None:
+        if not is_compiling:  # it ended while this thread waited for another, as in a backward on a GPU
+            return
+        config.suppress_errors = True  # what raises in it is computed eagerly
+        raise BeyondLimit(f"compiling took longer than compile_timeout={seconds:g} s")
+
+    def begin(_: Any) -> None:
+        nonlocal started, before, is_compiling
+        started, before, is_compiling = time.perf_counter(), watchdog.current_phase, True
+        watchdog.set_phase("compiling")
+        signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), AGAIN_SECONDS)
+
+    def end(_: Any) -> None:
+        nonlocal left, is_compiling
+        is_compiling = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        taken = time.perf_counter() - started
+        note(taken)
+        watchdog.set_phase(before)
+        watchdog.heartbeat()
+        if left > 0 >= left - taken:
+            say(
+                f"warning: compiling took {seconds - left + taken:.3g} s, longer than compile_timeout={seconds:g} s:"
+                " the training goes on without it"
+            )
+            torch.compiler.set_stance("force_eager")
+        left -= taken
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    suppressed = config.suppress_errors
+    callback.callback_handler.register_start_callback(begin)
+    callback.callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        callback.callback_handler.remove_start_callback(begin)
+        callback.callback_handler.remove_end_callback(end)
+        config.suppress_errors = suppressed
+        torch.compiler.set_stance("default")

@@ -1,16 +1,12 @@
-"""The loss that every architecture is trained on: nats of the next tokens, added up over all micro batches and ranks of
-an optimizer step and divided once, by the tokens that the step trains.
+"""The loss that every architecture is trained on: nats of the next tokens, times their weights where they have some,
+added up over all micro batches and ranks of an optimizer step and divided once, by the step's trained tokens. (By the
+sum of the weights, a step of weight 0.5 alone would train as one of weight 1 does.)
 
-Where tokens have weights, their nats are multiplied by these; the divisor stays the number of trained tokens. By the
-sum of the weights, a step of weight 0.5 alone would train as one of weight 1 does.
+transformers leaves the division to each model, and they disagree: some take the mean of a micro batch whatever they are
+given, some do not shift labels. Here a model's `loss_function` is replaced, or the loss is computed from its logits.
 
-transformers leaves the division to each model, and they disagree: some divide by `num_items_in_batch`, some take the
-mean of a micro batch whatever they are given, some do not shift labels. Here a model's `loss_function` is replaced;
-where a model does not call it, the loss is computed from its logits.
-
-What a model adds to its loss (a router's auxiliary loss) stays: each micro batch's counts by its share of the step's
-tokens, so that it does not grow with accumulation and ranks. Terms that are no mean over tokens, such as a router's
-load balance, which multiplies two means, still depend on how a step is cut into micro batches.
+What a model adds (a router's auxiliary loss) counts by the micro batch's share of the step's tokens. Terms that are no
+mean over tokens, such as a router's load balance, still depend on how a step is cut into micro batches.
 
 Shape suffixes: B batch, T time, V vocab.
 """
@@ -142,8 +138,8 @@ class TokenLoss:
         return loss * share, nats
 
     def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor | None, vocab_size: int, **options: Any):
-        """Stands for the model's own `loss_function`, which it calls with the labels it was given; for labels of its
-        own (of a token further on), and outside of training, computes as transformers does.
+        """Stands for the model's own, which gets the labels that the model was given. For other labels (of a token
+        further on), and outside of training, it computes as transformers does.
         """
         if self._divisor is None:
             return ForCausalLMLoss(logits, labels, vocab_size, **options)

@@ -90,12 +90,12 @@ class Sums:
     """Ranks that were asked to stop."""
     due: float = 0.0
     """Ranks for which a save is due."""
+    writing: float = 0.0
+    """Ranks that still write a checkpoint in the background."""
 
 
 class Work:
-    """What the ranks do: sums of the optimizer step at hand, steps whose sums were sent and not read yet, and what was
-    done since the last line of the log.
-    """
+    """Sums of the step at hand, of steps that were sent and not read yet, and since the last line of the log."""
 
     def __init__(self, device: torch.device, num_sources: int = 0, num_experts: tuple[int, int] = (0, 0)):
         """
@@ -176,9 +176,9 @@ class Work:
         add_over_ranks(values)
         self.collectives.append((started, mark()))
 
-    def send(self, step: int, *, asked: bool, due: bool) -> None:
+    def send(self, step: int, *, asked: bool, due: bool, writing: bool = False) -> None:
         """Add up over all ranks what was counted since the last step. Collective."""
-        self._sums[7], self._sums[8] = asked, due
+        self._sums[7], self._sums[8], self._sums[9] = asked, due, writing
         self.add_over_ranks(self._counted)
         on_host = self._counted.to("cpu", non_blocking=True, copy=True)  # pinned memory, where it comes from a GPU
         copied = torch.cuda.Event() if self._counted.is_cuda else None
@@ -189,8 +189,8 @@ class Work:
         self._counted.zero_()
 
     def read(self) -> tuple[int, Sums, np.ndarray]:
-        """(the oldest step that was sent, its sums, [2, number of sources] their trained tokens and nats), which are
-        added to the interval's; waits until its work is done, and so that of its marks.
+        """(the oldest step that was sent, its sums, [2, sources] trained tokens and nats), added to the interval's;
+        waits until the step's work is done.
         """
         step, on_host, copied, passes = self.unread.popleft()
         if copied:
@@ -213,9 +213,7 @@ class Work:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules that send tokens to experts, where transformers names their class and their config says how
-    many experts there are.
-    """
+    """Lists the modules that send tokens to experts, where transformers names their class and the config the number."""
     inner = unwrapped(model)
     recorder = (getattr(type(inner), "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", recorder)  # a list of recorders in JetMoe, whose router sorts tokens
@@ -302,71 +300,73 @@ class RankTimes:
     """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
 
 
-class SlowRanks:
-    """Names a rank that is much slower than the others in two lines of the log in a row, once.
+class Repeated:
+    """Tells what is seen in two lines of the log in a row: once alone is chance. Each is told once."""
 
-    Args:
-        waits_in_forward: ranks wait for each other in forward passes, as in ZeRO-3.
+    def __init__(self):
+        self._before: Any = None
+        self._told: set[Any] = set()
+
+    def is_new(self, seen: Any) -> bool:
+        """Whether `seen`, of this line, is to be told; None where there is nothing."""
+        is_new = seen is not None and seen == self._before and seen not in self._told
+        self._before = seen
+        if is_new:
+            self._told.add(seen)
+        return is_new
+
+
+class SlowRanks:
+    """Names a rank that is much slower than the others.
+    `waits_in_forward`: ranks wait for each other in forward passes, as in ZeRO-3.
     """
 
     def __init__(self, *, waits_in_forward: bool):
-        self.waits_in_forward = waits_in_forward
-        self.blamed: tuple[int, str] | None = None
-        self.warned: set[tuple[int, str]] = set()
+        self.waits_in_forward, self._slow = waits_in_forward, Repeated()
 
     def note(self, ranks: list[RankTimes], *, interval: float) -> None:
         """Note the times of all ranks over `interval` seconds."""
-        before, self.blamed = self.blamed, None
-        for work, seconds, least in (
-            ("reading its data", [rank.data for rank in ranks], SLOW_SHARE * interval),
-            ("forward passes", [rank.forward for rank in ranks], SLOW_SHARE * interval),
-            ("a product of matrices that each rank computes alone", [rank.product for rank in ranks], 0.0),
-        ):
+        least, slow = SLOW_SHARE * interval, None
+        kinds = [("reading its data", [rank.data for rank in ranks], least)]
+        if not self.waits_in_forward:
+            kinds.append(("forward passes", [rank.forward for rank in ranks], least))
+        products = [rank.product for rank in ranks]
+        for work, seconds, least in (*kinds, ("a product of matrices that each rank computes alone", products, 0.0)):
             slowest, fastest = max(seconds), min(seconds)
-            if work == "forward passes" and self.waits_in_forward:
-                continue
             if slowest - fastest > least and slowest > SLOW * fastest:
-                number = seconds.index(slowest)
-                self.blamed = number, work
-                if self.blamed == before and self.blamed not in self.warned:
-                    self.warned.add(self.blamed)
-                    say(
-                        f"warning: rank {number} on {ranks[number].host} holds up the others: {work} took it"
-                        f" {slowest:.3g} s, the fastest rank {fastest:.3g} s. Look there for other programs, a GPU that"
-                        " is hot or throttled, and a slow disk"
-                    )
-                return
+                slow = seconds.index(slowest), work
+                break
+        if self._slow.is_new(slow):
+            say(
+                f"warning: rank {slow[0]} on {ranks[slow[0]].host} holds up the others: {slow[1]} took it"
+                f" {slowest:.3g} s, the fastest rank {fastest:.3g} s. Look there for other programs, a GPU that is hot"
+                " or throttled, and a slow disk"
+            )
 
 
 class BoundBy:
-    """Reports once what binds a training: where in two lines of the log in a row most of the time goes to it."""
+    """Reports what binds a training: what most of the time goes to."""
 
     def __init__(self):
-        self.before: str | None = None
-        self.reported: set[str] = set()
+        self._binding = Repeated()
 
     def note(self, logs: dict[str, float], ranks: Sequence[RankTimes]) -> None:
         """Note the shares of a line of the log."""
-        before, self.before = self.before, None
-        for name, share, most, way_out in (
-            (
-                *("waiting for data", "data_wait_share", MOST_DATA_WAIT),
-                "raise dataloader_num_workers, or prepare the data on a faster disk (data_cache)",
-            ),
-            (
-                *("the network", "network_share", MOST_NETWORK),
-                "more accumulation, a lower ZeRO stage or hpZ send less; dsft doctor measures the links",
-            ),
-        ):
-            if logs.get(share, 0) <= most:
-                continue
-            self.before = name
-            if before == name and name not in self.reported:
-                self.reported.add(name)
-                slowest = max(ranks, key=lambda rank: rank.data) if share == "data_wait_share" else None
-                where = f" (longest on {slowest.host})" if slowest else ""
-                say(f"note: {name}: {logs[share]:.0%} of the time{where}; {way_out}")
+        data, network = logs.get("data_wait_share", 0), logs.get("network_share", 0)
+        binding = "data" if data > MOST_DATA_WAIT else "network" if network > MOST_NETWORK else None
+        if not self._binding.is_new(binding):
             return
+        if binding == "data":
+            slowest = max(ranks, key=lambda rank: rank.data).host
+            say(
+                f"note: waiting for data: {data:.0%} of the time (longest on {slowest}); raise dataloader_num_workers,"
+                " or prepare the data on a faster disk (data_cache)"
+            )
+        else:
+            say(
+                f"note: the network: {network:.0%} of the time; more accumulation, a lower ZeRO stage or hpZ send less;"
+                " dsft doctor measures the links"
+            )
 
 
 @dataclass(kw_only=True)
@@ -395,9 +395,7 @@ class Line:
 
 
 def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Line:
-    """Gather the largest peak memory of one rank so far and, of `work`, its sums and what ranks waited for; name a rank
-    that holds up the others. Collective.
-    """
+    """Gather peaks of memory and, of `work`, sums and what ranks waited for; name a slow rank. Collective."""
     mine = None
     if work is not None:
         # A product of small matrices, a millisecond or less, shows a throttled device: the least of five counts.
@@ -617,11 +615,7 @@ PART = re.compile(r"(source|eval)_(.+)_(loss|perplexity|tokens)")
 
 
 def complete(line: Line, sources: Sequence[str] = ()) -> dict[str, float]:
-    """Compute every metric of a line, beside what the Trainer logs.
-
-    Args:
-        sources: names of those in `line.by_source`.
-    """
+    """Compute every metric of a line, beside what the Trainer logs; `sources` are the names of `line.by_source`."""
     logs = line.logs
     for metric in METRICS:
         if metric.of and (value := metric.of(line)) is not None:
@@ -644,11 +638,8 @@ def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, bool]]:
 
 
 def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:
-    """Compute loss, perplexity and tokens of each held-out set, and the means over sets: of their losses, and exp of
-    that, which is the geometric mean of their perplexities.
-
-    Args:
-        set_D: which of `names` each document of the result is of.
+    """Compute loss, perplexity and tokens of each held-out set, and the means over sets: of losses, and exp of that.
+    `set_D`: which of `names` each document of the result is of.
     """
     metrics, losses = {}, []
     for number, name in enumerate(names):

@@ -1,7 +1,4 @@
-"""A finetuning, from options to the saved model and run.json; every rank runs it.
-
-Reads top to bottom: options -> a decided run -> data -> trainer -> fit -> final model and report.
-"""
+"""A finetuning on every rank: options -> a decided run -> data -> trainer -> fit -> final model and report."""
 
 import atexit
 import contextlib
@@ -18,14 +15,15 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.export import find_left_out
 from dsft.checkpoints.manifest import checkpoints, read_manifest
-from dsft.checkpoints.model_card import CARD, model_card
 from dsft.checkpoints.readback import Verification, verify_weights
 from dsft.checkpoints.resume import changed_options, check_identity, topology_change
 from dsft.checkpoints.run_folder import (
+    CARD,
     FINAL,
     RUN,
     clear_run,
     last_checkpoint,
+    model_card,
     read_run,
     replaces_run,
     write_run,
@@ -63,8 +61,7 @@ from dsft.runtime.hardware import (
 )
 from dsft.runtime.patches import active_patches
 from dsft.runtime.software import git_commit, versions
-from dsft.training.callbacks import EarlyStopping
-from dsft.training.compiling import compiling_limited
+from dsft.training.callbacks import EarlyStopping, compiling_limited
 from dsft.training.metrics import METRICS, Compute, TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
@@ -233,6 +230,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         team=team_of(options.sequence_parallel),
         disk=run.disk,
         save_minutes=options.save_minutes,
+        async_save=options.async_save,
         left_out=left_out,
         frozen_weights=distributed.on_rank_0(frozen_weights),
         most_skipped=options.max_skipped_steps,
@@ -248,9 +246,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
 
 def with_verified_checkpoint(run: TrainingRun, verification: Verification, trainer: PerplexityTrainer) -> TrainingRun:
     """Returns the run as it resumes from a checkpoint whose content is what was written. Collective.
-
-    Raises:
-        UserError: where that is none, a pickle in it asks for foreign classes, or it is of another run.
+    Raises UserError where that is none, a pickle in it asks for foreign classes, or it is of another run.
     """
     while errors := verification.errors():
         changed = "; ".join(errors[:3])
@@ -275,9 +271,7 @@ def recorded(
     run: TrainingRun, data: TrainingData | None = None, trainer: PerplexityTrainer | None = None
 ) -> Iterator[None]:
     """Keeps run.json inside a `with`: running, then stopped, preempted or failed; `finish` says done. Collective.
-
-    While data and weights are loaded there is no trainer, and a run that is replaced, or done, stays as it is. It is
-    replaced when nothing of the set-up can fail any more, and room for the final model is reserved.
+    A run that is replaced, or done, stays as it is until there is a trainer and room for the final model.
     """
 
     def begin() -> bool:
@@ -339,12 +333,7 @@ def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -
 
 
 def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractContextManager[None]:
-    """Turns a failed allocation inside a `with` into one clear error on this rank: the plan, what was measured, and the
-    next smaller plan.
-
-    Args:
-        when: in words, for the message.
-    """
+    """Turns a failed allocation inside a `with` into one error: the plan, what was measured, the next smaller plan."""
 
     def explanation(error: BaseException, memory: Memory) -> str:
         plan, machine = run.plan, run.machine
@@ -377,9 +366,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
 
 def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     """Logs what the training starts from, where that may not be what was expected, and trains. Collective.
-
-    Raises:
-        Requeue: on every rank, where one was asked to stop; what could be saved is.
+    Raises Requeue on every rank, where one was asked to stop; what could be saved is.
     """
     if run.checkpoint:
         change = topology_change(run.checkpoint, trainer.topology)
@@ -409,7 +396,12 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     timed = patches.replaced("timed_collectives", lambda backend: backend and TimedCollectives(backend, trainer.work))
     compiling = compiling_limited(run.options.compile_timeout, trainer.args.torch_compile, note=trainer.work.leave_out)
     with distributed.signals_save(), timed, compiling:
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        try:
+            trainer.train(resume_from_checkpoint=run.checkpoint)
+        except TrainingStopped:  # on all ranks at the same step
+            trainer.complete_save()
+            raise
+        trainer.complete_save()
     if not trainer.is_stopping:
         return
     saved = checkpoints(run.output_dir)
@@ -423,9 +415,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
 
 def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, start: float) -> Path:
     """Saves the final model with its card, and completes run.json. Collective.
-
-    Raises:
-        Unsaved: where the final model could not be saved, with the command that makes it of the last checkpoint.
+    Raises Unsaved where the model could not be saved, with the command that makes it of the last checkpoint.
     """
     final, saves = trainer.save_final(), trainer.saves
     seconds = time.perf_counter() - start

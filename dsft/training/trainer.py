@@ -1,7 +1,5 @@
 """`transformers.Trainer` with what dsft adds: exact evaluation, metrics of all ranks, a stop at NaN, and checkpoints
-that are complete or are not there.
-
-No training loop here: the Trainer's own runs. In the order of a run: preparing, steps, the log, evaluation, saving.
+that are complete or are not there. Its parts: preparing, steps, the log, evaluation, saving.
 """
 
 import contextlib
@@ -12,12 +10,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -49,9 +45,8 @@ from dsft.planner.plans import Plan
 from dsft.run_setup.arguments import CheckpointSize
 from dsft.runtime import distributed, patches
 from dsft.runtime.console import say
-from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, ProgressLog, SkippedSteps
-from dsft.training.engine_patches import import_muon, patch_engine
-from dsft.training.generation import answers_to
+from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
+from dsft.training.engine import answers_to, averaged_weights, import_muon, patch_engine, swap_in
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import (
     LEAST_INTERVAL,
@@ -67,7 +62,6 @@ from dsft.training.metrics import (
     of_sets,
     routers_of,
 )
-from dsft.training.plan_check import PlanCheck
 from dsft.units import Batch, in_digits, padded_width
 from dsft.watchdog import client as watchdog
 
@@ -94,8 +88,8 @@ SAMPLED_TENSORS = 16
 
 
 class PerplexityTrainer(Trainer):
-    """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py` instead of a mean of batch means; saves by
-    the Trainer's strategy and every `save_minutes`, and resumes from checkpoints of other ranks and stages.
+    """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py`; saves by the Trainer's strategy and every
+    `save_minutes`, and resumes from checkpoints of other ranks and stages.
     """
 
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of all micro batches
@@ -112,6 +106,7 @@ class PerplexityTrainer(Trainer):
         disk: CheckpointSize,
         team: Team = ALONE,
         save_minutes: float | None = None,
+        async_save: bool = False,
         left_out: LeftOut | None = None,
         frozen_weights: str | None = None,
         early_stopping: EarlyStopping | None = None,
@@ -195,7 +190,10 @@ class PerplexityTrainer(Trainer):
         self.left_out = None if isinstance(model, PeftModel) else left_out
         self._disk = disk
         self._saved_at = time.monotonic()
+        self._async_save = async_save
         self._staged_save: StagedSave | None = None
+        self._unpublished: tuple[StagedSave, int, dict[str, Any]] | None = None
+        """What was begun and not published yet, at which step, and the facts for its manifest."""
         shapes = trained_shapes(model)
         self._num_trained = sum(map(math.prod, shapes.values()))
         # What a run that resumes must have in common with this one.
@@ -237,9 +235,7 @@ class PerplexityTrainer(Trainer):
     # Preparing and resuming.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's, of which each group is cut by the factors of the learning rate; that of factor 1 comes first,
-        whose rate is logged.
-        """
+        """The Trainer's, with groups cut by the factors of the learning rate; factor 1, which is logged, is first."""
         is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
         if is_new and self.learning_rates:
             factors, groups = rate_factors(self.model, self.learning_rates), []
@@ -283,9 +279,7 @@ class PerplexityTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        """Prepares as the Trainer, which ends with DeepSpeed reading a checkpoint; `resume.py` reads what it cannot.
-        Collective.
-        """
+        """Prepares as the Trainer; `resume.py` reads a checkpoint that DeepSpeed cannot. Collective."""
         checkpoint, config = resume_from_checkpoint, self.model.config.get_text_config()
         if config.model_type in COUNT_FROM_PADDING:
             # The Trainer writes the tokenizer's (align_special_tokens): the saved model would count positions from
@@ -364,8 +358,13 @@ class PerplexityTrainer(Trainer):
         num_tokens, started, compiled = inputs.pop("num_tokens"), mark(), self.work.compiled_seconds
         # Shares have a mask of their own (`training_step`), which transformers cannot make of their positions.
         is_packed = "position_ids" in inputs and self.team.size == 1
-        search = _sequence_numbers if is_packed else lambda position_ids: None
-        with patches.replaced("positions_on_gpu", lambda _: search):
+
+        def sequence_numbers(position_ids_BT: torch.Tensor) -> torch.Tensor | None:
+            # Of each packed row: a sequence begins where a position does not follow the one before.
+            steps_BT = torch.diff(position_ids_BT, prepend=position_ids_BT[:, :1] - 1, dim=-1)
+            return (steps_BT != 1).cumsum(-1) if is_packed else None
+
+        with patches.replaced("positions_on_gpu", lambda _: sequence_numbers):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         done = mark()
         self.work.forward_seconds -= self.work.compiled_seconds - compiled
@@ -375,9 +374,7 @@ class PerplexityTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The Trainer's step; after an optimizer step every rank sends the others how many tokens it had, whether its
-        loss is NaN or infinite and whether it was asked to stop. Micro batches in between are not waited for.
-        """
+        """The Trainer's; after an optimizer step ranks send their tokens, whether the loss is bad, whether to stop."""
         step, skipped = self.state.global_step, self.model_wrapped.skipped_steps
         # Attention of shares is over full rows, also where the backward computes it again.
         rows_BT = inputs.pop("row_positions", None)
@@ -397,7 +394,8 @@ class PerplexityTrainer(Trainer):
             seconds = time.monotonic() - self._saved_at
             # One clock counts.
             is_due = self.save_minutes is not None and seconds > 60 * self.save_minutes and self.is_world_process_zero()
-            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due)
+            writing = self._unpublished is not None and self._unpublished[0].is_writing
+            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due, writing=writing)
             self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
             watchdog.set_phase("training")  # the first step may take as long as loading: it compiles and allocates
         watchdog.heartbeat(step)
@@ -415,18 +413,15 @@ class PerplexityTrainer(Trainer):
         return inputs["input_ids"].numel() * self.compute.flops_per_token
 
     def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Leaves tokens without padding to `_maybe_log_save_evaluate`: the Trainer's own count is a collective for each
-        micro batch, and takes end tokens for padding in rows without a mask.
+        """Leaves tokens to `_maybe_log_save_evaluate`: the Trainer's count is a collective for each micro batch, and
+        takes end tokens for padding in rows without a mask.
         """
         if self.args.include_num_input_tokens_seen != "non_padding":
             super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, after every step, when what was sent of the step before is read; of this step too, where
-        something that is due needs it. All ranks read the same at the same step, so all stop together. Collective.
-
-        Raises:
-            TrainingStopped: where a loss was NaN or infinite.
+        """The Trainer's, after what was sent of the step before is read, and of this step where something due needs it:
+        all ranks read the same at the same step. Collective. Raises TrainingStopped where a loss was NaN or infinite.
         """
         control, unread = self.control, self.work.unread
         while unread and (
@@ -437,7 +432,10 @@ class PerplexityTrainer(Trainer):
             or control.should_training_stop
         ):
             step, sums, by_source = self.work.read()
+            if self._unpublished and step > self._unpublished[1] and not sums.writing:  # sent after it was begun
+                self.complete_save()
             if sums.bad:
+                self.complete_save()
                 saved = checkpoints(self.args.output_dir)
                 kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
                 raise TrainingStopped(
@@ -472,9 +470,7 @@ class PerplexityTrainer(Trainer):
     # The log.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds dsft's metrics to a line of the log, from what was gathered last. `loss` and `train_loss` are per
-        trained token, where the Trainer's are means of the steps' means.
-        """
+        """Adds dsft's metrics of what was gathered last; `loss` and `train_loss` are per trained token."""
         logs = logs | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
         if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
             tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
@@ -529,9 +525,7 @@ class PerplexityTrainer(Trainer):
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Measures perplexity over all tokens of the held-out data, whatever the batch size and number of ranks.
-        Collective.
-        """
+        """Measures perplexity over all tokens of the held-out data, for any batch size and ranks. Collective."""
         start = time.perf_counter()
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
         # Intervals are over documents, which a window of training may hold several of, or a part of one.
@@ -577,14 +571,11 @@ class PerplexityTrainer(Trainer):
         return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Saves into a folder that gets its name once everything is written and verified, then removes older ones.
-        Collective.
-
-        Raises:
-            TrainingStopped: where the first save fails, and so would later ones.
-        """
+        """Writes a checkpoint beside its name, which it gets from `complete_save`. Collective."""
         state, output_dir = self.state, self.args.output_dir
-        save = self._staged_save = StagedSave(checkpoint_folder(output_dir, state.global_step))
+        self.complete_save()
+        folder = checkpoint_folder(output_dir, state.global_step)
+        save = self._staged_save = StagedSave(folder, in_background=self._async_save)
         save_as_the_trainer = super()._save_checkpoint
 
         def write() -> None:
@@ -597,34 +588,44 @@ class PerplexityTrainer(Trainer):
             if self.args.should_save:
                 state.save_to_json(str(save.staged / TRAINER_STATE))
 
+        facts = {
+            "step": state.global_step,
+            **self.topology,
+            "sequence_parallel": self.team.size,
+            "run_identity": self.run_identity,
+            "options": self.taken_options,
+            "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
+        }
+        with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
+            save.begin(write, needed_bytes=self._disk.checkpoint_bytes, saves=self.saves)
+        self._unpublished = save, state.global_step, facts
+        self._staged_save, self._saved_at = None, time.monotonic()
+        if not self._async_save:
+            self.complete_save()
+
+    def complete_save(self) -> None:
+        """Publishes the checkpoint that was begun, once every rank has written it, and removes older ones. Collective.
+        Raises TrainingStopped where it is the first of the run and failed, and so would later ones.
+        """
+        if self._unpublished is None:
+            return
+        (save, _, facts), self._unpublished = self._unpublished, None
+        state, output_dir = self.state, self.args.output_dir
+
         def check(folder: Path) -> list[str]:
-            problems = self._missing_weights(folder)
+            problems = self._missing_weights(save, folder)
             if not self.args.save_only_model:
                 problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
             return problems
 
-        with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
-            is_saved = save.run(
-                write,
-                check,
-                saves=self.saves,
-                needed_bytes=self._disk.checkpoint_bytes,
-                facts={
-                    "step": state.global_step,
-                    **self.topology,
-                    "sequence_parallel": self.team.size,
-                    "run_identity": self.run_identity,
-                    "options": self.taken_options,
-                    "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
-                },
-            )
+        with watchdog.phase("saving"), self.work.paused():
+            is_saved = save.complete(check, facts=facts, saves=self.saves)
             if is_saved and self.is_world_process_zero():
                 best, limit = state.best_model_checkpoint, self.args.save_total_limit
                 for error in prune(output_dir, limit=limit, best=best, newest=save.folder):
                     say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
             if is_saved:
                 distributed.wait_long("older checkpoints are removed")
-        self._staged_save, self._saved_at = None, time.monotonic()
         if not is_saved and save.will_fail_again and not self.saves.number:
             raise TrainingStopped(
                 f"{save.folder.name}, the first of this run, could not be saved, nor could a later one:"
@@ -637,10 +638,7 @@ class PerplexityTrainer(Trainer):
             )
 
     def save_final(self) -> Path | None:
-        """Saves the model (LoRA: the adapter) to `final/`, counts its elements and reads a sample back. Collective.
-
-        Returns None where it could not be saved; `final_save.failed` has the reason.
-        """
+        """Saves the model (LoRA: the adapter) to `final/` and reads a sample back; None where it failed. Collective."""
         save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
         if self.is_world_process_zero():
             release_reserved_space(self.args.output_dir)
@@ -649,7 +647,7 @@ class PerplexityTrainer(Trainer):
         with watchdog.phase("saving"):
             is_saved = save.run(
                 lambda: self.save_model(str(save.staged)),
-                self._missing_weights,
+                functools.partial(self._missing_weights, save),
                 saves=self.final_save,
                 needed_bytes=self._disk.weight_bytes + kept_bytes,
                 facts={"step": self.state.global_step, **self.topology},
@@ -657,14 +655,14 @@ class PerplexityTrainer(Trainer):
         self._staged_save = None
         return save.folder if is_saved else None
 
-    def _missing_weights(self, folder: Path) -> list[str]:
+    def _missing_weights(self, save: StagedSave, folder: Path) -> list[str]:
         problems = readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
-        self._staged_save.will_fail_again |= bool(problems)
+        save.will_fail_again |= bool(problems)
         return problems
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as the Trainer, but in ZeRO stages 0 to 2, where every rank holds the model, on rank 0 alone:
-        accelerate would copy all of it to host memory on every rank, frozen weights too. Collective.
+        """Saves as the Trainer, but in ZeRO 0 to 2 on rank 0 alone, which holds the model: accelerate would copy all of
+        it to host memory on every rank. Collective.
         """
         if self.topology["zero_stage"] == 3:
             super().save_model(output_dir, _internal_call=True)
@@ -687,9 +685,7 @@ class PerplexityTrainer(Trainer):
             self._staged_save.is_past_collectives = True
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the weights, with the cache of generation on where the model that was loaded has it on. Of a staged
-        save they are read back, and errors are noted.
-        """
+        """Writes the weights, with `use_cache` as the model came. A staged save reads them back and notes errors."""
         save, config, write_weights = self._staged_save, self.model.config, super()._save
         in_training = getattr(config, "use_cache", None)
         if save is not None:
@@ -699,7 +695,8 @@ class PerplexityTrainer(Trainer):
             if in_training is not None:
                 config.use_cache = self._use_cache
             try:
-                write_weights(output_dir, state_dict)
+                with save.tensors_later() if save else contextlib.nullcontext():
+                    write_weights(output_dir, state_dict)
             finally:
                 if in_training is not None:
                     config.use_cache = in_training
@@ -709,7 +706,8 @@ class PerplexityTrainer(Trainer):
                 text = self.model.generation_config.to_json_string()
                 (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
             sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
-            save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
+            if save.later is None:
+                save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
             if save.folder.name == FINAL and not save.errors:
                 keep_left_out(Path(output_dir), self.model, self.left_out)
 
@@ -720,6 +718,7 @@ class PerplexityTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Loads it as the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
+        self.complete_save()
         best = self.state.best_model_checkpoint
         if errors := Verification(best, hashes=True).errors():
             say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
@@ -732,12 +731,6 @@ class PerplexityTrainer(Trainer):
                 super()._load_best_model()
 
 
-def _sequence_numbers(position_ids_BT: torch.Tensor) -> torch.Tensor:
-    """Number the sequences of each packed row [B, T]: one begins where a position does not follow the one before."""
-    steps_BT = torch.diff(position_ids_BT, prepend=position_ids_BT[:, :1] - 1, dim=-1)
-    return (steps_BT != 1).cumsum(-1)
-
-
 class LastEvaluation(TrainerCallback):
     """Evaluates what was trained last while trackers still listen: later MLflow and Trackio would begin another run."""
 
@@ -748,28 +741,3 @@ class LastEvaluation(TrainerCallback):
         is_due = args.load_best_model_at_end or self.trainer.last_evaluation()["step"] != state.global_step
         if self.trainer.eval_dataset and is_due and not self.trainer.is_stopping:
             self.trainer.evaluate()
-
-
-@contextlib.contextmanager
-def averaged_weights(model: DeepSpeedEngine | nn.Module) -> Iterator[None]:
-    """Evaluate or save inside a `with` the average that a schedule-free optimizer makes, and train on from the point
-    where gradients are taken. Collective. Nothing changes under other optimizers, and where it is the average already.
-    """
-    is_swapped = swap_in(model, "eval")
-    yield
-    if is_swapped:  # after an error ranks may be apart, and to gather the weights is collective
-        swap_in(model, "train")
-
-
-def swap_in(model: DeepSpeedEngine | nn.Module, point: Literal["train", "eval"]) -> bool:
-    """Put the weights to one of a schedule-free optimizer's two points; returns whether they were at the other.
-    Collective.
-    """
-    optimizer = model.optimizer if isinstance(model, DeepSpeedEngine) else None
-    averaging = optimizer.optimizer if isinstance(optimizer, DeepSpeedZeroOptimizer) else optimizer
-    if averaging is None or averaging.param_groups[0].get("train_mode", point == "train") == (point == "train"):
-        return False
-    getattr(averaging, point)()
-    if averaging is not optimizer:  # it has changed this rank's share in float32, not what computes
-        optimizer.update_lp_params()
-    return True

@@ -349,7 +349,7 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
 def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(options, tmp_path):
     out, staging = tmp_path / "run", tmp_path / "run" / ".saving"
     words = options(
-        out, max_steps=24, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1
+        out, max_steps=12, save_strategy="steps", save_steps=2, save_total_limit=3, zero="3", logging_steps=1
     )
 
     def saving() -> bool:
@@ -364,7 +364,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(o
     log = train_all(2, [words | {"resume_from_checkpoint": "auto"}], tmp_path / "log")
     assert "resuming from" in log and "an incomplete save" in log, log
     assert not staging.exists()
-    assert read_json(out / "run.json")["results"]["steps"] == 24
+    assert read_json(out / "run.json")["results"]["steps"] == 12
 
 
 class Rows(Items):

@@ -203,8 +203,10 @@ def test_the_peak_of_a_training_step(name, measured, sizes):
         predicted = sum(num_bytes for term, num_bytes in terms if term.phase in ("always", phase))
         peak = max(peak, predicted)
         # Stage 0 reduces in backward what is counted for the step; stage 1 may free its gradients before the step.
-        # "2 tied": with its embedding the shares end elsewhere; its step is far from the peak.
-        if name == "1 tied accumulating" or (name[0] in "23" and name != "2 tied"):
+        # "2 tied": with its embedding the shares end elsewhere; its step is far from the peak. So is that of the other:
+        # one of two gradients has left, and nothing larger comes.
+        others = ("2 tied", "2 accumulating, bf16 states")
+        if name == "1 tied accumulating" or (name[0] in "23" and name not in others):
             assert_close(measured[name][phase]["total"], predicted, phase)
     assert_close(max(measured[name][phase]["total"] for phase in ("compute", "step")), peak, "peak")
 

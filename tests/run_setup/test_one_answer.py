@@ -41,12 +41,12 @@ DRAWN = {
     "packing": [False, True],
     "tiled_loss": [None, True, False],
     "fp32_accumulation": [None, True, False],
-    "states": [None, None, None, "bfloat16"],
     "use_liger_kernel": [None, None, None, True],
     "tf32": [None, None, None, True],
     "save_strategy": ["no", "steps"],
     "save_total_limit": [None, 1, 3],
     "sequence_parallel": [1, 1, 2, 3],
+    "states": [*7 * (None,), "bfloat16"],
 }
 USUAL = 0.6
 """Share of options that keep their first value: with all drawn freely, nearly every job is refused."""

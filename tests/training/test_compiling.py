@@ -6,7 +6,7 @@ import pytest
 from conftest import read_json
 from ranks import on_ranks, train
 
-from dsft.training import compiling, metrics
+from dsft.training import callbacks, metrics
 from dsft.watchdog import client
 
 pytestmark = pytest.mark.launch
@@ -26,7 +26,7 @@ def training_with_phases(options: dict) -> tuple[list[str], list[float]]:
         leave_out(work, seconds)
 
     client.set_phase, metrics.Work.leave_out = noting, leaving
-    compiling.AGAIN_SECONDS = 0.05
+    callbacks.AGAIN_SECONDS = 0.05
     train(options)
     return phases, left_out
 

@@ -19,7 +19,7 @@ from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
 from dsft.report.page import tables
 from dsft.report.runs import read_report
-from dsft.training import generation
+from dsft.training import engine
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
 PROMPTS = ["the model reads", "a", "the big rank and the small step of the model"]
@@ -27,7 +27,7 @@ PROMPTS = ["the model reads", "a", "the big rank and the small step of the model
 
 def train_and_count(cases: list[dict]) -> list[int]:
     """Train each; returns how many collectives this rank made while it generated each one's samples."""
-    plain_generate, counts, number = generation.generate, [], 0
+    plain_generate, counts, number = engine.generate, [], 0
     places = [(partition_parameters.Init, "_all_gather"), *((torch.distributed, name) for name in COLLECTIVES)]
 
     def counted(plain):
@@ -46,7 +46,7 @@ def train_and_count(cases: list[dict]) -> list[int]:
 
     for owner, name in places:
         setattr(owner, name, counted(getattr(owner, name)))
-    generation.generate = generate
+    engine.generate = generate
     for case in cases:
         counts.append(0)
         trained(case)
@@ -67,7 +67,7 @@ def runs(tiny, options, tmp_path_factory):
         for text in sentences(24, longest=8)
     ]
     chats = str(write_jsonl(folder / "chats.jsonl", rows))
-    common = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "logging_steps": 1}
+    common = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "logging_steps": 1}
     of_texts = common | {"eval_data": str(tiny / "held_out.jsonl")}
     of_chats = common | {"model": str(tiny / "chat"), "data": chats, "eval_data": chats, "method": "lora"}
     cases = {
@@ -96,7 +96,7 @@ def test_a_rank_waits_for_no_other_while_it_generates(runs):
 def test_the_last_samples_are_what_the_final_model_answers_in_plain_transformers(runs, name):
     folder, lines = runs[0] / name / "final", entries(runs[0] / name)
     evaluated = [line for line in lines if "eval_loss" in line]
-    assert [len(samples_in(line)) for line in evaluated] == [5 if name == "chats" else 3] * 3
+    assert [len(samples_in(line)) for line in evaluated] == [5 if name == "chats" else 3] * 2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for prompt, answer in samples_in(evaluated[-1]):
         if name == "texts":
@@ -113,7 +113,7 @@ def test_samples_change_nothing_of_the_training(runs):
         [(line["loss"], line["grad_norm"]) for line in entries(runs[0] / name) if "grad_norm" in line]
         for name in ("texts", "no samples")
     )
-    assert with_samples == without and len(without) == 3
+    assert with_samples == without and len(without) == 2
 
 
 def test_tensorboard_has_them_as_texts_by_the_names_of_the_file(runs):
@@ -130,8 +130,8 @@ def test_the_report_shows_them(runs):
     made = tables(read_report([str(runs[0] / "texts"), str(runs[0] / "no samples")]))
     (table,) = (table for table in made if table.title == "Samples while training")
     last = samples_in([line for line in entries(runs[0] / "texts") if "eval_loss" in line][-1])
-    assert [row[0] for row in table.rows] == [f"texts: {prompt}" for prompt in PROMPTS for _ in range(3)]
-    assert [[f"texts: {prompt}", "3", answer] for prompt, answer in last] == table.rows[2::3]
+    assert [row[0] for row in table.rows] == [f"texts: {prompt}" for prompt in PROMPTS for _ in range(2)]
+    assert [[f"texts: {prompt}", "2", answer] for prompt, answer in last] == table.rows[1::2]
 
 
 @pytest.mark.parametrize(

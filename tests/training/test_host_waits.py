@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from conftest import grid
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from ranks import on_ranks, train
 from transformers import TrainerCallback, trainer
@@ -76,7 +77,7 @@ def counted_training(options: dict) -> list[dict[str, int]]:
     return [after_steps[4] - after_steps[3], after_steps[5] - after_steps[4]]
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", grid([False, True], [False]))
 def test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none(tiny, options, tmp_path, packing):
     """The host reads, once, what was told of the step before. Another collective adds up how many tokens are trained.
 
@@ -143,21 +144,23 @@ def waits_of_deepspeed(options: dict) -> dict[str, int]:
     return dict(after_steps[5] - after_steps[2])
 
 
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        ("1", {"stage_1_and_2.py:independent_gradient_partition_epilogue": 3}),
-        ("2", {"stage_1_and_2.py:independent_gradient_partition_epilogue": 6}),
-        ("2-reduced", {"stage_1_and_2.py:independent_gradient_partition_epilogue": 6}),
-        (
-            "3",
-            {
-                "stage3.py:independent_gradient_partition_epilogue": 6,
-                "partition_parameters.py:_allgather_params_coalesced": 3,  # of those that stay gathered, after a step
-            },
-        ),
-    ],
-)
+REDUCED = "stage_1_and_2.py:independent_gradient_partition_epilogue"
+WAITS = [
+    ("1", {REDUCED: 3}),
+    ("2", {REDUCED: 6}),
+    ("2-reduced", {REDUCED: 6}),
+    # The second is of those that stay gathered, after a step.
+    (
+        "3",
+        {
+            "stage3.py:independent_gradient_partition_epilogue": 6,
+            "partition_parameters.py:_allgather_params_coalesced": 3,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("zero", "expected"), grid(WAITS, WAITS[2:]))
 def test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced(tiny, options, tmp_path, zero, expected):
     """In 3 steps of 2 micro batches. Its throughput timer waited before each forward pass and after each step, too."""
     changes = {"max_steps": 7, "seq_len": 32, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
@@ -180,7 +183,7 @@ def training_beside_a_slow_rank(options: dict) -> None:
     train(options)
 
 
-@pytest.mark.parametrize("zero", ["0", "3"])
+@pytest.mark.parametrize("zero", grid("03", "3"))
 def test_a_rank_that_holds_up_the_others_is_named_once_with_its_host(tiny, options, tmp_path, zero):
     """In ZeRO-3 the other ranks wait for it in their forward passes: what it does by itself tells."""
     changes = {"max_steps": 6, "logging_steps": 1, "seq_len": 32, "per_device_train_batch_size": 1}

@@ -15,7 +15,7 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
 
 pytestmark = pytest.mark.launch
-STEPS = 3
+STEPS = 2
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 1e6}
 """Of which the weights move by the gradients themselves."""
 
@@ -49,7 +49,7 @@ CASES = [
 ]
 """Ranks, ZeRO stage, architecture, kind."""
 QUICK = [*(f"2-3-llama-{kind}" for kind in ("padded", "packed", "tiled", "offloaded", "own")), "2-1-llama-padded"]
-QUICK += ["2-2-llama-padded", "2-3-mixtral-packed"]
+QUICK += ["2-3-mixtral-packed"]
 
 
 @pytest.fixture(scope="module")

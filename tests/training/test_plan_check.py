@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, Term
-from dsft.training import plan_check
-from dsft.training.plan_check import FIRST_STEPS, PlanCheck
+from dsft.training import callbacks
+from dsft.training.callbacks import FIRST_STEPS, PlanCheck
 
 
 class Clock:
@@ -31,8 +31,8 @@ class Clock:
 
 def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkeypatch):
     clock, waits = Clock(), []
-    monkeypatch.setattr(plan_check, "has_gpu", lambda: True)
-    monkeypatch.setattr(plan_check, "mark", clock.mark)
+    monkeypatch.setattr(callbacks, "has_gpu", lambda: True)
+    monkeypatch.setattr(callbacks, "mark", clock.mark)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 7)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append(clock.asked) or clock.synchronize())
     for name, num_bytes in (("allocated", 200), ("reserved", 103)):

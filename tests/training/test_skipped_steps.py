@@ -2,6 +2,8 @@
 ZeRO 0 dsft scales the loss of fp16.
 """
 
+import itertools
+
 import pytest
 import torch
 from conftest import read_json
@@ -46,12 +48,26 @@ def train_with_infinite_gradients(options: dict, steps: list[int]) -> str:
     return "done"
 
 
-def test_steps_that_are_left_out_are_counted_and_said(options, tmp_path):
-    case = options(tmp_path / "run", dtype="bfloat16", zero="1", max_steps=4)
-    assert on_ranks(1, train_with_infinite_gradients, case, [1, 2], log=tmp_path / "log") == ["done"]
-    assert read_json(tmp_path / "run" / "run.json")["results"]["skipped_steps"] == 2
+def train_each(cases: list[tuple[dict, list[int]]]) -> list[str]:
+    return [train_with_infinite_gradients(*case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def runs(options, tmp_path_factory):
+    """The folder of five trainings of one rank: one that skips steps 1 and 2, and two stages in two types."""
+    folder = tmp_path_factory.mktemp("skipped")
+    cases = [(options(folder / "run", dtype="bfloat16", zero="1", max_steps=4), [1, 2])]
+    for zero, dtype in itertools.product("01", ("float32", "float16")):
+        case = options(folder / f"{dtype} {zero}", dtype=dtype, zero=zero, max_steps=4, logging_steps=1)
+        cases.append((case, []))
+    assert on_ranks(1, train_each, cases, log=folder / "log") == [["done"] * 5]
+    return folder
+
+
+def test_steps_that_are_left_out_are_counted_and_said(runs):
+    assert read_json(runs / "run" / "run.json")["results"]["skipped_steps"] == 2
     said = "a gradient is infinite or NaN at step 2: DeepSpeed skips this optimizer step"
-    assert (tmp_path / "log").read_text().count(said) == 1
+    assert (runs / "log").read_text().count(said) == 1
 
 
 @pytest.mark.exhaustive
@@ -74,14 +90,13 @@ def test_fp16_training_that_finds_no_scale_stops_with_the_cause(options, tmp_pat
 
 
 @pytest.mark.parametrize("zero", ["0", "1"])
-def test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32(options, tiny, tmp_path, zero):
+def test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32(runs, tiny, zero):
     norms, trained = {}, {}
     for dtype in ("float32", "float16"):
-        case = options(tmp_path / dtype, dtype=dtype, zero=zero, max_steps=4, logging_steps=1)
-        assert on_ranks(1, train_with_infinite_gradients, case, [], log=tmp_path / "log") == ["done"]
-        results = read_json(tmp_path / dtype / "run.json")["results"]
+        run = runs / f"{dtype} {zero}"
+        results = read_json(run / "run.json")["results"]
         norms[dtype] = [entry["grad_norm"] for entry in results["log"] if "grad_norm" in entry]
-        weights = load_file(tmp_path / dtype / "final" / "model.safetensors")
+        weights = load_file(run / "final" / "model.safetensors")
         trained[dtype] = torch.cat([weights[name].float().flatten() for name in sorted(weights)])
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
     weights = load_file(tiny / "model" / "model.safetensors")

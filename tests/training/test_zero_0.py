@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from dsft.checkpoints.export import export
 from dsft.models.build import load_weights
 from dsft.runtime.distributed import start_ranks
-from dsft.training.engine_patches import patch_16_bit_optimizer
+from dsft.training.engine import patch_16_bit_optimizer
 
 pytestmark = pytest.mark.launch
 

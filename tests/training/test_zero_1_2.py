@@ -83,7 +83,7 @@ def test_gradients_that_go_to_one_rank_alone_are_half_the_bytes_and_train_to_the
 
 TRAINS = "from dsft.train import main; main()"
 ASKS_FOR_MUON = """
-from dsft.training.engine_patches import import_muon
+from dsft.training.engine import import_muon
 import_muon({"optimizer": {"type": "Muon"}})
 import deepspeed.runtime.zero.muon.muon_optimizer
 """
