@@ -499,10 +499,8 @@ def check_files(
                 odd += [node for node in read if read[node].get(key) != usual.get(key)]
         if odd:
             sent = "`dsft launch --hostfile` sends the one from where it is started"
-            fix, message = (
-                f"on {next(iter(read))}: {copy.format(odd[0])}; {sent}",
-                f"{files.config}: {'; '.join(texts)}",
-            )
+            fix = f"on {next(iter(read))}: {copy.replace('{}', odd[0])}; {sent}"
+            message = f"{files.config}: {'; '.join(texts)}"
             severity = "note" if files.config_is_sent else None
             yield finding("config-differs", join([*dict.fromkeys(odd)]), message, fix, severity=severity)
 
@@ -515,7 +513,7 @@ def check_files(
         there, missing = [node for node in seen if seen[node]], [node for node in seen if not seen[node]]
         name = source.partition(":")[0]
         if there and missing:
-            fix = f"on {there[0]}: {copy.format(missing[0])}; or mount the same folder on every node"
+            fix = f"on {there[0]}: {copy.replace('{}', missing[0])}; or mount the same folder on every node"
             yield finding(f"{kind}-missing", join(missing), f"{source} is on {join(there)} but not there", fix)
         elif there:
             odd, _ = spread({source: seen})
@@ -526,7 +524,7 @@ def check_files(
                     for content in dict.fromkeys(seen.values())
                 ]
                 good = next(node for node in seen if node not in odd)
-                fix = f"on {good}: {copy.format(odd[0])}; or mount the same folder on every node"
+                fix = f"on {good}: {copy.replace('{}', odd[0])}; or mount the same folder on every node"
                 yield finding(f"{kind}-differs", join(odd), f"{source} differs ({'; '.join(texts)})", fix)
         elif is_path(source):
             if missing:

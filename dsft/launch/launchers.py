@@ -348,14 +348,14 @@ class Slurm(Launcher):
     has_port_beside = False  # it is the next job's
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        options, job = self.options, os.environ.get("SLURM_JOB_ID")
-        if not job or not os.environ.get("SLURM_JOB_NODELIST"):
+        options = self.options
+        job, nodes = (os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"))
+        if not (job and nodes and os.environ.get("SLURM_JOB_NODELIST")):
             raise UserError(
                 "--slurm: this is no SLURM job; call it inside sbatch or salloc, or submit"
                 " scripts/slurm/torchrun.sbatch"
             )
         port = options.master_port or port_of_job(int(job))  # jobs that share a node must not meet
-        nodes = os.environ["SLURM_JOB_NUM_NODES"]
         flags = {
             "nnodes": nodes,
             "nproc_per_node": options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),

@@ -42,9 +42,7 @@ class Machine:
     cores: int = 1  # CPU cores of one node
     nvme_bytes: int = 0  # free bytes for offload on a local disk of each node; 0 where none is named
     nvme_path: str = ""  # the folder there; empty on paper
-    memlock_bytes: int | None = (
-        None  # one process may lock (ulimit -l; None: no limit), as DeepSpeed's NVMe buffers are
-    )
+    memlock_bytes: int | None = None  # that one process may lock (None: no limit), as DeepSpeed does its NVMe buffers
     host_names: tuple[str, ...] = ()  # of the nodes, sorted, where they are known: measured rates are found by these
     num_ranks: int = 0  # on all nodes; 0: as many on each
     measured: bool = False  # whether this is the machine dsft runs on, not one on paper

@@ -27,9 +27,7 @@ from dsft.errors import UserError, one_line, raise_if_any, shown_command
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
 JOB = "DSFT_JOB"  # the job's id, the same on all nodes: no rank takes a place in another job that meets at its port
 WORDS = "DSFT_WORDS"  # the digest of the words that the launch has read, for its ranks to compare with theirs
-CHECKS_ALONE = (
-    "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone, before any rank: it checks what needs no other, and exits
-)
+CHECKS_ALONE = "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone before all ranks: it checks what needs no other
 
 MPI_NAMES = {
     "OpenMPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),

@@ -294,7 +294,7 @@ CASES = {
         *check_files(RUN, "n1", nodes(), reached(config={"learning_rate": "0.2"})),
         *check_files(RUN, "n1", nodes(), reached(config=None)),
     ],
-    "data-missing": lambda: contents(RunFiles(data=["/d/t.jsonl"]), HERE, None),
+    "data-missing": lambda: contents(RunFiles(data=["/d/{t}.jsonl"]), HERE, None),
     "data-differs": lambda: contents(RunFiles(data=["/d/t.jsonl"]), HERE, OTHER),
     "model-missing": lambda: contents(RunFiles(models=["/models/m"]), None, None),
     "model-differs": lambda: contents(RunFiles(models=["/models/m"]), HERE, OTHER),

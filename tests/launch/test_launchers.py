@@ -390,18 +390,27 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--nodes 2 --nodes 3 train", "--nodes is given 2 times (2, 3); keep one"),
         ("--nodes 2 train", "set --master_addr or MASTER_ADDR"),
         ("--nodes 2 --node_rank 2 --master_addr n0 train", "node rank 2: nodes are numbered from 0 to 1"),
-        ("--slurm train", "this is no SLURM job"),
         ("--no_ssh train", "--no_ssh: name the nodes"),
         ("--nodes 2 --include a train", "--include chooses from a host file"),
         ("--hostfile hostfiles/2x8 --no_ssh train", "name this node's number"),
     ],
 )
 def test_a_wrong_option_is_named(words, named, monkeypatch):
-    for name in ("MASTER_ADDR", "RANK", "NODE_RANK", "SLURM_JOB_ID"):
+    for name in ("MASTER_ADDR", "RANK", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=None) as error:
         command(words)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["ID", "NODELIST", "NUM_NODES"])
+def test_a_job_of_slurm_has_each_of_its_variables(missing, monkeypatch):
+    for name, value in {"ID": "1", "NODELIST": "node-[0-1]", "NUM_NODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    assert command("--slurm train")[:3] == ["srun", "--nodes", "2"]
+    monkeypatch.delenv(f"SLURM_JOB_{missing}")
+    with pytest.raises(UserError, match="this is no SLURM job"):
+        command("--slurm train")
 
 
 @pytest.mark.parametrize("given", [[], ["--resume_from_checkpoint"], ["--resume-from-checkpoint=a"]])
