@@ -367,7 +367,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters()) - other_params
-    # ZeRO-3 gathers experts in a list with their block at once (models/build.py, _reach_all_experts).
+    # ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
     blocks = {
         id(block)
         for block in model.modules()

@@ -9,7 +9,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.generation.streamers import BaseStreamer
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.errors import one_line, raise_if_any
+from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
 from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, missing, model_inside
 from dsft.models.size import CONFIG_ERRORS, max_positions
@@ -44,6 +44,9 @@ def check_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
         )
+    except UserError as error:  # of an adapter's description: it names the file
+        problems += error.problems
+        return None
     except CONFIG_ERRORS as error:
         source, key = config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model"
         problem = missing(key, source) if config.tokenizer else None

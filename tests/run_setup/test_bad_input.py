@@ -182,8 +182,10 @@ def test_an_adapter_s_description_that_holds_something_else_is_one_problem(probl
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    problems = problems_of(method="lora", adapter=str(folder))
-    assert len(problems) == 1 and f"{folder}/adapter_config.json: " in problems[0], problems
+    (folder / "tokenizer.json").touch()
+    for more in ({}, {"add_tokens": ["<tool>"]}):  # for which tokens are looked at first
+        (problem,) = problems_of(method="lora", adapter=str(folder), **more)
+        assert f"{folder}/adapter_config.json: " in problem and "tokenizer: none" not in problem
 
 
 @pytest.mark.parametrize("number", ["num_hidden_layers", "num_local_experts"])
