@@ -118,9 +118,9 @@ class ModelSize:
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
-    """Parameters held directly by one module, or by a block of experts in a list: the most that ZeRO-3 gathers at once
-    in any case.
-    """
+    """Parameters held directly by one module, the most that is gathered at once while ZeRO-3 loads."""
+    largest_gathered_params: int
+    """The same, or of a block of experts in a list: the most that ZeRO-3 gathers at once in any case."""
     numels: tuple[tuple[int, int], ...]
     """(elements of a parameter, how many parameters have so many), adapters included."""
     trainable_numels: tuple[tuple[int, int], ...]
@@ -367,14 +367,17 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters()) - other_params
-    # ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
+    # In a step ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
     blocks = {
         id(block)
         for block in model.modules()
         for child, experts in block.named_children()
         if child == "experts" and isinstance(experts, nn.ModuleList)
     }
-    largest = max(sum(p.numel() for p in module.parameters(recurse=id(module) in blocks)) for module in model.modules())
+    largest, largest_gathered = (
+        max(sum(p.numel() for p in module.parameters(recurse=id(module) in whole)) for module in model.modules())
+        for whole in ((), blocks)
+    )
     unadapted = 0
     if adapters is not None:
         with torch.device("meta"), warnings.catch_warnings():
@@ -409,6 +412,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
+        largest_gathered_params=largest_gathered,
         numels=numels,
         trainable_numels=trainable_numels,
         vocab_size=text.vocab_size,

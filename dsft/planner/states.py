@@ -238,7 +238,7 @@ def _gathered_params(layout: ZeroLayout) -> tuple[int, int, int]:
     wanted = max(
         zero["stage3_max_live_parameters"],
         zero["stage3_max_reuse_distance"] // 2,
-        layout.size.largest_module_params,
+        layout.size.largest_gathered_params,
     )
     return persistent, min(most, wanted), most
 

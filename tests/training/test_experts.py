@@ -98,6 +98,15 @@ def test_ranks_that_reach_other_experts_train_to_the_losses_of_one_rank(losses, 
     assert losses[experts, 2, zero] == pytest.approx(losses[experts, 1, "2"], rel=1e-4)
 
 
+def test_a_block_of_listed_experts_is_gathered_at_once_in_a_step_and_not_while_weights_load(tmp_path):
+    folder = write_listed(tmp_path / "listed")
+    size = measure_model(TrainConfig(model=str(folder), trust_remote_code=True)).size
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    block, embedding = model.model.layers[0].mlp, model.get_input_embeddings().weight.numel()
+    assert size.largest_gathered_params == sum(p.numel() for p in block.parameters()) > embedding
+    assert size.largest_module_params == embedding
+
+
 def test_the_load_of_the_experts_and_the_loss_of_their_router_are_logged(options, tiny, tmp_path):
     """A token of this model goes to 2 of 4 experts of each of 2 layers; the busiest has at most twice the mean."""
     model = str(write_model(tmp_path / "model", "mixtral"))
