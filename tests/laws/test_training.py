@@ -40,7 +40,7 @@ VARIANTS = [
     "chat",
 ]
 STAGES = VARIANTS[4:10]
-OF_OTHERS = ["stage-1", "offload", "offload-partial", "checkpointing"]
+OF_OTHERS = ["stage-1", "offload", "checkpointing"]
 """What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, and dora
 recomputes activations.
 """
