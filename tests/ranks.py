@@ -112,6 +112,8 @@ def started_entry(
             def wait() -> tuple[subprocess.CompletedProcess, list[int]]:
                 for rank in ranks:
                     rank.join(SECONDS)
+                    rank.kill()  # one that hangs has no exit code, and would be taken for a success
+                    rank.join()
                 codes = [rank.exitcode for rank in ranks]
                 code = next(filter(None, codes), 0)
                 return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text()), codes

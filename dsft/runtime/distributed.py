@@ -406,7 +406,8 @@ def set_library_variables() -> bool:
 
 def use_bound_cores(*, chooses_threads: bool) -> None:
     """Give a rank that its launcher tied to some of the node's cores (mpirun, srun) as many threads as its part of all:
-    of its own, divided again, most would lie idle. Collective.
+    of its own, divided again, most would lie idle. Not where `chooses_threads` is False: the environment says how many.
+    Collective.
     """
     host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
     of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))

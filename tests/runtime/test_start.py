@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import started_entry
+from ranks import run_entry, started_entry
 
 from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
 from dsft.runtime import distributed
@@ -142,3 +142,9 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == EXIT_INTERRUPTED and capsys.readouterr().err == "dsft: interrupted (Ctrl-C)\n"
+
+
+def test_an_entry_of_tests_that_hangs_is_no_success(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setattr("ranks.SECONDS", 0.5)
+    assert run_entry(str(tmp_path / "hangs.py"), []).returncode == -signal.SIGKILL
