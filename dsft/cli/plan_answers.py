@@ -343,10 +343,12 @@ def show_cheapest(
             marks = [name for name, best in (("smallest", smallest), ("cheapest", cheapest)) if row is best]
             dollars = "-" if cost.dollars is None else f"{cost.dollars:,.0f}"
             numbers = (f"{plan.time.tokens_per_second:,.0f}", f"{cost.hours:,.1f}", dollars)
+            checkpointing = " ckpt" * plan.activation_checkpointing
+            checkpointing += f" 1/{plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
             table.add_row(
                 ", ".join(marks),
                 name_of(machine),
-                f"{plan.zero}{' ckpt' * plan.activation_checkpointing}, {plan.micro_batch} x {plan.accumulation}",
+                f"{plan.zero}{checkpointing}, {plan.micro_batch} x {plan.accumulation}",
                 f"{plan.device_bytes / GiB:,.1f}",
                 *(numbers if plan.fits else "---"),
                 _fits(plan, plan.limiting_resource),

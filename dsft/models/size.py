@@ -20,6 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
@@ -141,6 +142,10 @@ class ModelSize:
     """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
     trains_embedding: bool = True
     """In full finetuning: whether the input embedding is trained."""
+    layer_numbers: tuple[int, ...] = ()
+    """Of the decoder's layers, where transformers' every_n_layers also counts others: those of towers before them, and
+    layers within layers.
+    """
 
     @property
     def trained_share(self) -> float:
@@ -351,6 +356,17 @@ def max_positions(text: PreTrainedConfig) -> int | None:
     return positions - ((text.pad_token_id or 0) + 1 if text.model_type in COUNT_FROM_PADDING else 0)
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the decoder layers: transformers makes all of them, and those of towers, of this class. Of one within
+    another (Zamba) the outer one.
+    """
+    has_towers = model.config.get_text_config() is not model.config
+    decoder = model.get_decoder() if has_towers else model
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
 def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
     """Counts `model` (on the meta device; it gets the adapters)."""
     text = model.config.get_text_config()
@@ -372,12 +388,15 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         id(block)
         for block in model.modules()
         for child, experts in block.named_children()
-        if child == "experts" and isinstance(experts, nn.ModuleList)
+        if child.endswith("experts") and isinstance(experts, nn.ModuleList)
     }
     largest, largest_gathered = (
         max(sum(p.numel() for p in module.parameters(recurse=id(module) in whole)) for module in model.modules())
         for whole in ((), blocks)
     )
+    counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    decoder = {id(layer) for layer in decoder_layers(model)}
+    layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
     unadapted = 0
     if adapters is not None:
         with torch.device("meta"), warnings.catch_warnings():
@@ -426,6 +445,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         kv_size=(_first(text, "num_key_value_heads") or heads) * head_dim,
         num_heads=heads,
         head_dim=head_dim,
+        layer_numbers=() if layer_numbers == tuple(range(len(layer_numbers))) else layer_numbers,
     )
 
 

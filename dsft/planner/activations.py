@@ -30,14 +30,8 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from dsft.config.user_code import digest
 from dsft.errors import one_line
 from dsft.models.head import ROW_TILE, VOCAB_TILE, own_nats_of, tile_rows
-from dsft.models.size import ModelSize
-from dsft.planner.fake_model import (
-    Attention,
-    decoder_layers,
-    fake_model,
-    layer_kinds,
-    meta_model,
-)
+from dsft.models.size import ModelSize, decoder_layers
+from dsft.planner.fake_model import Attention, fake_model, layer_kinds, meta_model
 from dsft.planner.zero_layout import Term, pinned_bytes
 from dsft.runtime.disk import user_cache
 from dsft.units import DTYPE_BYTES, write_json
@@ -347,14 +341,17 @@ class TrainingActivations:
     """The same with checkpointing, recompute included."""
     source: str
     """"fake-tensor trace", or of what other model and why."""
+    layer_numbers: tuple[int, ...] = ()
+    """As ModelSize has them; empty where they are those of the layers alone."""
 
     @property
     def num_layers(self) -> int:
         return len(self.layers_saved)
 
-    def checkpointed_layers(self, every: int) -> int:
-        """Counts the layers that are computed again: each so manieth from the first on, none with 0."""
-        return -(-self.num_layers // every) if every else 0
+    def checkpointed_layers(self, every: int) -> list[int]:
+        """Indexes of the layers that are computed again: each so manieth, as transformers counts; none with 0."""
+        numbers = self.layer_numbers or range(self.num_layers)
+        return [index for index, number in enumerate(numbers) if every and number % every == 0]
 
     def terms(self, num_tokens: int, every: int, *, offloading_ranks: int = 0) -> list[Term]:
         """List what is alive at the peak.
@@ -363,16 +360,16 @@ class TrainingActivations:
 
         Args:
             num_tokens: of one micro batch on one rank, padding included.
-            every: each so manieth layer is checkpointed, from the first on; 0 is none. The others keep what they
-                saved.
+            every: each so manieth layer is checkpointed; 0 is none. The others keep what they saved.
             offloading_ranks: of a node, whose layer inputs lie in pinned host memory; 0 leaves them on the device.
         """
         terms = [
             Term("rotary angles and masks", self.once.num_bytes(num_tokens), self.once.formula(num_tokens), "compute")
         ]
         peaks = [("logits and loss", self.head)]
-        again = self.layers_input[::every] if every else ()
-        plain = [cost for index, cost in enumerate(self.layers_saved) if not every or index % every]
+        checkpointed = self.checkpointed_layers(every)
+        again = [self.layers_input[index] for index in checkpointed]
+        plain = [cost for index, cost in enumerate(self.layers_saved) if index not in checkpointed]
         for name, costs, backward in (
             ("layer inputs (checkpointing)", again, self.layer_transient),
             ("saved activations", plain, self.layer_backward),
@@ -463,7 +460,8 @@ def training_activations(
         costs["head"] = Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
     if loss == "tiled":  # a traced tile is one sequence
         costs["head"] = replace(costs["head"], fixed=costs["head"].fixed / seq_len, tiled_vocab=size.vocab_size)
-    return TrainingActivations(source=source, **costs)
+    numbers = size.layer_numbers if len(size.layer_numbers) == len(costs["layers_saved"]) else ()
+    return TrainingActivations(source=source, layer_numbers=numbers, **costs)
 
 
 def evaluation_activations(
@@ -540,7 +538,7 @@ def _cached(
     have the length that was traced, too (`seq_len`).
     """
     # A hash of the tracing code itself, and the versions of what it runs through.
-    folder, files = Path(__file__).parent, ("activations.py", "fake_model.py", "../models/head.py")
+    folder, files = Path(__file__).parent, ("activations.py", "fake_model.py", "../models/head.py", "../models/size.py")
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     facts = {
         "trace": trace.__name__,

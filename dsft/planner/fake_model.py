@@ -22,11 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
-from dsft.models.size import ModelFacts, without_zero_init
+from dsft.models.size import ModelFacts, decoder_layers, without_zero_init
 from dsft.models.trained import select_trained
 from dsft.runtime import patches
 
@@ -95,17 +94,6 @@ AttentionInterface.register(_IMPLEMENTATIONS["flash"], _fused_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["flash"], lambda *args, **kwargs: None)
 AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _fused_attention)
 AttentionMaskInterface.register(_IMPLEMENTATIONS["sdpa"], sdpa_mask)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers: transformers makes all of them, and those of towers, of this class. Of one within
-    another (Zamba) the outer one.
-    """
-    has_towers = model.config.get_text_config() is not model.config
-    decoder = model.get_decoder() if has_towers else model
-    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    return [layer for layer in layers if id(layer) not in inner]
 
 
 def meta_model(

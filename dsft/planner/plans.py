@@ -296,9 +296,9 @@ def _fitted(
             activations[0] = dataclasses.replace(
                 activations[0], num_bytes=once.num_bytes(whole), formula=once.formula(whole)
             )
-        layers = traced.num_layers - again + bool(again)  # of those that are computed again, one at a time
+        layers = traced.num_layers - len(again) + bool(again)  # of those that are computed again, one at a time
         activations.append(exchange_term(job.size, tokens, shared_by, job.dtype, layers=layers))
-    recomputed = again / traced.num_layers
+    recomputed = len(again) / traced.num_layers
     traffic_bytes = sum(
         share * traffic.num_bytes(tokens)
         for share, traffic in ((1 - recomputed, traced.traffic), (recomputed, traced.traffic_checkpointed))
@@ -341,9 +341,7 @@ def _fitted(
                 sequence_parallel=shared_by,
                 recomputed=recomputed,
                 traffic_bytes=traffic_bytes,
-                offloaded_bytes=sum(cost.num_bytes(tokens) for cost in traced.layers_input[::every])
-                if offloads
-                else 0.0,
+                offloaded_bytes=sum(traced.layers_input[index].num_bytes(tokens) for index in again) if offloads else 0,
                 compiled=job.compiled,
             ),
             ranks_per_node=machine.ranks_per_node,
@@ -465,11 +463,12 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return dataclasses.asdict(plan) | {"tokens_per_second": plan.time.tokens_per_second}
 
 
-def checkpointing_flags(plan: Plan) -> str:
+def checkpointing_flags(plan: Plan, job: Job) -> str:
     """The options of `dsft train` for the plan's activation checkpointing."""
     flags = f"--activation_checkpointing {str(plan.activation_checkpointing).lower()}"
     if plan.checkpoint_every > 1:
-        flags += f""" --activation_checkpointing_kwargs '{{"every_n_layers": {plan.checkpoint_every}}}'"""
+        how = {"every_n_layers": plan.checkpoint_every} | ({"offload": True} if job.checkpoint_offload else {})
+        flags += f" --activation_checkpointing_kwargs '{json.dumps(how)}'"
     return flags
 
 
@@ -513,7 +512,7 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Pat
     }
     head = (
         f"# accelerate launch --config_file {paths[1].resolve()} dsft/train.py --config run.yaml"
-        f" {checkpointing_flags(plan)}\n"
+        f" {checkpointing_flags(plan, job)}\n"
     )
     if machine.nodes > 1:
         head += "# Set main_process_ip to the first machine's address, and machine_rank to 1, 2 ... on the others.\n"

@@ -352,7 +352,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
             way_out = (
                 f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB: --zero"
                 f" {smaller.zero} --per_device_train_batch_size {smaller.micro_batch} --gradient_accumulation_steps"
-                f" {smaller.accumulation} {checkpointing_flags(smaller)}"
+                f" {smaller.accumulation} {checkpointing_flags(smaller, run.job)}"
             )
         phase = watchdog.current_phase
         return (

@@ -18,7 +18,7 @@ from dsft.data.batches import Collator
 from dsft.models import head
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.models.sequence_parallel import team_of
-from dsft.models.size import empty_model, model_size
+from dsft.models.size import decoder_layers, empty_model, model_size
 from dsft.models.trained import add_lora
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
@@ -495,9 +495,36 @@ def test_layers_that_are_not_checkpointed_keep_what_they_saved_and_offloaded_inp
     assert inputs not in plain and saved not in every_layer
     assert every_other[inputs].num_bytes * 5 == every_layer[inputs].num_bytes * 3
     assert every_other[saved].num_bytes * 5 == plain[saved].num_bytes * 2
-    offloaded = {term.name: term for term in traced.terms(65, True, offloading_ranks=3)}
+    offloaded = {term.name: term for term in traced.terms(65, 1, offloading_ranks=3)}
     assert offloaded[inputs].place == "host"
     assert offloaded[inputs].num_bytes == 3 * 5 * 2**15  # of 65 x 64 x 4 bytes, pinned
+
+
+@pytest.mark.parametrize("name", grid(["llama", "llava", "zamba2"], ["llava"]))
+def test_layers_are_checkpointed_as_transformers_counts_them(name):
+    if name == "llava":
+        text = SMALL | {"model_type": "llama", "num_hidden_layers": 5}
+        vision = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+        config = transformers.LlavaConfig(text_config=text, vision_config=vision | {"model_type": "clip_vision_model"})
+    elif name == "zamba2":
+        config = transformers.Zamba2Config(
+            num_hidden_layers=6, layer_types=["mamba", "hybrid", "mamba"] * 2, hidden_size=64, vocab_size=384
+        )
+    else:
+        config = transformers.LlamaConfig(**SMALL)
+    model = empty_model(config)
+    size = model_size(model, TrainConfig(model="made here"))
+    layers = decoder_layers(model)
+    costs = dict.fromkeys(("layers_saved", "layers_input"), (activations.Cost(),) * len(layers))
+    others = ("once", "layer_transient", "layer_backward", "head", "traffic", "traffic_checkpointed")
+    costs |= dict.fromkeys(others, activations.Cost())
+    traced = TrainingActivations(**costs, source="none", layer_numbers=size.layer_numbers)
+    assert bool(size.layer_numbers) == (name != "llama")
+    for every in (1, 2, 3, 4, 8):
+        model.activation_checkpointing_enable(every_n_layers=every)
+        again = [index for index, layer in enumerate(layers) if layer.gradient_checkpointing]
+        assert traced.checkpointed_layers(every) == again
+    assert traced.checkpointed_layers(0) == []
 
 
 def test_frozen_layers_are_a_kind_of_their_own_and_keep_less():

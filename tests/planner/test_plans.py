@@ -274,7 +274,9 @@ def test_an_optimizer_of_8_bits_takes_a_quarter_of_the_moments_and_none_where_de
 def test_batches_make_up_the_step(configs):
     _, plans = plans_of(configs["8b"], gpus(8), sequences_per_step=128, **REFUSED)
     assert {plan.micro_batch * plan.accumulation * 8 for plan in plans} == {128}
-    assert all(plan.micro_batch == 1 or plan.device_bytes <= 0.8 * 80 * GB for plan in plans if plan.zero == "1")
+    # One layer in some keeps what there is room for: no other is within 5 % and leaves a fifth free.
+    of_stage_1 = [plan for plan in plans if plan.zero == "1" and plan.checkpoint_every == 1]
+    assert all(plan.micro_batch == 1 or plan.device_bytes <= 0.8 * 80 * GB for plan in of_stage_1)
     assert max(plan.micro_batch for plan in plans) > 1  # equally fast by the model, so the larger
     _, plans = plans_of(configs["8b"], gpus(8), micro_batch=3, accumulation=2)
     assert {(plan.micro_batch, plan.accumulation) for plan in plans} == {(3, 2)}
