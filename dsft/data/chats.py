@@ -409,9 +409,10 @@ class _Finder:
             thought = message.get("reasoning_content")
             if not thought:  # it stands at the beginning of the content
                 thought = message["content"].split("</think>", 1)[0].replace("<think>", "", 1)
-            of_kind = [(field.message, field.kind) if field.size else None for field in self.fields]
-            content = of_kind.index((turn, "content"))
-            start = self._content_start(turn, rendering, int(rendering.of(content).min()))
+            start = place.start  # of an answer that is a call alone
+            for index, field in enumerate(self.fields):
+                if (field.message, field.kind) == (turn, "content") and field.size:
+                    start = self._content_start(turn, rendering, int(rendering.of(index).min()))
             text = f"{prompt}{thought.strip()}\n</think>\n\n{rendering.text[start : place.end]}"
             return Rendered(
                 text=text if place.ends_open else text + rendering.text[place.end :],

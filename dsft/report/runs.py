@@ -170,15 +170,18 @@ def read_report(folders: list[str]) -> Report:
 
 
 def _read_answers(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
     rows = []
-    for number, line in enumerate(path.open(encoding="utf-8", errors="replace") if path.is_file() else (), start=1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError:
-            row = line
-        if row is not None and not (isinstance(row, dict) and all(isinstance(text, str) for text in row.values())):
-            raise UserError(f"{path}: line {number} is no JSON object of texts; correct it, or rename the file")
-        rows += [row] if row else []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line) if line.strip() else None
+            except ValueError:
+                row = line
+            if row is not None and not (isinstance(row, dict) and all(isinstance(text, str) for text in row.values())):
+                raise UserError(f"{path}: line {number} is no JSON object of texts; correct it, or rename the file")
+            rows += [row] if row else []
     return rows
 
 

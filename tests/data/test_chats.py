@@ -179,19 +179,32 @@ def test_whatever_a_chat_holds_its_answers_are_found(name, end):
         assert trained == [message["content"] + end for message in chat if message["role"] == "assistant"]
 
 
+OPENS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""A template whose generation prompt ends with <think>; it renders no reasoning."""
+
+
 def test_a_prompt_that_opens_thinking_takes_nothing_of_an_answer_that_begins_alike():
     """The generation prompt ends with <think>, and the earlier turn begins with <tool_call>."""
-    text = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-        "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
-    tokenizer = tokenizer_for("qwen_copy", text)
+    tokenizer = tokenizer_for("qwen_copy", OPENS_THINKING)
     chat = {"messages": CHATS["tool call"]["messages"]}
     (trained,) = answers(made(chat, tokenizer), tokenizer)
     assert trained == [
         '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
         "It rains.<|im_end|>",
+    ]
+
+
+def test_a_call_alone_is_trained_with_its_reasoning_where_only_the_prompt_opens_thinking():
+    tokenizer = tokenizer_for("qwen_copy", OPENS_THINKING)
+    question, call = CHATS["tool call"]["messages"][:2]
+    chat = {"messages": [question, call | {"reasoning_content": "Muse."}]}
+    (trained,) = answers(made(chat, tokenizer), tokenizer)
+    assert trained == [
+        'Muse.\n</think>\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
     ]
 
 
