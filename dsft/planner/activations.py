@@ -283,8 +283,9 @@ BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
 MOST_OPERATORS, SHORTER = 2000, (256, 64)
 """Operators of a trace from which on shorter sequences are traced, the last of SHORTER in any case: such code computes
-chunks of 64 (gated delta rule) or 256 positions (Mamba 2) one after the other where its kernels are missing. Bytes per
-token do not grow with the length, the time of a trace does. The kernels would keep less than the code that is traced.
+chunks of 64 (gated delta rule) or 256 positions (Mamba 2) one after the other where its kernels are missing. Where
+attention makes no matrix, bytes per token do not grow with the length; the time of a trace does. The kernels would keep
+less than the code that is traced.
 """
 SCANNED, SCANNED_LENGTH = ("falcon_mamba", "jamba", "mamba", "zamba"), 16
 """Architectures that compute one position after the other, and the length that is traced of them."""
@@ -578,10 +579,11 @@ def _cached(
         is_whole = False
     if not is_whole:
         options |= {"batches": BATCHES, "dtype": getattr(torch, dtype), "adapters": adapters}
-        lengths = [seq_len]
-        if options["attention"] != "eager":  # which makes a matrix
-            is_scanned = model_config.get_text_config().model_type in SCANNED
-            lengths = [min(seq_len, SCANNED_LENGTH)] if is_scanned else [seq_len, *(n for n in SHORTER if n < seq_len)]
+        lengths, attention = [seq_len], options["attention"]
+        if model_config.get_text_config().model_type in SCANNED and attention != "eager":
+            lengths = [min(seq_len, SCANNED_LENGTH)]
+        elif attention == "flash":  # the others make a matrix in each layer: of probabilities, or of the mask
+            lengths += [length for length in SHORTER if length < seq_len]
         for length in lengths:
             most_operators = MOST_OPERATORS if length > lengths[-1] else math.inf
             with contextlib.suppress(TooManyOperators):

@@ -527,6 +527,17 @@ def test_layers_are_checkpointed_as_transformers_counts_them(name):
     assert traced.checkpointed_layers(0) == []
 
 
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+def test_many_operators_are_traced_shorter_only_where_no_mask_grows_with_the_length(attention, monkeypatch):
+    config, how = transformers.LlamaConfig(**SMALL), {"attention": attention, "seq_len": 96}
+    whole = predict(config, **how)
+    monkeypatch.setattr(activations, "MOST_OPERATORS", 10)
+    traced = activations._cached(trace_training, config, dtype="bfloat16", adapters=None, **how)
+    assert {trace["seq_len"] for trace in traced} == {64 if attention == "flash" else 96}
+    many = predict(config, **how)
+    assert many.layers_saved[0].per_token == pytest.approx(whole.layers_saved[0].per_token)
+
+
 def test_frozen_layers_are_a_kind_of_their_own_and_keep_less():
     config, frozen = transformers.LlamaConfig(**SMALL), ((), (r"layers\.0\.", "embed_tokens"))
     kinds = layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash", patterns=frozen))
