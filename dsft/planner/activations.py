@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import math
 import weakref
 from collections import Counter
@@ -287,7 +288,7 @@ chunks of 64 (gated delta rule) or 256 positions (Mamba 2) one after the other w
 attention makes no matrix, bytes per token do not grow with the length; the time of a trace does. The kernels would keep
 less than the code that is traced.
 """
-SCANNED, SCANNED_LENGTH = ("falcon_mamba", "jamba", "mamba", "zamba"), 16
+SCANNED, SCANNED_LENGTH = ("falcon_mamba", "jamba", "mamba", "rwkv", "zamba"), 16
 """Architectures that compute one position after the other, and the length that is traced of them."""
 UNTRACEABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a model's own code raises where it does not run over fake tensors."""
@@ -500,6 +501,7 @@ def _traced(
     **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
     """Trace this model, or a Llama of its widths where its code does not run over fake tensors, and name the source."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the source of the trace has why
     try:
         return _cached(trace, model_config, attention=attention, **options), "fake-tensor trace"
     except UNTRACEABLE as error:
@@ -579,10 +581,13 @@ def _cached(
         is_whole = False
     if not is_whole:
         options |= {"batches": BATCHES, "dtype": getattr(torch, dtype), "adapters": adapters}
-        lengths, attention = [seq_len], options["attention"]
-        if model_config.get_text_config().model_type in SCANNED and attention != "eager":
+        lengths, text_config = [seq_len], model_config.get_text_config()
+        attends = hasattr(text_config, "num_attention_heads")
+        if text_config.model_type in SCANNED and not (attends and options["attention"] == "eager"):
             lengths = [min(seq_len, SCANNED_LENGTH)]
-        elif attention == "flash":  # the others make a matrix in each layer: of probabilities, or of the mask
+        elif (
+            options["attention"] == "flash" or not attends
+        ):  # else each layer has a matrix: of probabilities or the mask
             lengths += [length for length in SHORTER if length < seq_len]
         for length in lengths:
             most_operators = MOST_OPERATORS if length > lengths[-1] else math.inf
