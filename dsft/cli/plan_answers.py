@@ -506,14 +506,11 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
         held = (parts["always"], parts["compute"] - activations, activations, parts["step"])
         sizes = (*held, plan.device_bytes, plan.host_bytes)
         times = (f"{plan.time.step_seconds:,.2f}", f"{speed:,.0f}", f"{speed / machine.world_size:,.0f}")
+        all_or_none = "on" if plan.activation_checkpointing else "off"
         table.add_row(
             "->" if plan is chosen else "",
             plan.zero,
-            f"1/{plan.checkpoint_every}"
-            if plan.checkpoint_every > 1
-            else "on"
-            if plan.activation_checkpointing
-            else "off",
+            f"1/{plan.checkpoint_every}" if plan.checkpoint_every > 1 else all_or_none,
             f"{plan.micro_batch} x {plan.accumulation}",
             *(f"{number / GiB:,.1f}" for number in sizes),
             *(times if plan.has_time_estimate else "---"),

@@ -353,8 +353,8 @@ class _Finder:
             if not trains_all and (is_looked_for_later or field.kind == "reasoning"):
                 continue
             is_there = len(rendering.of(index)) >= field.size
-            # One that is not must stand in a rendering that ends with it: from there on, it is the template's to
-            # shorten, as it does for a server.
+            # An assistant's turn that is not trained must stand in a rendering that ends with it: from there on, it is
+            # the template's to shorten, as it does for a server.
             if not is_there and self.source[field.message]["role"] == "assistant" and not trains_all:
                 is_there = len(self._alone(field.message).of(index)) >= field.size
             if not is_there:

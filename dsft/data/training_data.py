@@ -228,9 +228,9 @@ def load_training_data(
     share, held_out_share = _shares(config)
     seed, cache = _seed(config), cache_folder(config.data_cache)
 
-    def stores_of(sources: list[FormattedSource], part: HeldOut | None) -> list[Store]:
+    def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
         show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
-        parts = [replace(each, held_out=part) for each in sources]
+        parts = [replace(each, held_out=rows) for each in sources]
         return [prepare(each, tokenizer, cache, show_progress=show_progress) for each in parts]
 
     held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
