@@ -409,10 +409,10 @@ def test_a_column_that_changes_the_meaning_is_seen_in_every_file_prepared_stream
 
 
 def _waits(path: str, cache: str, model: str, seconds: float) -> int:
-    """As a rank on a node of its own, with a process group that allows its collectives 2 seconds."""
+    """As a rank on a node of its own, with a process group that allows its collectives 5 seconds."""
     import torch.distributed as dist
 
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
     time.sleep(seconds * dist.get_rank())
     options = TrainConfig(data=[path], seq_len=32, data_cache=f"{cache}-{dist.get_rank()}", tokenizer=model)
     return len(loaded(options, load_tokenizer(options)).items)
@@ -420,7 +420,7 @@ def _waits(path: str, cache: str, model: str, seconds: float) -> int:
 
 def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(tiny, tmp_path):
     path = str(write_texts(tmp_path / "a.jsonl", 50))
-    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 4.0)
+    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 8.0)
     assert lengths[0] == lengths[1] > 0
 
 
