@@ -36,7 +36,7 @@ def is_taken():  # by the launch, for which a connection is there as soon as its
 def wait_until_tied():
     while not (is_tied() and is_taken()):
         time.sleep(0.1)
-    time.sleep(1)  # the launch looks five times a second
+    time.sleep(3)  # the launch looks five times a second
 def to_another_host():
     if os.fork():
         time.sleep(1000)  # as an ssh
