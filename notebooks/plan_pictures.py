@@ -91,7 +91,8 @@ def plot_memory(plans: Sequence[Plan], machine: Machine, *, chosen: Plan) -> Any
         f" {limit / GiB:.0f} GiB", (limit / GiB, 1), xycoords=("data", "axes fraction"), va="bottom", fontsize=9
     )
     labels = [
-        f"ZeRO {plan.zero}{', checkpointing' if plan.activation_checkpointing else ''},"
+        f"ZeRO {plan.zero}{', checkpointing' * plan.activation_checkpointing}"
+        f"{f' 1/{plan.checkpoint_every}' if plan.checkpoint_every > 1 else ''},"
         f" {plan.micro_batch} x {plan.accumulation}{' *' if plan is chosen else ''}"
         for plan in plans
     ]
