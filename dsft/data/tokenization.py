@@ -78,7 +78,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         builder.begin(row)
         match sample:
             case None:
-                builder.put_blank()
+                builder.put(np.zeros(1, np.int32), np.zeros(1, bool))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
                 ids = next(firsts if sample.starts_document else laters)
                 ids = ids[:-1] if closes and sample.starts_document else ids
@@ -182,10 +182,6 @@ class _TokensBuilder:
         if self.rules.bad_rows == "error":
             raise UserError(f"{problem}; bad_rows: drop leaves such rows out, and counts them")
         self.note("dropped_bad", problem)
-
-    def put_blank(self) -> None:
-        """Fills the place of a row that has nothing to train on, where each must have one."""
-        self.put(np.zeros(1, np.int32), np.zeros(1, bool))
 
     def add(self, ids: list[int], spans: Spans, weights: Sequence[float], where: Callable[[], str]) -> None:
         """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds. One

@@ -43,25 +43,24 @@ def real_optimizer(name: str, weight: torch.nn.Parameter) -> torch.optim.Optimiz
     return optimizer
 
 
+def stepped(name: str, dtype: torch.dtype) -> tuple[torch.optim.Optimizer, torch.nn.Parameter, list, float]:
+    """An optimizer after some steps, its parameter, its states and their bytes per parameter."""
+    weight = torch.nn.Parameter(torch.randn(NUMEL, dtype=dtype))
+    optimizer = real_optimizer(name, weight)
+    for _ in range(STEPS_BEFORE):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return optimizer, weight, states, sum(value.numel() * value.element_size() for value in states) / NUMEL
+
+
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_a_real_optimizer_keeps_and_copies_what_its_entry_says(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    half = torch.nn.Parameter(torch.randn(NUMEL, dtype=torch.bfloat16))  # with states: bfloat16
-    optimizer = real_optimizer(name, half)
-    for _ in range(STEPS_BEFORE):
-        half.grad = torch.randn_like(half)
-        optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    kept = sum(value.numel() * value.element_size() for value in states) / NUMEL
+    _, _, _, kept = stepped(name, torch.bfloat16)  # with states: bfloat16
     assert kept == pytest.approx(optimizer_memory(compose({}, bf16_states=True), name).state_bytes, abs=1e-3)
-    weight = torch.nn.Parameter(torch.randn(NUMEL))
-    optimizer = real_optimizer(name, weight)
-    for _ in range(STEPS_BEFORE):
-        weight.grad = torch.randn(NUMEL)
-        optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    kept = sum(value.numel() * value.element_size() for value in states) / NUMEL
+    optimizer, weight, states, kept = stepped(name, torch.float32)
     log = StorageLog([weight, weight.grad, *states])
     with log:
         optimizer.step()
