@@ -193,7 +193,7 @@ def test_workflows_and_forms_name_what_is_there():
 @pytest.mark.exhaustive
 def test_the_site_is_built_without_a_warning():
     result = subprocess.run([ROOT / "scripts" / "docs"], capture_output=True, text=True)
-    assert result.returncode == 0 and "WARNING" not in result.stderr, result.stderr
+    assert result.returncode == 0 and "WARNING -" not in result.stderr, result.stderr
     for page in PAGES:
         parts = page.relative_to(ROOT).with_suffix("").parts
         folder = parts[:-1] if parts[-1] == "README" else parts

@@ -182,6 +182,7 @@ OWN_OR_PUBLIC = {
     ("runtime/launcher_env.py", "runner.logger.disabled"),  # a switch of Python's loggers
     ("models/head.py", "inner.forward"),  # of the model itself, as Liger replaces it
     ("models/head.py", "head.forward"),
+    ("models/feed_forward.py", "module.forward"),
     ("planner/fake_model.py", "module.forward"),  # of a model that only exists to be measured
     ("watchdog/client.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),

@@ -273,6 +273,9 @@ class StepFields:
     tiled_loss: bool | Literal["auto"] = "auto"
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
     vocabulary of 32,000 where a trial finds the same loss and gradients."""
+    tiled_mlp: bool = False
+    """Compute the feed-forward of each layer for an eighth of the tokens at a time, and once more in the backward, so
+    that longer sequences fit."""
     compute_loss: Any = None
     """Your own loss as module:function: it gets logits [N, vocabulary] and labels [N] of trained tokens, and returns
     the loss of each, [N]. See docs/python.md."""

@@ -142,6 +142,8 @@ class ModelSize:
     """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
     trains_embedding: bool = True
     """In full finetuning: whether the input embedding is trained."""
+    tiled_params: int = 0
+    """Of the feed-forwards that compute some tokens at a time, and each tile once more (tiled_mlp)."""
     layer_numbers: tuple[int, ...] = ()
     """Of the decoder's layers, where transformers' every_n_layers also counts others: those of towers before them, and
     layers within layers.
@@ -367,6 +369,18 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
+def feed_forwards(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the feed-forwards of the decoder layers that every token passes: dense ones, and experts that are shared.
+    transformers calls their classes so; one with routed experts in it is none.
+    """
+    return [
+        module
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if type(module).__name__.endswith("MLP") and not hasattr(module, "experts") and ".experts." not in name
+    ]
+
+
 def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
     """Counts `model` (on the meta device; it gets the adapters)."""
     text = model.config.get_text_config()
@@ -394,6 +408,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         max(sum(p.numel() for p in module.parameters(recurse=id(module) in whole)) for module in model.modules())
         for whole in ((), blocks)
     )
+    tiled = [sum(p.numel() for p in module.parameters()) for module in feed_forwards(model) if options.tiled_mlp]
     counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     decoder = {id(layer) for layer in decoder_layers(model)}
     layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
@@ -431,13 +446,14 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
-        largest_gathered_params=largest_gathered,
+        largest_gathered_params=max(largest_gathered, *tiled, 0),
         numels=numels,
         trainable_numels=trainable_numels,
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=options.lora_r if adapters else 0,
         trains_embedding=embedding.requires_grad and not adapters,
+        tiled_params=sum(tiled),
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,

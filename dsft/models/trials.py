@@ -4,7 +4,7 @@
     row_rules              which rows may share a batch? (of the loaded model itself)
     needs_mask             must padding on the right be masked?
     try_packing            can samples that share a row be kept apart, and with which attention?
-    can_tile_loss          does the tiled loss (head.py) give the same loss and gradients?
+    trains_the_same        do tiles of the loss (head.py) or of feed-forwards give the same loss and gradients?
 
 Where the architecture's own code fails on small sizes, each answer is the cautious one.
 """
@@ -12,7 +12,7 @@ Where the architecture's own code fails on small sizes, each answer is the cauti
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
-from dsft.models.head import tile_loss
 from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, max_positions, without_zero_init
 from dsft.runtime import distributed
@@ -395,10 +394,16 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 
 
 @one_thread()
-def can_tile_loss(
-    config: PreTrainedConfig, *, adapters: LoraConfig | None = None, trust_remote_code: bool = False
+def trains_the_same(
+    change: Callable[[nn.Module], bool],
+    config: PreTrainedConfig,
+    *,
+    adapters: LoraConfig | None = None,
+    trust_remote_code: bool = False,
 ) -> bool:
-    """Returns whether a small model of this architecture has the same loss and gradients with tiles as without."""
+    """Returns whether a small model of this architecture has the same loss and gradients after `change` as before,
+    which returns False where there is nothing to change.
+    """
     try:
         model = small_model(config, trust_remote_code=trust_remote_code).eval()
         if adapters:
@@ -414,12 +419,12 @@ def can_tile_loss(
         labels_BT = ids_BT.clone()
         labels_BT[0, :9] = IGNORED
         plain = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
-        if not tile_loss(model, rows=7):
+        if not change(model):
             return False
-        tiled = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
+        changed = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return False
-    return _all_close(tiled, plain)
+    return _all_close(changed, plain)
 
 
 def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.Tensor]:

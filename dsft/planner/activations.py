@@ -196,6 +196,7 @@ def trace_training(
     patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     liger: bool = False,
     tiled: bool = False,
+    tiled_mlp: bool = False,
     compute_loss: Callable | None = None,
     most_operators: float = math.inf,
 ) -> list[dict[str, Any]]:
@@ -203,6 +204,7 @@ def trace_training(
 
     Args:
         tiled: the loss is of tiles, each of one sequence.
+        tiled_mlp: feed-forwards compute some tokens at a time.
         most_operators: of one forward and backward; more raise TooManyOperators.
 
     Returns:
@@ -215,8 +217,8 @@ def trace_training(
     for layers in layer_kinds(blueprint):
         steps: dict[tuple[int, bool, int], StepTrace] = {}
         for number in (2, 1):  # what takes most operators first
-            parts = {"layers": layers[:1] * number, "liger": liger, "tile_rows": seq_len if tiled else None}
-            with fake_model(blueprint, **parts) as model:
+            parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp}
+            with fake_model(blueprint, layers=layers[:1] * number, **parts) as model:
                 model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
                 for checkpointing in (True, False):
                     if not checkpointing:
@@ -449,6 +451,7 @@ def training_activations(
         compute_loss: the user's own; planned as nats where it does not run over fake tensors.
     """
     how = {"liger": liger, "patterns": patterns, "tiled": loss == "tiled", "compute_loss": compute_loss}
+    how["tiled_mlp"] = size.tiled_params > 0
     options = {"attention": attention, "seq_len": seq_len, "dtype": dtype, "adapters": adapters}
     traces, source = _traced(trace_training, size, model_config, **options, **how)
     seq_len = traces[0]["seq_len"]
@@ -541,7 +544,8 @@ def _cached(
     have the length that was traced, too (`seq_len`).
     """
     # A hash of the tracing code itself, and the versions of what it runs through.
-    folder, files = Path(__file__).parent, ("activations.py", "fake_model.py", "../models/head.py", "../models/size.py")
+    folder, models = Path(__file__).parent, ("head", "feed_forward", "size")
+    files = ("activations.py", "fake_model.py", *(f"../models/{name}.py" for name in models))
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     facts = {
         "trace": trace.__name__,

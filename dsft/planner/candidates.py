@@ -1,7 +1,7 @@
 """The job that is planned, and the configurations that are tried for it: ZeRO files, numbers in them, micro batches."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -145,6 +145,12 @@ class Job:
 
     compute_loss: Callable | None = None
     """A loss of the user's own."""
+
+    def with_same_activations(self, **changes: Any) -> "Job":
+        """Return the job with changes on which the bytes of a token do not depend, and what was traced."""
+        other = replace(self, **changes)
+        other.__dict__["activations"] = self.activations
+        return other
 
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
         return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)

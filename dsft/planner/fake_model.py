@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
+from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import ModelFacts, decoder_layers, without_zero_init
@@ -132,6 +133,7 @@ def fake_model(
     layers: list[int] | None = None,
     liger: bool = False,
     tile_rows: int | None = None,
+    tiled_mlp: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """Copy a `meta_model` to fake tensors, within the mode that it runs in.
 
@@ -139,6 +141,7 @@ def fake_model(
         layers: only these, a number twice being two layers alike; by default all.
         liger: with Liger's norms and feed-forwards of gate, up and down: what all architectures share of it.
         tile_rows: with the loss of tiles of so many rows.
+        tiled_mlp: with the feed-forwards of some tokens at a time.
     """
     dtype = blueprint.dtype
     if layers is None:
@@ -188,6 +191,8 @@ def fake_model(
                 )
         if tile_rows and not tile_loss(model, rows=tile_rows):
             raise ValueError("its loss cannot be tiled")
+        if tiled_mlp and not tile_feed_forwards(model):
+            raise ValueError("it has no feed-forward that can be tiled")
         yield model.train()
 
 

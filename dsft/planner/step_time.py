@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from dsft.errors import UserError
 from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
-from dsft.units import GB, Batch, GiB
+from dsft.units import GB, MLP_TILES, Batch, GiB
 
 if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test would wait for
     from dsft.models.size import ModelSize
@@ -381,6 +381,8 @@ GATHER_SECONDS = 2e-4
 """The same of a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
 EXPERT_SECONDS = 2e-4
 """The same of one expert where Python goes through them: about ten kernels (an estimate)."""
+MLP_LAUNCHES = 0.3
+"""Of what Python launches for a layer, its feed-forward's part (an estimate), which each tile launches again."""
 OVERLAP_LOSS = 0.5
 """Share of the shorter of computing and communicating that overlap does not hide: NCCL's kernels take multiprocessors
 and memory bandwidth. Published steps of 13 B on 8 H100 hide none of it, others all.
@@ -490,11 +492,14 @@ def step_time(
     per_token = product_seconds(size, speeds, has_gpu=layout.has_gpu)
     attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
     micro_step = tokens * (multiplied * per_token + (3.5 + recomputed) * attention)
+    micro_step += tokens * 2 * size.tiled_params / speeds.flops
     micro_step += traffic_bytes / speeds.device_bytes
     if layout.packed:
         micro_step += launched * UNPACKED_BYTES * layout.num_frozen / speeds.device_bytes
     compute = accumulation * micro_step
     host = accumulation * launched * launch_seconds(layout) if layout.has_gpu else 0.0
+    if size.tiled_params:
+        host *= 1 - MLP_LAUNCHES + MLP_LAUNCHES * MLP_TILES * (launched + 1) / launched
 
     # Queries, keys, values and the result of attention pass between the ranks that share a sequence, layer by layer and
     # while all of them wait: each rank sends what the others' heads have of its tokens.

@@ -24,6 +24,8 @@ from dsft.units import GB
 
 MOST_NODES = 64
 SHORTEST = 512
+LONG = 8192
+"""Tokens of a sequence from which on activations of feed-forwards are worth tiles."""
 LENGTH_STEP = 256
 """Lengths that are tried for the longest sequence are multiples of it."""
 HOST_STEP = 64 * GB
@@ -57,6 +59,9 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         trials: list[tuple[dict[str, Any], Job, Machine]] = []
         if job.optimizer == DEFAULT_OPTIMIZER and not job.size.lora_r and machine.has_gpu:
             trials.append(({"optim": EIGHT_BIT}, dataclasses.replace(job, optimizer=EIGHT_BIT), machine))
+        may_tile = job.seq_len >= LONG and not job.size.tiled_params and machine.has_gpu
+        if may_tile and (in_tiles := replanned(**before, tiled_mlp=True)):
+            trials.append(({"tiled_mlp": True}, in_tiles, machine))
         nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
         while nodes <= MOST_NODES and machine.has_gpu:
             larger = dataclasses.replace(machine, nodes=nodes)
@@ -109,10 +114,9 @@ def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
     """The same job with sequences of another length and the activations that were traced: bytes per token do not change
     where attention makes no matrix.
     """
-    other = dataclasses.replace(job, seq_len=seq_len, **changes)
     if job.attention == "flash":
-        other.__dict__["activations"] = job.activations
-    return other
+        return job.with_same_activations(seq_len=seq_len, **changes)
+    return dataclasses.replace(job, seq_len=seq_len, **changes)
 
 
 def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> float:

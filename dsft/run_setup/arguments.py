@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ from dsft.config.options import (
 )
 from dsft.errors import nearest, one_line, raise_if_any
 from dsft.models.build import resolve_dtype
-from dsft.models.head import LEAST_VOCAB
+from dsft.models.feed_forward import tile_feed_forwards
+from dsft.models.head import LEAST_VOCAB, tile_loss
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
 from dsft.models.trained import learning_rates
-from dsft.models.trials import can_tile_loss
+from dsft.models.trials import trains_the_same
 from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.plans import Plan
 from dsft.planner.zero_layout import OPTIMIZERS, optimizer_memory, sums_in_fp32
@@ -170,9 +172,23 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
     if options.dtype == "float16":
         return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
-    if not can_tile_loss(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):
+    known = {"adapters": facts.adapters, "trust_remote_code": options.trust_remote_code}
+    if not trains_the_same(partial(tile_loss, rows=7), facts.config, **known):
         return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
     return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
+
+
+def check_tiled_mlp(options: TrainConfig, facts: ModelFacts) -> list[str]:
+    """Lists why feed-forwards cannot compute some tokens at a time, where that is asked for."""
+    known = {"adapters": facts.adapters, "trust_remote_code": options.trust_remote_code}
+    if not options.tiled_mlp:
+        return []
+    if options.training.get("torch_compile"):
+        return ["tiled_mlp and torch_compile cannot be combined: tiles are not compiled; keep one"]
+    if facts.size.tiled_params and trains_the_same(tile_feed_forwards, facts.config, **known):
+        return []
+    kind = facts.size.model_type
+    return [f"tiled_mlp: {kind} has no dense feed-forward that trains the same in tiles; leave it out"]
 
 
 def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:

@@ -69,6 +69,7 @@ from dsft.run_setup.arguments import (
     check_hub,
     check_machine,
     check_room,
+    check_tiled_mlp,
     check_training_arguments,
     check_zero_file,
     checkpoint_size,
@@ -428,6 +429,7 @@ def check_run(
             run.problems += problems_of_loss
             run.notes += notes_on_loss
         run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
+        run.problems += check_tiled_mlp(options, model)
         # The disk of a model of wrong sizes is not reported too.
         is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
         if starts and training.get("output_dir") and not is_named:
@@ -617,7 +619,7 @@ def choose_plan(
     may_gain = job.dtype == "bfloat16" and job.fp32_accumulation is None and plan.fits and plan.has_time_estimate
     if zero == "auto" and may_gain:
         # How much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word.
-        in_bf16 = dataclasses.replace(job, fp32_accumulation=False)
+        in_bf16 = job.with_same_activations(fp32_accumulation=False)
         names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]
         plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
         fitting = [other for other in plans if other.fits]

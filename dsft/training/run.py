@@ -35,6 +35,7 @@ from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model, weights_digest
+from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import tile_loss
 from dsft.models.model_folder import adapter_base, described_in, is_bare_config
 from dsft.models.package import unreached
@@ -187,6 +188,8 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         )
     if options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
+    if options.tiled_mlp:
+        tile_feed_forwards(model)
     if frozen := run.model.size.other_params:
         names = ", ".join(name.removesuffix(".") for name in unreached(inner))
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")

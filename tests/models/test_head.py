@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from dsft.config.options import TrainConfig
 from dsft.models import head
 from dsft.models.head import ChunkedHead, are_same_logits, tile_loss
 from dsft.models.size import measure_model
-from dsft.models.trials import can_tile_loss, small_model
+from dsft.models.trials import small_model, trains_the_same
 from dsft.run_setup.arguments import tiled_loss_decision
 from dsft.run_setup.resolve import job_over_data
 from dsft.units import IGNORED
@@ -75,6 +76,7 @@ CHANGED_LOGITS = {
     "phi": (transformers.PhiConfig, COMMON | {"intermediate_size": 48}),  # a bias at the head
 }
 ALL = ARCHITECTURES | CHANGED_LOGITS
+IN_TILES = partial(tile_loss, rows=7)
 ADAPTERS = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
 IDS_BT = torch.randint(5, 384, (3, 20), generator=torch.Generator().manual_seed(1))
 LABELS_BT = IDS_BT.masked_fill(torch.arange(20) < torch.tensor([[0], [7], [20]]), IGNORED)  # the last row has none
@@ -174,12 +176,12 @@ def test_in_bf16_many_tokens_round_the_head_s_gradient_little_more_than_all_logi
 
 
 def test_the_trial_says_no_where_the_loss_or_the_head_is_another(tmp_path):
-    assert can_tile_loss(ALL["llama"][0](**GATED), adapters=ADAPTERS)
+    assert trains_the_same(IN_TILES, ALL["llama"][0](**GATED), adapters=ADAPTERS)
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    assert not can_tile_loss(ALL["mixtral"][0](**(ALL["mixtral"][1] | balanced)))
+    assert not trains_the_same(IN_TILES, ALL["mixtral"][0](**(ALL["mixtral"][1] | balanced)))
     saved_head = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", modules_to_save=["lm_head"])
-    assert not can_tile_loss(ALL["llama"][0](**GATED), adapters=saved_head)
-    assert not can_tile_loss(transformers.OPTConfig(**COMMON))
+    assert not trains_the_same(IN_TILES, ALL["llama"][0](**GATED), adapters=saved_head)
+    assert not trains_the_same(IN_TILES, transformers.OPTConfig(**COMMON))
 
 
 def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):

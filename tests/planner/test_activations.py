@@ -16,6 +16,7 @@ from tiny import ARCHITECTURES
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
 from dsft.models import head
+from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import decoder_layers, empty_model, model_size
@@ -382,6 +383,22 @@ def test_a_loss_in_tiles_takes_what_is_planned(monkeypatch):
     measured = allocator_peak(lambda: model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward())
     assert predicted.terms(512, False)[-1].name == "logits and loss"
     assert peak(predicted, 512, False) + 4 * 3000 * 64 == pytest.approx(measured, rel=0.01)
+
+
+def test_feed_forwards_in_tiles_take_what_is_planned():
+    """By torch's own record of a real step, whose peak is the backward of the first layer, where the others have their
+    gradients.
+    """
+    wide = {"intermediate_size": 2048, "vocab_size": 100}
+    model_config = transformers.LlamaConfig(**(SMALL | wide))
+    options = {"dtype": torch.float32, "attention": "flash", "seq_len": 256, "batches": (2,)}
+    (plain,), (tiled,) = (trace_training(model_config, **options, tiled_mlp=tiles) for tiles in (False, True))
+    assert traced_peak(tiled, True) < traced_peak(plain, True) / 3
+    model, ids_BT = real_model("sdpa", checkpointing=True, **wide), torch.zeros(2, 256, dtype=torch.long)
+    assert tile_feed_forwards(model)
+    measured = allocator_peak(lambda: model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward())
+    gradients = 4 * sum(p.numel() for p in model.model.layers[1:].parameters())
+    assert measured == pytest.approx(traced_peak(tiled, True) + gradients, rel=0.05)
 
 
 def saved_by_autograd(model: torch.nn.Module) -> int:

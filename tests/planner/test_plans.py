@@ -839,6 +839,20 @@ def test_changes_are_combined_where_none_alone_is_enough(configs):
     assert all(way.plan.fits for way in ways)
 
 
+@pytest.mark.exhaustive
+def test_feed_forwards_in_tiles_make_long_sequences_fit_for_a_longer_step(tmp_path):
+    LlamaConfig(**(LLAMA_8B | {"max_position_embeddings": 131072})).save_pretrained(tmp_path)
+    name = str(tmp_path / "config.json")
+    options = TrainConfig(model=name, method="lora", dtype="bfloat16", seq_len=81920)
+    machine = gpus(1, 40, host=1000, gpu_type="A100-40GB")
+    job = paper_job(options, machine=machine)
+    (way,) = (way for way in ways_to_fit(options, job, machine, attention="flash") if way.change == {"tiled_mlp": True})
+    assert way.plan.fits and way.plan.device_bytes < 0.9 * choose_plan(job, machine).plan.device_bytes
+    tiled = paper_job(dataclasses.replace(options, tiled_mlp=True), machine=machine)
+    seconds = [choose_plan(each, machine, zero="3-offload").plan.time.compute_seconds for each in (job, tiled)]
+    assert 1.02 * seconds[0] < seconds[1] < 1.15 * seconds[0]
+
+
 def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, capsys):
     words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
     with pytest.raises(SystemExit) as caught:

@@ -147,6 +147,7 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
         ),
         ({"accelerator_config": "nowhere.json"}, "nowhere.json"),
         ({"torch_compile": True, "torch_compile_backend": "inductr"}, "did you mean 'inductor'?"),
+        ({"torch_compile": True, "tiled_mlp": True}, "tiled_mlp and torch_compile cannot be combined"),
     ],
     ids=str,
 )

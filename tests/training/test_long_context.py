@@ -31,7 +31,7 @@ KINDS = {
     "packed": {"packing": True},
     "streamed": {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 42},
     "budget": {"batch_tokens": 128, "per_device_train_batch_size": None},
-    "tiled": {"tiled_loss": True},
+    "tiled": {"tiled_loss": True, "tiled_mlp": True},
     "checkpointed": {"activation_checkpointing": True, "packing": True},
     "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": EVERY_OTHER},
     "lora": {"method": "lora", "lora_r": 4},
