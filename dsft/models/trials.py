@@ -100,6 +100,8 @@ def small_model(
         key_heads = {1: 1, known_heads: heads}.get(getattr(text, "num_key_value_heads", None), heads // 2)
         sizes = SMALL | dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), SMALL["head_dim"] * heads)
         sizes |= {"num_attention_heads": heads, "n_head": heads, "num_key_value_heads": key_heads}
+        # Zamba's attention has hidden states beside embeddings.
+        sizes |= {"attention_hidden_size": 2 * sizes["hidden_size"], "attention_head_dim": 2 * SMALL["head_dim"]}
         if hasattr(text, "qk_rope_head_dim"):  # latent attention: it is derived
             del sizes["head_dim"]
         for name, value in sizes.items():

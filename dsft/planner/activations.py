@@ -1,10 +1,10 @@
 r"""Bytes that activations take on one GPU, from one forward and backward of the real model over fake tensors: shapes
 only, no memory, no GPU.
 
-One and two layers of each kind are traced and the rest is extrapolated, so a model of any size takes seconds. Storages
-are counted as autograd and the Python code hold and free them. Left out: weights, their gradients, token ids, and what
-a CUDA kernel needs inside, but for attention (fake_model.py). A trace is kept in this process, and on disk in
-`~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash of everything that it depends on.
+Two layers of each kind are traced, and the second is counted as often as there are some, so a model of any size takes
+seconds. Storages are counted as autograd and the Python code hold and free them. Left out: weights, their gradients,
+token ids, and what a CUDA kernel needs inside, but for attention (fake_model.py). A trace is kept in this process, and
+on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash of everything that it depends on.
 """
 
 import contextlib
@@ -66,6 +66,9 @@ class StorageLog(TorchDispatchMode):
         """(number of a storage, bytes that appeared; negative where they vanished)."""
         self.gradients: set[int] = set()
         self.marks: dict[str, int] = {}
+        self.traffic_at: dict[str, int] = {}
+        self.waiting: str | None = None
+        """What the moment of the next operator is to be called."""
         self.references: dict[int, weakref.ref] = {}
         self.traffic = 0
         """Bytes that operators other than products have read and written."""
@@ -73,6 +76,9 @@ class StorageLog(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # most calls: autograd asks fake tensors again and again
             return func(*args)
+        if self.waiting:
+            self.mark(self.waiting)
+            self.waiting = None
         self.operators_left -= 1
         if self.operators_left < 0:
             raise TooManyOperators
@@ -104,6 +110,7 @@ class StorageLog(TorchDispatchMode):
     def mark(self, name: str) -> None:
         """Call this moment `name`; the first time counts."""
         self.marks.setdefault(name, len(self.events))
+        self.traffic_at.setdefault(name, self.traffic)
 
     def live_bytes(self) -> list[int]:
         """Return the bytes alive after each event, without gradients."""
@@ -128,8 +135,16 @@ class StepTrace:
     """
     layers: int
     """The most above `kept` before and after that: the forward of a layer, or its (recompute and) backward."""
+    kept_by_layer: int
+    """What of `kept` the last layer made, and its input."""
+    backward: int
+    """With checkpointing: the most from the last layer's recompute on, above `kept` and what this recompute keeps."""
     traffic: int = field(compare=False)
     """Read and written by all operators but products; real tensors may take other ones than fake tensors."""
+    traffic_of_layer: int = field(compare=False)
+    """What of it is the last layer's."""
+    traffic_again: int = field(compare=False)
+    """What of that is its recompute's."""
 
 
 def trace_step(
@@ -137,26 +152,56 @@ def trace_step(
     inputs: dict[str, torch.Tensor],
     compute_loss: Callable | None = None,
     *,
+    checkpointing: bool = False,
+    backward: bool = True,
     most_operators: float = math.inf,
 ) -> StepTrace:
-    """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward.
+    """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward. Without
+    `backward` its forward alone.
 
     `model` holds fake tensors where this is called within `fake_model`'s context, and may as well be real.
     """
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
-    log = StorageLog(known, model.get_input_embeddings().weight.shape, most_operators)
-    last_output = []
+    log = StorageLog(known, model.get_input_embeddings().weight.shape, most_operators / 4)
+    last_input, last_output = [], []
+
+    def before_last_layer(module, args, options):
+        hidden_BTH = args[0] if args else options["hidden_states"]
+        # Autograd holds a leaf in any case, as the end of a gradient; inputs of other layers it does not.
+        if hidden_BTH.is_leaf:
+            log.gradients.add(log.indices[hidden_BTH.untyped_storage()._cdata])
+            hidden_BTH = hidden_BTH + 0
+        last_input.append(log.indices[hidden_BTH.untyped_storage()._cdata])
+        log.mark("layer")
+        hidden_BTH.register_hook(lambda gradient: log.mark("below"))
+        return ((hidden_BTH, *args[1:]), options) if args else ((), options | {"hidden_states": hidden_BTH})
 
     def at_last_layer(module, args, output):
         hidden_BTH = output[0] if isinstance(output, tuple) else output
         last_output.append(log.indices[hidden_BTH.untyped_storage()._cdata])
         log.mark("head")
+        log.operators_left += 3 * most_operators / 4  # of recompute and backward
         hidden_BTH.register_hook(lambda gradient: log.mark("layers"))
 
     def leave_out(gradient):  # what arrives at a parameter is no activation
         log.gradients.add(log.indices[gradient.untyped_storage()._cdata])
 
-    handles = [decoder_layers(model)[-1].register_forward_hook(at_last_layer)]
+    @contextlib.contextmanager
+    def computing_again():
+        log.mark("again")
+        try:
+            yield  # ends with an exception of torch's, once all is there that the backward needs
+        finally:
+            log.waiting = "backward"  # what the recompute alone held goes before the next operator
+
+    if checkpointing:
+        contexts = lambda: (contextlib.nullcontext(), computing_again())  # noqa: E731
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    last = decoder_layers(model)[-1]
+    handles = [
+        last.register_forward_pre_hook(before_last_layer, with_kwargs=True),
+        last.register_forward_hook(at_last_layer),
+    ]
     handles += [parameter.register_hook(leave_out) for parameter in model.parameters() if parameter.requires_grad]
     with log:
         if compute_loss is None:
@@ -166,17 +211,33 @@ def trace_step(
             loss = own_nats_of(compute_loss, logits_NV, inputs["input_ids"].flatten())[0]
             del logits_NV
         log.mark("loss")
-        loss.backward()
+        if backward:
+            loss.backward()
+        for name in ("layers", "again", "backward", "below"):
+            log.mark(name)
     for handle in handles:
         handle.remove()
     model.zero_grad()
+    if checkpointing:
+        model.activation_checkpointing_disable()
     live, head, layers = log.live_bytes(), log.marks["head"], log.marks["layers"]
-    kept = sum(change for index, change in log.events[: log.marks["loss"]] if index < head and index not in last_output)
+    held = Counter()
+    for index, change in log.events[: log.marks["loss"]]:
+        if index < head and index not in last_output and index not in log.gradients:
+            held[index >= log.marks["layer"] or index in last_input] += change
+    kept, at, again = sum(held.values()), log.traffic_at, range(log.marks["again"], log.marks["backward"])
+    held_again = sum(
+        change for index, change in log.events[: again.stop] if index in again and index not in log.gradients
+    )
     return StepTrace(
         kept=kept,
         head=max(live[head : layers + 1]) - kept,
-        layers=max(live[:head] + live[layers:]) - kept,
+        layers=max(live[:head] + (live[layers:] if backward else [])) - kept,
+        kept_by_layer=held[True],
+        backward=max(live[again.start :]) - kept - held_again,
         traffic=log.traffic,
+        traffic_of_layer=at["head"] - at["layer"] + at["below"] - at["layers"],
+        traffic_again=at["backward"] - at["again"],
     )
 
 
@@ -198,11 +259,14 @@ def trace_training(
     tiled: bool = False,
     tiled_mlp: bool = False,
     compute_loss: Callable | None = None,
+    layers_of_kind: int = 2,
     most_operators: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Trace one and two layers of each kind and add up as many as there are.
+    """Trace a model with layers of one kind after another, and add up as many as there are.
 
     Args:
+        layers_of_kind: that are traced one after the other; the last is counted. While the second computes, Python may
+            still hold what the first returned.
         tiled: the loss is of tiles, each of one sequence.
         tiled_mlp: feed-forwards compute some tokens at a time.
         most_operators: of one forward and backward; more raise TooManyOperators.
@@ -215,33 +279,32 @@ def trace_training(
     saved: list[dict[int, int]] = [{} for _ in batches]
     kept_inputs: list[dict[int, int]] = [{} for _ in batches]
     for layers in layer_kinds(blueprint):
-        steps: dict[tuple[int, bool, int], StepTrace] = {}
-        for number in (2, 1):  # what takes most operators first
-            parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp}
-            with fake_model(blueprint, layers=layers[:1] * number, **parts) as model:
-                model.activation_checkpointing_enable({"use_reentrant": False})  # as the Trainer does
-                for checkpointing in (True, False):
-                    if not checkpointing:
-                        model.activation_checkpointing_disable()
-                    for batch in batches:
-                        inputs = inputs_of(batch, seq_len, attention)
-                        steps[number, checkpointing, batch] = trace_step(
-                            model, inputs, compute_loss, most_operators=most_operators
-                        )
-        for place, (batch, total) in enumerate(zip(batches, totals, strict=True)):
-            plain, checkpointed = steps[2, False, batch], steps[2, True, batch]
-            layer_input = checkpointed.kept - steps[1, True, batch].kept
-            total["once"] += checkpointed.kept - 2 * layer_input  # rotary angles and masks are a kind's own
-            saved[place] |= dict.fromkeys(layers, plain.kept - steps[1, False, batch].kept)
-            kept_inputs[place] |= dict.fromkeys(layers, layer_input)
+        parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp}
+        with fake_model(blueprint, layers=layers[:1] * layers_of_kind, **parts) as model:
+            steps = [
+                [
+                    trace_step(model, inputs_of(batch, seq_len, attention), compute_loss, **how)
+                    for how in (
+                        {"checkpointing": True, "most_operators": most_operators},
+                        {"backward": False},  # that without checkpointing is the same as after a recompute
+                    )
+                ]
+                for batch in batches
+            ]
+        for place, ((checkpointed, plain), total) in enumerate(zip(steps, totals, strict=True)):
+            # Rotary angles and masks are a kind's own.
+            total["once"] += checkpointed.kept - layers_of_kind * checkpointed.kept_by_layer
+            saved[place] |= dict.fromkeys(layers, plain.kept_by_layer)
+            kept_inputs[place] |= dict.fromkeys(layers, checkpointed.kept_by_layer)
             total["layer_transient"] = max(total["layer_transient"], checkpointed.layers)
-            total["layer_backward"] = max(total["layer_backward"], plain.layers)
+            total["layer_backward"] = max(total["layer_backward"], plain.layers, checkpointed.backward)
             total["head"] = max(total["head"], checkpointed.head)
-            for checkpointing, name in ((False, "traffic"), (True, "traffic_checkpointed")):
-                layer = steps[2, checkpointing, batch].traffic - steps[1, checkpointing, batch].traffic
+            traffic = checkpointed.traffic_of_layer
+            once_less = traffic - checkpointed.traffic_again
+            for name, of_layer in (("traffic", once_less), ("traffic_checkpointed", traffic)):
                 if not total[name]:  # of the first kind also embedding, norm, head and loss
-                    total[name] = steps[1, checkpointing, batch].traffic - layer
-                total[name] += len(layers) * layer
+                    total[name] = checkpointed.traffic - layers_of_kind * traffic
+                total[name] += len(layers) * of_layer
     return [
         dict(total)
         | {"layers_saved": [of_layer[index] for index in sorted(of_layer)]}
@@ -285,10 +348,10 @@ Loss = Literal["hf", "tiled", "fused"]
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
 MOST_OPERATORS, SHORTER = 2000, (256, 64)
-"""Operators of a trace from which on shorter sequences are traced, the last of SHORTER in any case: such code computes
-chunks of 64 (gated delta rule) or 256 positions (Mamba 2) one after the other where its kernels are missing. Where
-attention makes no matrix, bytes per token do not grow with the length; the time of a trace does. The kernels would keep
-less than the code that is traced.
+"""Operators of a trace from which on shorter sequences are traced, and in the end a single layer of each kind: such
+code computes chunks of 64 (gated delta rule) or 256 positions (Mamba 2) one after the other where its kernels are
+missing. Where attention makes no matrix, bytes per token do not grow with the length; the time of a trace does. The
+kernels would keep less than the code that is traced.
 """
 SCANNED, SCANNED_LENGTH = ("falcon_mamba", "jamba", "mamba", "rwkv", "zamba"), 16
 """Architectures that compute one position after the other, and the length that is traced of them."""
@@ -593,12 +656,14 @@ def _cached(
             options["attention"] == "flash" or not attends
         ):  # else each layer has a matrix: of probabilities or the mask
             lengths += [length for length in SHORTER if length < seq_len]
-        for length in lengths:
-            most_operators = MOST_OPERATORS if length > lengths[-1] else math.inf
+        attempts = [{"seq_len": length, "most_operators": MOST_OPERATORS} for length in lengths]
+        fewest = {"layers_of_kind": 1} if trace is trace_training else {}
+        attempts.append({"seq_len": lengths[-1]} | fewest)
+        for attempt in attempts:
             with contextlib.suppress(TooManyOperators):
-                results = trace(model_config, seq_len=length, most_operators=most_operators, **options)
+                results = trace(model_config, **attempt, **options)
                 break
-        results = [result | {"seq_len": length} for result in results]
+        results = [result | {"seq_len": attempt["seq_len"]} for result in results]
         with contextlib.suppress(OSError):  # without a cache the next plan is only slower
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"results": results})
