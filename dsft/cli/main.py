@@ -9,6 +9,7 @@ dsft --version
 import dataclasses
 import errno
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -68,6 +69,8 @@ def run_command(name: str, words: list[str]) -> None:
     else:
         arguments = (read_command(command.options, words),)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries among each other
+    # DeepSpeed finds no GPU here, or does not look; commands that start ranks say what these run on.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     module, _, function = command.function.partition(":")
     with quick_imports():
         room = importlib.import_module(module)
