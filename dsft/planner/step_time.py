@@ -495,7 +495,8 @@ def step_time(
     micro_step += tokens * 2 * size.tiled_params / speeds.flops
     micro_step += traffic_bytes / speeds.device_bytes
     if layout.packed:
-        micro_step += launched * UNPACKED_BYTES * layout.num_frozen / speeds.device_bytes
+        in_tiles = (MLP_TILES * (launched + 1) - launched) * size.tiled_params  # a tile unpacks its weights anew
+        micro_step += UNPACKED_BYTES * (launched * layout.num_frozen + in_tiles) / speeds.device_bytes
     compute = accumulation * micro_step
     host = accumulation * launched * launch_seconds(layout) if layout.has_gpu else 0.0
     if size.tiled_params:
