@@ -213,11 +213,11 @@ def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, caps
         assert loss == pytest.approx(expected[rows][0], rel=1e-6)
         if form != "liger":  # the router's is in its nats of batches without weights
             assert nats == pytest.approx(expected[rows][1], rel=1e-6)
-        assert same(expected[rows][2], gradients, rel=1e-6)
+        assert same(expected[rows][2], gradients, rel=1e-5)
         if form != "liger":  # refused over shares
             options = {"weights_BT": WEIGHTS_BT, "label_smoothing": smoothing}
             as_shares = step(model, rows, blank=blank, are_shares=True, **options)
-            assert as_shares[:2] == (loss, nats) and same(gradients, as_shares[2], rel=1e-6)
+            assert as_shares[:2] == (loss, nats) and same(gradients, as_shares[2], rel=1e-5)
     assert abs(loss - nats) > 0.1
     assert capsys.readouterr().out.count("Liger's loss takes no weights") == (2 if form == "liger" else 0)
 
