@@ -377,7 +377,7 @@ def feed_forwards(model: PreTrainedModel) -> list[nn.Module]:
         module
         for layer in decoder_layers(model)
         for name, module in layer.named_modules()
-        if type(module).__name__.endswith("MLP") and not hasattr(module, "experts") and ".experts." not in name
+        if type(module).__name__.endswith("MLP") and not hasattr(module, "experts") and ".experts." not in f".{name}"
     ]
 
 

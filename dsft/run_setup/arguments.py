@@ -12,7 +12,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend
 from huggingface_hub import HfApi
+from torch import nn
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -161,6 +162,11 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     return kept + decisions
 
 
+def _same_after(change: Callable[[nn.Module], bool], options: TrainConfig, facts: ModelFacts) -> bool:
+    known = {"adapters": facts.adapters, "trust_remote_code": options.trust_remote_code}
+    return trains_the_same(change, facts.config, **known)
+
+
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
     """Decides whether the loss is computed for some tokens at a time."""
     vocab_size, training = facts.size.vocab_size, options.training
@@ -172,20 +178,18 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
     if options.dtype == "float16":
         return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
-    known = {"adapters": facts.adapters, "trust_remote_code": options.trust_remote_code}
-    if not trains_the_same(partial(tile_loss, rows=7), facts.config, **known):
+    if not _same_after(partial(tile_loss, rows=7), options, facts):
         return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
     return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
 
 
 def check_tiled_mlp(options: TrainConfig, facts: ModelFacts) -> list[str]:
     """Lists why feed-forwards cannot compute some tokens at a time, where that is asked for."""
-    known = {"adapters": facts.adapters, "trust_remote_code": options.trust_remote_code}
     if not options.tiled_mlp:
         return []
     if options.training.get("torch_compile"):
         return ["tiled_mlp and torch_compile cannot be combined: tiles are not compiled; keep one"]
-    if facts.size.tiled_params and trains_the_same(tile_feed_forwards, facts.config, **known):
+    if facts.size.tiled_params and _same_after(tile_feed_forwards, options, facts):
         return []
     kind = facts.size.model_type
     return [f"tiled_mlp: {kind} has no dense feed-forward that trains the same in tiles; leave it out"]
