@@ -58,6 +58,9 @@ TESTS = {
         "one_rank_divides_none",
     ),
     "training/test_zero_1_2.py::test_several_ranks_search_no_gradients_for_infinite_numbers": ("no_overflow_search",),
+    "training/test_partial_offload.py::test_sub_groups_on_the_gpu_follow_the_schedule_and_go_on_from_a_checkpoint": (
+        "partial_offload",
+    ),
     "training/test_host_waits.py::test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced": (
         "reduces_unwaited",
     ),

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import re
 import struct
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,6 +27,7 @@ from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, 
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
 from dsft.models.trained import (
+    adapted_for_a_look,
     adapters_of,
     check_lora_options,
     grow_embeddings,
@@ -414,9 +414,8 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
     unadapted = 0
     if adapters is not None:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of peft, which are about a training
-            model = get_peft_model(model, copy.deepcopy(adapters))  # peft writes the targets it found into it
+        with torch.device("meta"):
+            model = adapted_for_a_look(model, adapters)
         # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt.
         names = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
         with_adapter = {name.partition(".lora_")[0] for name in names if ".lora_" in name}

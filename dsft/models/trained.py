@@ -3,6 +3,7 @@ Also which of the adapters that peft saves dsft can score and merge.
 """
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import re
@@ -100,6 +101,15 @@ def add_lora(
     if tokens_of(adapted.peft_config["default"]):  # their rows are all that is saved of the embedding
         patches.replace("adapter_embedding", lambda save: partial(save, save_embedding_layers=False), on=adapted)
     return adapted
+
+
+def adapted_for_a_look(model: PreTrainedModel, adapters: PeftConfig) -> PeftModel:
+    """Returns `model` with adapters, for one that is measured or tried, not trained: without peft's warnings, and
+    `adapters` stays as it is, which peft writes the targets into that it found.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, copy.deepcopy(adapters))
 
 
 def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -26,6 +26,7 @@ from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
 from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, max_positions, without_zero_init
+from dsft.models.trained import adapted_for_a_look
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu
@@ -416,7 +417,7 @@ def trains_the_same(
                 fields["trainable_token_indices"] = dict.fromkeys(tokens, kept) if isinstance(tokens, dict) else kept
             if names := fields.get("target_parameters"):
                 fields["target_parameters"] = [re.sub(r"^.*\.\d+\.", "", name) for name in names]
-            model = get_peft_model(model, LoraConfig(**fields))
+            model = adapted_for_a_look(model, LoraConfig(**fields))
         ids_BT = random_tokens(model, 2, 16, first=3)
         labels_BT = ids_BT.clone()
         labels_BT[0, :9] = IGNORED

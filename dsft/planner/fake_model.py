@@ -6,12 +6,11 @@ Liger-Kernel 0.6. Shape suffixes: B batch, N heads, T time, D head dim.
 import contextlib
 import copy
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -27,7 +26,7 @@ from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import ModelFacts, decoder_layers, without_zero_init
-from dsft.models.trained import select_trained
+from dsft.models.trained import adapted_for_a_look, select_trained
 from dsft.runtime import patches
 
 Attention = Literal["flash", "sdpa", "eager"]
@@ -119,9 +118,7 @@ def meta_model(
         except KeyError:  # Falcon has a class of its own for each of transformers' names
             model = from_config(traced, dtype=dtype, attn_implementation="eager" if attention == "eager" else "sdpa")
         if adapters is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of towers that adapters leave out, which are not there
-                model = get_peft_model(model, copy.deepcopy(adapters))
+            model = adapted_for_a_look(model, adapters)
     select_trained(model, *patterns)
     return model
 

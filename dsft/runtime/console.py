@@ -41,6 +41,8 @@ def set_up_screen() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # DeepSpeed names no GPU where a training has one rank.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
     transformers.logging.set_verbosity_warning()
     shows_downloads = not (rank() or are_progress_bars_disabled()) and bars_are_seen()

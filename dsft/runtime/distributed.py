@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -158,7 +159,7 @@ def stop_ranks() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.barrier()
+        wait_for_all()
         dist.destroy_process_group()
     is_watched = watchdog.endpoint() is not None
     watchdog.close()
@@ -386,6 +387,9 @@ def set_library_variables() -> bool:
         # used together. The older name would win over the user's newer one.
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # DeepSpeed reads numbers alone where it compiles an operator (op_builder/builder.py): 9.0, not 9.0a or 10.0f.
+        if architectures := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[af]\b", "", architectures)
     else:
         require_seen_gpus()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

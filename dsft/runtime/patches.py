@@ -93,6 +93,7 @@ _TORCH_CHECKPOINTS = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engin
 _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
 _ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _CONVERSIONS = ("transformers.core_model_loading:revert_weight_conversion",)
 _CONVERSIONS_SEEN = {"5.23.0": "2e4ae8e5cfff"}
 
@@ -255,6 +256,13 @@ PATCHES = {
         code=(f"{_ZERO_1_2}.allreduce_and_copy", f"{_ZERO_1_2}.average_tensor"),
         seen={"0.19.8": "222ea587e16b"},
     ),
+    "partial_offload": Patch(
+        target=f"{_ZERO_3}._optimizer_step",
+        why="in partial offload what stays on the GPU keeps the first learning rate, and checkpoints lack its states",
+        code=(f"{_ZERO_3}._optimizer_step", f"{_ZERO_3}._rigid_state_dict"),
+        seen={"0.19.8": "320347a4feec"},
+        if_changed="refuse",
+    ),
     "positions_on_gpu": Patch(
         target="transformers.masking_utils:find_packed_sequence_indices",
         why="it reads the positions of each micro batch back from the GPU, to see whether rows are packed",
@@ -299,7 +307,7 @@ PATCHES = {
         if_changed="keep",
     ),
     "gather_together": Patch(
-        target="deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue",
+        target=f"{_ZERO_3}.checkpoint_event_epilogue",
         why="ZeRO-3 gathers parameters after a save, and ranks that wait there for slow writers exceed the limit",
         seen={"0.19.8": "3e29cb88ca58"},
         if_changed="keep",

@@ -16,6 +16,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -90,6 +91,25 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
             patches.replace("reduces_unwaited", lambda reduce: functools.partial(reduce_unwaited, reduce), on=optimizer)
         if optimizer.compute_grad_norm:  # the norm of infinite gradients skips the step as well
             patches.replace("no_overflow_search", lambda _: lambda partition_gradients: None, on=optimizer)
+    elif hasattr(optimizer, "backup_optimizer"):
+        patches.replace(
+            "partial_offload", lambda step: functools.partial(step_with_both, optimizer, step), on=optimizer
+        )
+
+
+def step_with_both(optimizer: DeepSpeedZeroOptimizer_Stage3, step: Callable[[int], None], group: int) -> None:
+    """Update a sub group of ZeRO-3 whose optimizer is offloaded in part. The Adam of those that stay on the GPU takes
+    the schedule of the offloaded one, and keeps its states with that one's, which checkpoints hold.
+    """
+    on_gpu, offloaded = optimizer.backup_optimizer, optimizer.optimizer
+    on_gpu.state = offloaded.state
+    for settings, scheduled in zip(on_gpu.param_groups, offloaded.param_groups, strict=True):
+        settings.update({name: scheduled[name] for name in ("lr", "betas", "eps", "weight_decay")})
+    if state := offloaded.state.get(optimizer.fp32_partitioned_groups_flat[group]):
+        # A checkpoint's may be of the other kind: torch's Adam counts in a tensor, CPUAdam in a number.
+        is_offloaded = optimizer.subgroup_to_device[group] == "cpu"
+        state["step"] = int(state["step"]) if is_offloaded else torch.tensor(float(state["step"]))
+    step(group)
 
 
 def patch_16_bit_optimizer(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer, *, resumes: bool) -> None:

@@ -1,5 +1,6 @@
 """Makes what the checks work on, offline: the demo data, a model with random weights, a small one, and one of NaN."""
 
+import copy
 import time
 from collections.abc import Iterator
 
@@ -45,7 +46,7 @@ def make_files(setting: Setting) -> Iterator[Row]:
     tokenizer = AutoTokenizer.from_pretrained(setting.path("demo", "model"))
     config = AutoConfig.from_pretrained(setting.path("demo", "model"))
     torch.manual_seed(0)
-    small = AutoModelForCausalLM.from_config(config)
+    small = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # of its own: the base's is changed
     small.save_pretrained(setting.path("small"))
     if setting.has_gpu and not setting.tiny:
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(setting.ranks))

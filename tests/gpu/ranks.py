@@ -9,15 +9,17 @@ from dsft.units import KiB
 from dsft.watchdog.processes import descendants
 
 SAMPLE_SECONDS = 0.2
+MODULES = (b"dsft.train", b"dsft.eval_ppl")
+"""That a rank runs, with a launcher or alone."""
 
 
 def ranks_below(pid: int) -> list[int]:
-    """Find the processes below one that compute: those of a module that are no launcher."""
+    """Find the processes below one that compute. A launcher's words name their module too, but after its own."""
     ranks = []
     for descendant in descendants(pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{descendant}/cmdline").read_bytes().split(b"\0")
-            if any(word.startswith(b"--local_rank") for word in words) and b"launcher" not in b" ".join(words):
+            if b"-m" in words and words[words.index(b"-m") + 1] in MODULES:
                 ranks.append(descendant)
     return ranks
 
