@@ -30,7 +30,7 @@ import yaml
 from dsft.cli.commands import FolderOptions, InitOptions, QuickstartOptions
 from dsft.errors import UserError
 from dsft.runtime.console import show_text
-from dsft.runtime.hardware import cpu_computes_bfloat16, has_gpu
+from dsft.runtime.hardware import cpu_computes_bfloat16, default_ranks, has_gpu
 
 RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
 """Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
@@ -150,8 +150,10 @@ def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     tokenizer.save_pretrained(folder / "model")
     shutil.copy(SHIPPED / "config.json", folder / "model")
+    accumulated = 2 if default_ranks() == 1 else 1  # one GPU learns from as many tokens as two CPU ranks
     for name in ("full.yaml", "lora.yaml"):
-        text = (SHIPPED / name).read_text(encoding="utf-8").format(folder=folder, dtype=dtype)
+        shipped = (SHIPPED / name).read_text(encoding="utf-8")
+        text = shipped.format(folder=folder, dtype=dtype, accumulated=accumulated)
         (folder / name).write_text(text, encoding="utf-8")
     return counts
 

@@ -371,11 +371,16 @@ class PerplexityTrainer(Trainer):
         self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens, started=started, done=done)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
+    def _get_learning_rate(self) -> float:
+        """Of the step that is done: an optimizer that DeepSpeed makes has advanced the schedule already."""
+        return self._learning_rate
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """The Trainer's; after an optimizer step ranks send their tokens, whether the loss is bad, whether to stop."""
         step, skipped = self.state.global_step, self.model_wrapped.skipped_steps
+        self._learning_rate = super()._get_learning_rate()
         # Attention of shares is over full rows, also where the backward computes it again.
         rows_BT = inputs.pop("row_positions", None)
         rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)

@@ -39,7 +39,11 @@ def losses_with_half_elsewhere(options: dict) -> list[float]:
 
 
 def losses(options: dict) -> list[float]:
-    return [entry["loss"] for entry in trained(options).state.log_history if "loss" in entry]
+    history = [entry for entry in trained(options).state.log_history if "loss" in entry]
+    assert [entry["learning_rate"] for entry in history] == pytest.approx(
+        [options["learning_rate"] * share for share in (0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3)]
+    )
+    return [entry["loss"] for entry in history]
 
 
 def test_sub_groups_on_the_gpu_follow_the_schedule_and_go_on_from_a_checkpoint(options, small_groups, tmp_path):
