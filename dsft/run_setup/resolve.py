@@ -87,7 +87,7 @@ from dsft.runtime.disk import LOCK, in_use, owner_of
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.software import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
-from dsft.units import PADDED_MULTIPLE, in_gib
+from dsft.units import in_gib
 
 BUFFER = "zero_optimization.offload_param.buffer_size"
 """Number of a DeepSpeed JSON that may be too small for the model."""
@@ -330,9 +330,9 @@ def decide_run(run: TrainingRun) -> None:
     else:
         kernel = None
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
-    run.masked = distributed.on_rank_0(lambda: is_masked(run.options, model, run.data))
+    run.masked = distributed.on_rank_0(lambda: is_masked(run.options, model))
     run.tiling = distributed.on_rank_0(lambda: tiled_loss_decision(run.options, model))
-    run.job = job_over_data(run.options, model, run.data, masked=run.masked, tiled_loss=run.tiling.value)
+    run.job = job_of(run.options, model, masked=run.masked, tiled_loss=run.tiling.value)
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
@@ -524,10 +524,9 @@ def resume_decisions(
     return checkpoint, decisions, False
 
 
-def job_over_data(
+def job_of(
     options: TrainConfig,
     facts: ModelFacts,
-    data: Sequence[FormattedSource],
     *,
     masked: bool | None = None,
     tiled_loss: bool | None = None,
@@ -535,15 +534,14 @@ def job_over_data(
     """Composes what a training is to the planner. `masked` and `tiled_loss` are decided where they are not known."""
     training, how, config = options.training, checkpointing_kwargs(options), copy.deepcopy(facts.config)
     config.get_text_config().vocab_size = facts.size.vocab_size  # as grown by new tokens
-    masked = is_masked(options, facts, data) if masked is None else masked
-    masks = options.packing or (masked and not _in_full_windows(options, data))
+    masked = is_masked(options, facts) if masked is None else masked
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
     return Job(
         size=facts.size,
         model_config=config,
         dtype=options.dtype,
         seq_len=options.seq_len,
-        attention=attention_of(facts, seq_len=options.seq_len, masked=masks),
+        attention=attention_of(facts, seq_len=options.seq_len, masked=masked),
         liger=bool(training.get("use_liger_kernel")),
         tiled_loss=tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss,
         adapters=facts.adapters,
@@ -567,17 +565,13 @@ def job_over_data(
     )
 
 
-def is_masked(options: TrainConfig, facts: ModelFacts, data: Sequence[FormattedSource]) -> bool:
-    """Whether batches that are not packed have an attention mask: padded rows have none where the model computes the
-    same without. Full windows need none.
+def is_masked(options: TrainConfig, facts: ModelFacts) -> bool:
+    """Whether rows that are packed or padded have an attention mask. Padded ones have none where the model computes the
+    same without: the last window of a text too, whose mask would take 5 GiB of an 8B model's 66.
     """
-    if options.packing or _in_full_windows(options, data):
-        return True
-    return needs_mask(facts.config, facts.attn_implementation, trust_remote_code=options.trust_remote_code)
-
-
-def _in_full_windows(options: TrainConfig, data: Sequence[FormattedSource]) -> bool:
-    return all(source.rules.is_text for source in data) and options.seq_len % PADDED_MULTIPLE == 0
+    return options.packing or needs_mask(
+        facts.config, facts.attn_implementation, trust_remote_code=options.trust_remote_code
+    )
 
 
 def choose_plan(

@@ -56,7 +56,7 @@ def asked_to_stop(setting: Setting) -> Iterator[Row]:
 
 def nan_loss(setting: Setting) -> Iterator[Row]:
     """Train a model whose embeddings are NaN."""
-    words = command(setting, "train", options(setting, "nan", model=setting.path("broken"), zero="1"))
+    words = command(setting, "train", options(setting, "nan", model=setting.path("broken"), seq_len=128, zero="1"))
     text = launch(setting, words, code=EXIT_STOPPED)
     yield Row(
         claim="a NaN loss ends the run at its step",

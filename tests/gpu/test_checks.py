@@ -17,7 +17,7 @@ from dsft.planner import calibration
 from dsft.planner.calibration import speeds_for
 from dsft.planner.plans import hash_of
 from dsft.planner.step_time import speeds_of
-from dsft.run_setup.resolve import job_over_data, plan_run
+from dsft.run_setup.resolve import job_of, plan_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 from dsft.watchdog.processes import Process
@@ -150,7 +150,7 @@ def test_the_model_of_a_card_fits_in_the_trainings_of_the_checks(tmp_path, memor
         options = TrainConfig(
             model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=2048, **changes, training=training
         )
-        job = job_over_data(options, measure_model(options), [], masked=False, tiled_loss=False)
+        job = job_of(options, measure_model(options), masked=False, tiled_loss=False)
         job = dataclasses.replace(job, attention="flash", checkpointing=changes["zero"] > "1")
         assert plan_run(options, job, card).plan.fits
 

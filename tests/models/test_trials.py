@@ -22,7 +22,7 @@ from dsft.models.size import measure_model
 from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
-from dsft.run_setup.resolve import job_over_data
+from dsft.run_setup.resolve import is_masked, job_of
 from dsft.units import IGNORED
 
 QUICK = ("llama", "gpt2", "mixtral")
@@ -66,13 +66,10 @@ def test_the_mask_is_kept_where_the_loss_counts_padding_or_attention_is_not_sdpa
 
 
 def test_the_plan_of_padded_rows_has_no_mask_where_training_has_none(tmp_path):
-    class Chats:  # a source of rows of any length
-        class rules:
-            is_text = False
-
     options, facts = TrainConfig(seq_len=64, dtype="float32"), facts_of("llama", tmp_path)
-    assert job_over_data(options, facts, [Chats]).attention == "flash"
-    assert job_over_data(options, facts, [Chats], masked=True).attention == "sdpa"
+    assert not is_masked(options, facts), "nor has the last window of a text"
+    assert job_of(options, facts).attention == "flash"
+    assert job_of(options, facts, masked=True).attention == "sdpa"
 
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from dsft.models.size import measure_model
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
 from dsft.planner.zero_layout import Term
 from dsft.run_setup.arguments import step_limit_decision
-from dsft.run_setup.resolve import choose_plan, job_over_data, plan_run, smaller_plan
+from dsft.run_setup.resolve import choose_plan, job_of, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -37,8 +37,8 @@ def facts(measured, cheap_traces):
     return measured
 
 
-def job_of(facts, options: TrainConfig) -> Job:
-    job = job_over_data(options, facts, [], masked=False, tiled_loss=False)
+def plain_job(facts, options: TrainConfig) -> Job:
+    job = job_of(options, facts, masked=False, tiled_loss=False)
     return dataclasses.replace(job, attention="flash")
 
 
@@ -53,10 +53,10 @@ def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
 def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
     assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
     assert choice.reason.startswith("zero=1 (as the resumed run began)")
-    fresh = plan_run(options, job_of(facts, options), EIGHT_GPUS)
+    fresh = plan_run(options, plain_job(facts, options), EIGHT_GPUS)
     assert fresh.reason.startswith(f"{fresh.plan.label} is the fastest that fits")
     assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
 
@@ -64,7 +64,7 @@ def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
 def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", zero="3", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
     assert choice.plan.zero == "3" and choice.reason.startswith("zero=3 (requested)")
 
 
@@ -72,7 +72,7 @@ def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over
     machine = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=2)
-    job = job_of(facts, options)
+    job = plain_job(facts, options)
     considered = {plan.zero for plan in plan_run(options, job, machine, checkpoint=checkpoint).candidates}
     everything = {plan.zero for plan in plan_run(options, job, machine).candidates}
     assert everything - considered == set(NOT_TAKEN_OVER) <= everything
@@ -81,13 +81,13 @@ def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over
 def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=0)
-    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
     assert choice.plan.zero == "0" and "(as the resumed run began)" in choice.reason
 
 
 def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_checked(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", zero="0", training={"output_dir": str(tmp_path)})
-    job, machine = job_of(facts, options), dataclasses.replace(EIGHT_GPUS, device_bytes=GB // 100)
+    job, machine = plain_job(facts, options), dataclasses.replace(EIGHT_GPUS, device_bytes=GB // 100)
     with pytest.raises(UserError, match="zero=0 cannot fit: .* use more GPUs or nodes.*memory_check=false starts it"):
         plan_run(options, job, machine)
     choice = plan_run(dataclasses.replace(options, memory_check=False), job, machine)
@@ -113,19 +113,19 @@ def test_the_nvme_that_a_deepspeed_json_names_is_counted(facts, tmp_path):
     file = tmp_path / "nvme.json"
     file.write_text(json.dumps(content))
     options = TrainConfig(dtype="bfloat16", zero=str(file), training={"output_dir": str(tmp_path / "run")})
-    choice = plan_run(options, job_of(facts, options), EIGHT_GPUS, zero_file=content)
+    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, zero_file=content)
     assert choice.plan.fits and choice.plan.zero == str(file)
     with pytest.raises(UserError, match="of NVMe per node"):  # the same without the disk
         nowhere = {"zero_optimization": content["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}}
         nowhere["zero_optimization"]["offload_param"] = {"device": "nvme"}
-        plan_run(options, job_of(facts, options), EIGHT_GPUS, zero_file=nowhere)
+        plan_run(options, plain_job(facts, options), EIGHT_GPUS, zero_file=nowhere)
 
 
 def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path):
     transformers.LlamaConfig(**GATED | {"vocab_size": 32_000}).save_pretrained(tmp_path)
     facts = measure_model(TrainConfig(model=str(tmp_path / "config.json")))
     options = TrainConfig(dtype="bfloat16", seq_len=256, training={"per_device_train_batch_size": 64})
-    job = job_of(facts, options)
+    job = plain_job(facts, options)
     plan = choose_plan(job, EIGHT_GPUS, zero="0").plan
     smaller = smaller_plan(job, EIGHT_GPUS, plan)
     assert smaller.device_bytes <= 0.9 * plan.device_bytes

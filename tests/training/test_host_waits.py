@@ -90,7 +90,7 @@ def test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none(
         "seq_len": 32,
         "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 1,
-        "train_sampling_strategy": "sequential",  # the last of 42 windows alone is padded, and masked
+        "train_sampling_strategy": "sequential",  # the last of 42 windows alone is padded
         "packing": packing,
     }
     step = {"all_reduce": 2, "tolist": 1}
