@@ -15,7 +15,7 @@ SEQ_LEN = 2048
 METHODS = {
     "full": "Every weight is trained: bf16 weights and gradients, fp32 weights and AdamW's two moments.",
     "lora": "Adapters of rank 16 on every linear layer, over weights in bf16.",
-    "qlora": "The same over weights in 4 bits (nf4). It has not been run on a GPU by dsft yet.",
+    "qlora": "The same over weights in 4 bits (nf4). dsft has held less than planned so far, on one H200 (gpus.md).",
 }
 HEAD = f"""# GPU memory at a glance
 
@@ -23,7 +23,7 @@ What `dsft plan` predicts for a sequence of {SEQ_LEN:,} tokens on each GPU, with
 one GPU in GiB, and the ZeRO stage that is chosen. *c* is activation checkpointing. *no*: nothing fits. A faster
 choice may take more memory than the smallest one: `dsft plan --all` shows every candidate.
 
-`python scripts/gpu_memory.py` makes this page. dsft itself has not run on a GPU:
+`python scripts/gpu_memory.py` makes this page. dsft itself has run on one GPU at a time:
 [how far to trust the plan](planner.md#how-far-to-trust-it).
 
 ```bash

@@ -23,14 +23,15 @@ DEEDS = ("train", "resume", "evaluate", "export")
 HEAD = """# What was tried, and where
 
 Made by `python scripts/support.py` from what the tests' own runs wrote: the options in run.json and perplexity.json.
-Every session below passed all of its tests. Nothing here is a claim by hand; an empty cell was not tried.
+Every session of tests below passed all of them. Sessions on GPUs are single runs, without tests. Nothing here is a
+claim by hand; an empty cell was not tried.
 
 - **train**: the training was done.
 - **resume**: the same, from a checkpoint.
 - **evaluate**: perplexity of held-out data on the way, or of the run's folder afterwards.
 - **export**: `final/` was written as a plain folder, read back and counted.
 - In brackets: the largest number of ranks. After the semicolon: how many runs.
-- All ranks were CPU ranks. **No GPU has run any of this**: NVMe, pinned memory, NCCL and quantised bases are open.
+- CPU ranks and GPUs have tables of their own. Each GPU was alone: NVMe and NCCL between GPUs are open.
   `scripts/test --gpu` tries them ([gpus.md](gpus.md))."""
 
 
@@ -154,7 +155,10 @@ def page() -> str:
         fact["launcher"] = launched_by(fact)
         several = "test hosts (namespaces of one machine)" if fact["nodes"] > 1 else "one machine"
         fact["where"] = several if "CPU" in fact["devices"] else f"GPU: {fact['devices']}"
-    parts = [HEAD, "## Methods and ZeRO", crossed(facts, "zero", "method", "zero")]
+    on_gpus = [fact for fact in facts if fact["where"].startswith("GPU")]
+    on_cpus = [fact for fact in facts if fact not in on_gpus]
+    parts = [HEAD, "## Methods and ZeRO, on CPU ranks", crossed(on_cpus, "zero", "method", "zero")]
+    parts += ["## Methods and ZeRO, on one GPU", crossed(on_gpus, "zero", "method", "zero")]
     parts += ["## Architectures", crossed(facts, "architecture", "method", "model_type")]
     parts += ["## Launchers", crossed(facts, "launcher", "where", "launcher")]
     versions: dict[str, set[str]] = defaultdict(set)
@@ -170,7 +174,7 @@ def page() -> str:
     ]
     parts += [
         "## Sessions",
-        "\n".join(["| session | date | tests | runs that were done | pytest |", "|---" * 5 + "|", *lines]),
+        "\n".join(["| session | date | tests | runs that were done | pytest, or the runs |", "|---" * 5 + "|", *lines]),
     ]
     return "\n\n".join(parts)
 
