@@ -263,6 +263,7 @@ def test_a_failed_check_is_written_and_ends_the_command_with_code_1(tmp_path, mo
 
 @pytest.mark.exhaustive
 @pytest.mark.launch
+@pytest.mark.timeout(4000)  # half an hour beside other work
 def test_every_check_holds_on_cpu_ranks(run, tmp_path):
     words = [sys.executable, ROOT / "tests" / "gpu", "--tiny", "--minutes", "100", "--out", tmp_path]
     result = run(words, timeout=3600)

@@ -36,6 +36,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 600) -> bool
     return holds(condition)
 
 
+@pytest.mark.timeout(4000)  # half an hour beside other work
 def test_twenty_kills_change_nothing_but_the_time(run, options, tmp_path):
     words = {
         "max_steps": STEPS,

@@ -82,7 +82,7 @@ CASES = {
     f"{TRAIN} --fp16": "fp16 needs a GPU",
     f"{TRAIN} --method qlora": "method=qlora",
     f"{TRAIN} --eval_strategy steps": "eval_strategy needs held-out data",
-    f"{TRAIN} --step_timeout 0": "step_timeout=0.0: must be more than 0 seconds",
+    f"{TRAIN} --step_timeout 0": "step_timeout=0.0: must be more than 0 and at most",
     f"{TRAIN} --method lora --lora_target_modules query": "'query' matches no layer",
     f"{TRAIN} --prompt_template Q": "prompt_template needs completion_template",
     f"{TRAIN} --completion_template {{text": "completion_template='{text'",
