@@ -211,7 +211,7 @@ def _fitting(parts: list[str], columns: int) -> str:
 class PlanCheck(TrainerCallback):
     """Compares a plan with what was measured, after the first steps and at the end. Collective at those steps.
 
-    Peaks are those of the fullest GPU and node (RSS of all ranks and their children) in training, without loading; over
+    Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children) in training, without loading; over
     the full training with evaluations and saves, which no plan counts. A step lasts from the end of the one before to
     its own: the host may be done with it long before a GPU is.
     """
@@ -269,7 +269,8 @@ class PlanCheck(TrainerCallback):
             mine["held"] = self.held_bytes
             mine["allocated"] = torch.cuda.max_memory_allocated()
             mine["reserved"] = torch.cuda.max_memory_reserved()
-        children = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
+        # Pages that several hold are shared out: the workers that compile for a GPU were forked from one process.
+        children = sum(child.memory_full_info().pss for child in psutil.Process().children(recursive=True))
         ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children, mine)])
         nodes: Counter[str] = Counter()
         for host, host_bytes, _ in ranks:
