@@ -16,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -28,7 +27,7 @@ from dsft.planner.plans import FRAGMENTATION, Plan
 from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, bytes_by_phase, peak_bytes
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all
-from dsft.runtime.hardware import has_gpu, peak_resident_bytes, set_back_peaks
+from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, set_back_peaks
 from dsft.training.metrics import mark, on_screen, seconds_between
 from dsft.units import GiB, in_digits, plural
 from dsft.watchdog import client as watchdog
@@ -211,9 +210,9 @@ def _fitting(parts: list[str], columns: int) -> str:
 class PlanCheck(TrainerCallback):
     """Compares a plan with what was measured, after the first steps and at the end. Collective at those steps.
 
-    Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children) in training, without loading; over
-    the full training with evaluations and saves, which no plan counts. A step lasts from the end of the one before to
-    its own: the host may be done with it long before a GPU is.
+    Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children) in training, without
+    loading; over the full training with evaluations and saves, which no plan counts. A step lasts from the end of
+    the one before to its own: the host may be done with it long before a GPU is.
     """
 
     def __init__(self, plan: Plan):
@@ -269,9 +268,7 @@ class PlanCheck(TrainerCallback):
             mine["held"] = self.held_bytes
             mine["allocated"] = torch.cuda.max_memory_allocated()
             mine["reserved"] = torch.cuda.max_memory_reserved()
-        # Pages that several hold are shared out: the workers that compile for a GPU were forked from one process.
-        children = sum(child.memory_full_info().pss for child in psutil.Process().children(recursive=True))
-        ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children, mine)])
+        ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children_bytes(), mine)])
         nodes: Counter[str] = Counter()
         for host, host_bytes, _ in ranks:
             nodes[host] += host_bytes

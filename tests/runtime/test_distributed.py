@@ -91,3 +91,11 @@ def test_a_value_of_many_hosts_names_five_of_them(monkeypatch, hosts, named):
         require_agreement({"copy it": {"option": "a", "same": None}})
     [problem] = [line for line in raised.value.problems if line.startswith("option ")]
     assert named in problem and f"b on last (rank {hosts}); copy it" in problem
+
+
+def test_deepspeed_gets_architectures_that_it_can_read(monkeypatch):
+    environment = os.environ | {"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX 10.0f", "WORLD_SIZE": "1"}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(distributed, "has_gpu", lambda: True)
+    distributed.set_library_variables()
+    assert environment["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0+PTX 10.0"

@@ -27,6 +27,7 @@ from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     Machine,
     ask_gpu,
+    children_bytes,
     cpu_computes_bfloat16,
     read_interconnect,
     read_network,
@@ -448,3 +449,22 @@ def test_a_step_of_kept_memory_asks_the_system_for_none():
     """By page faults; without the kernel's huge pages there are 20,480 in a step of 80 MiB."""
     default, kept = result_of(STEPS, "default"), result_of(STEPS, "keeps")
     assert default > 30 and kept < default / 4
+
+
+def test_pages_that_children_share_count_once_and_a_dead_child_holds_nothing():
+    script = """
+import os, sys
+shared = bytearray(b"1") * 10**8
+children = [os.fork() for _ in range(3)]
+if all(children):
+    print("they hold it", flush=True)
+sys.stdin.read()
+"""
+    before = children_bytes()
+    with (
+        subprocess.Popen([sys.executable, "-c", ""]),
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent,
+    ):
+        assert parent.stdout.readline()
+        assert 10**8 <= children_bytes() - before < 2 * 10**8
+        parent.stdin.close()
