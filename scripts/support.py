@@ -23,7 +23,7 @@ DEEDS = ("train", "resume", "evaluate", "export")
 HEAD = """# What was tried, and where
 
 Made by `python scripts/support.py` from what the tests' own runs wrote: the options in run.json and perplexity.json.
-Every session of tests below passed all of them. Sessions on GPUs are single runs, without tests. Nothing here is a
+Every session of tests below passed all of them. Those of no tests are single runs, or a quickstart. Nothing here is a
 claim by hand; an empty cell was not tried.
 
 - **train**: the training was done.
