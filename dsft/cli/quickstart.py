@@ -150,7 +150,7 @@ def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     tokenizer.save_pretrained(folder / "model")
     shutil.copy(SHIPPED / "config.json", folder / "model")
-    accumulated = 2 if default_ranks() == 1 else 1  # one GPU learns from as many tokens as two CPU ranks
+    accumulated = 2 if default_ranks() == 1 else 1  # one rank learns from as many tokens as two
     for name in ("full.yaml", "lora.yaml"):
         shipped = (SHIPPED / name).read_text(encoding="utf-8")
         text = shipped.format(folder=folder, dtype=dtype, accumulated=accumulated)
