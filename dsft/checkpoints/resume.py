@@ -88,22 +88,28 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
 
 TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload"}
 """What the layout of a checkpoint's shards depends on: key in the manifest -> name in a message."""
+GROUPS = {"sub_group_size": "elements of a sub group", "optimizer_in_json": "optimizer in the JSON"}
+"""The same of how a shard is cut into the optimizer's groups."""
 
 NOT_TAKEN_OVER = ("0", "3-nvme")
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
-    """Describe how `now` (keys of TOPOLOGY) differs from a checkpoint's; empty where DeepSpeed reads it itself."""
+    """Describe how `now` (keys of TOPOLOGY and GROUPS) differs from a checkpoint's; empty where DeepSpeed reads it
+    itself.
+    """
     then = read_manifest(Path(checkpoint))
     if then is None:
         return "it has no manifest: it is another tool's"
     if then["zero_stage"] == now["zero_stage"] == 0:
         return ""  # nothing is cut into shards
-    changed = [
-        f"{word} {then[key]} -> {now[key]}" for key, word in TOPOLOGY.items() if key in then and then[key] != now[key]
-    ]
-    return ", ".join(changed)
+
+    def changed(words: dict[str, str]) -> str:
+        keys = [key for key in words if then.get(key, now[key]) != now[key]]
+        return ", ".join(f"{words[key]} {then[key]} -> {now[key]}" for key in keys)
+
+    return changed(TOPOLOGY) or changed(GROUPS)
 
 
 def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:

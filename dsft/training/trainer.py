@@ -181,6 +181,8 @@ class PerplexityTrainer(Trainer):
             "world_size": args.world_size,
             "zero_stage": stage(deepspeed_config),
             "offload": offloads(deepspeed_config),
+            "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
+            "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
         }
         self._mapped_resume = functools.partial(
             mapped_resume, on_gpu=args.device.type == "cuda" and not self.topology["offload"]
