@@ -58,7 +58,7 @@ from dsft.models.trained import learning_rates, saved_lora_config, without_rows
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
-from dsft.planner.fake_model import Attention, attention_of
+from dsft.planner.fake_model import LIGER_MODELS, Attention, attention_of
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
 from dsft.planner.step_time import GPUS, Speeds, gpu_name
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
@@ -252,7 +252,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     given, taken = get_value(run.zero_file or {}, BUFFER), get_value(config, BUFFER)
     if given is not None and given != taken:
         run.notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
-    run.notes += ignored_options(run.options, config, run.model.size)
+    run.notes += ignored_options(run.options, config, run.model.size) + unused_kernels(run, machine)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
         run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
@@ -294,7 +294,22 @@ def resolve_offline(
         )
     if attention:
         run.job = dataclasses.replace(run.job, attention=attention)
+    run.notes += unused_kernels(run, machine)
     return run
+
+
+def unused_kernels(run: TrainingRun, machine: Machine) -> list[str]:
+    """Names kernels with which this training would be faster; they are not chosen for a user, since they round in
+    another way and leave out figures of the log (docs/report.md).
+    """
+    options = run.options
+    may_fuse = machine.has_gpu and options.dtype != "float32" and run.model.size.model_type in LIGER_MODELS
+    if not may_fuse or "use_liger_kernel" in options.training:
+        return []
+    return [
+        "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a Llama"
+        " 1.2 times as fast, in 0.8 of the memory"
+    ]
 
 
 def decide_run(run: TrainingRun) -> None:

@@ -131,7 +131,7 @@ def test_all_problems_come_at_once(asked):
 def test_a_usual_model_is_planned_without_the_hub(name):
     run = resolve_offline(TrainConfig(model=name, method="lora"), EIGHT_GPUS)
     assert run.model.size.num_layers == USUAL_MODELS[name]["num_hidden_layers"]
-    assert run.notes == [f"planned with the configuration of {name} that dsft brings along"]
+    assert run.notes[0] == f"planned with the configuration of {name} that dsft brings along"
 
 
 def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():
@@ -156,3 +156,13 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
         monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: none)
     without = resolve_offline(options, this_machine())
     assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
+
+
+def test_kernels_that_would_be_faster_are_named_where_they_can_be_taken():
+    def notes_of(machine: Machine = EIGHT_GPUS, **options) -> list[str]:
+        given = {"model": "Qwen/Qwen2.5-0.5B", "method": "lora", "dtype": "bfloat16"} | options
+        run = resolve_offline(make_config(TrainConfig, given, []), machine)
+        return [note for note in run.notes if "use_liger_kernel=true" in note]
+
+    assert len(notes_of()) == 1
+    assert not notes_of(this_machine()) and not notes_of(dtype="float32") and not notes_of(use_liger_kernel=False)
