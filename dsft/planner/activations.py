@@ -38,6 +38,7 @@ from dsft.runtime.disk import user_cache
 from dsft.units import DTYPE_BYTES, write_json
 
 aten = torch.ops.aten
+LAYER_INPUTS, SAVED = "layer inputs (checkpointing)", "saved activations"
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
 """Products of matrices: their time is that of their arithmetic, not of the memory they read."""
 
@@ -438,8 +439,8 @@ class TrainingActivations:
         again = [self.layers_input[index] for index in checkpointed]
         plain = [cost for index, cost in enumerate(self.layers_saved) if index not in checkpointed]
         for name, costs, backward in (
-            ("layer inputs (checkpointing)", again, self.layer_transient),
-            ("saved activations", plain, self.layer_backward),
+            (LAYER_INPUTS, again, self.layer_transient),
+            (SAVED, plain, self.layer_backward),
         ):
             if not costs:
                 continue
@@ -454,6 +455,20 @@ class TrainingActivations:
             peaks.append(("backward of one layer", backward))
         name, cost = max(peaks, key=lambda peak: peak[1].num_bytes(num_tokens))
         return [*terms, Term(name, cost.num_bytes(num_tokens), cost.formula(num_tokens), "compute")]
+
+    def as_gradients_come(self, terms: list[Term], late: int) -> list[Term]:
+        """Take from what layers keep the `late` bytes that come as it goes, layer by layer: the larger of both is the
+        peak. The last of the layers keeps its part.
+        """
+        lessened = []
+        for term in terms:
+            less = 0
+            if term.name in (LAYER_INPUTS, SAVED) and term.place == "device":
+                less = min(late, term.num_bytes - term.num_bytes // self.num_layers)
+                late -= less
+            how = f"{term.formula} - {less:,} that go before as many bytes of gradients come" if less else term.formula
+            lessened.append(replace(term, num_bytes=term.num_bytes - less, formula=how))
+        return lessened
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from dsft.planner.candidates import (
     settings,
     wants_fp32_sums,
 )
-from dsft.planner.states import copied_terms, load_terms, quantised_room, sample_terms, state_terms
+from dsft.planner.states import copied_terms, late_bytes, load_terms, quantised_room, sample_terms, state_terms
 from dsft.planner.step_time import GPUS, TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
@@ -318,7 +318,8 @@ def _fitted(
             optimizer=job.optimizer,
         )
         states = state_terms(layout)
-        terms = states + load_terms(layout, device_bytes=machine.device_bytes) + activations
+        held = traced.as_gradients_come(activations, late_bytes(layout, states))
+        terms = states + load_terms(layout, device_bytes=machine.device_bytes) + held
         terms += quantised_room(layout, states, activations)
         terms += sample_terms(layout) if job.samples else []
         terms += copied_terms(layout) if job.async_save else []
@@ -330,7 +331,7 @@ def _fitted(
             accumulation=accumulation,
             sequence_parallel=shared_by,
             deepspeed_config=deepspeed_config,
-            activation_bytes=peak_bytes(activations, "device"),
+            activation_bytes=peak_bytes(held, "device"),
             time=step_time(
                 layout,
                 machine,

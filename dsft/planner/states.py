@@ -9,6 +9,7 @@ torch's CachingHostAllocator rounds pinned memory up to powers of two and keeps 
 transformers maps checkpoint files into memory: pages that the kernel takes back, so they are not counted.
 """
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -28,6 +29,10 @@ states and of activations: five published runs of 1.8 to 72 B (tests/planner/tes
 """
 
 
+GONE_AFTER_STEP = ("gradients", "secondary partition")
+"""Terms that are counted as always there, since computing and the step need them; between steps they are gone."""
+
+
 def state_terms(layout: ZeroLayout) -> list[Term]:
     """List model states, gradients and DeepSpeed's buffers: of one device, and of one node's host memory."""
     device = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[layout.stage](layout)
@@ -43,6 +48,26 @@ def quantised_room(layout: ZeroLayout, states: list[Term], activations: list[Ter
     how = f"{in_gib(QUANTISED_BYTES)} + {QUANTISED_STATES:.0%} of states + {QUANTISED_ACTIVATIONS:.0%} of activations"
     room = QUANTISED_BYTES + int(QUANTISED_STATES * held + QUANTISED_ACTIVATIONS * made)
     return [Term("room of a quantised base", room, f"{how}, as published runs took")]
+
+
+def late_bytes(layout: ZeroLayout, states: list[Term]) -> int:
+    """Count what of the states' terms is not there while all layers hold their activations, but comes as these go:
+    gradients, and with a tied embedding what its gradient passes through. The head's are the first to come.
+
+    Nothing where micro batches are accumulated, since gradients of earlier ones are there, and under stage 3.
+    """
+    if layout.stage == 3 or layout.accumulates:
+        return 0
+    size, largest = layout.size, layout.weight_bytes * layout.largest_trained
+    gradients = sum(term.num_bytes for term in states if term.name == "gradients")
+    if layout.stage == 0:
+        return max(0, gradients - largest)
+    if not (size.trains_embedding and not size.head_params and layout.largest_trained == size.embedding_params):
+        return gradients
+    # One of the embedding's two gradients is there; what comes in the meantime is of layers.
+    of_layers = _stage_1_2(dataclasses.replace(layout, largest_trained=layout.largest_inner))
+    passing, first = (sum(term.num_bytes for term in terms if term.phase == "compute") for terms in (states, of_layers))
+    return gradients + max(0, passing - first - largest)
 
 
 def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:

@@ -24,6 +24,7 @@ from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped
 from dsft.planner.plans import FRAGMENTATION, Plan
+from dsft.planner.states import GONE_AFTER_STEP
 from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, bytes_by_phase, peak_bytes
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all
@@ -283,7 +284,8 @@ class PlanCheck(TrainerCallback):
             of_torch = [term for term in plan.terms if term.name != OVERHEAD]
             allocated = peak_bytes(of_torch, "device")
             if largest["held"]:
-                held = bytes_by_phase(of_torch, "device")["always"]
+                stays = [term for term in of_torch if term.name not in GONE_AFTER_STEP]
+                held = bytes_by_phase(stays, "device")["always"]
                 rows.append(("GPU memory between steps", held, largest["held"], "GiB"))
             rows.append(("GPU memory allocated", allocated, largest["allocated"], "GiB"))
             rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))

@@ -89,7 +89,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
     and step, and of what is gathered for samples after them.
 
-    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, ranks, micro_batches (per step).
+    `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, ranks, micro_batches (per step),
+    tokens (rows and columns of a micro batch).
     """
     import deepspeed
     import torch.distributed as dist
@@ -101,7 +102,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     deepspeed.init_distributed()
     ledger = ByteLedger()
     report: dict[str, Any] = {}
-    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    tokens = torch.zeros(case.get("tokens", (1, TOKENS)), dtype=torch.long)
     with ledger:
         model, _keep = _build(case)  # transformers holds the configuration by weak reference
         report["load"] = ledger.peaks()

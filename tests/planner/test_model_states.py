@@ -13,7 +13,8 @@ from dsft.config.deepspeed import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
-from dsft.planner.states import load_terms, sample_terms, state_terms
+from dsft.planner.activations import training_activations
+from dsft.planner.states import GONE_AFTER_STEP, late_bytes, load_terms, sample_terms, state_terms
 from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, peak_bytes, resolve_auto
 from dsft.units import GiB
 
@@ -177,10 +178,6 @@ def assert_close(measured: int, predicted: int, name: str):
     )
 
 
-GONE_AFTER_STEP = ("gradients", "secondary partition")
-"""Counted as always there, since both phases need them."""
-
-
 @pytest.mark.cases("{name}")
 @pytest.mark.parametrize("name", grid(CASES, QUICK))
 def test_what_stays_between_steps(name, measured, sizes):
@@ -209,6 +206,53 @@ def test_the_peak_of_a_training_step(name, measured, sizes):
         if name == "1 tied accumulating" or (name[0] in "23" and name not in others):
             assert_close(measured[name][phase]["total"], predicted, phase)
     assert_close(max(measured[name][phase]["total"] for phase in ("compute", "step")), peak, "peak")
+
+
+ROWS, COLUMNS = 32, 64
+"""So many tokens that activations take ten times what weights do."""
+BESIDE = {
+    f"{name}{' tied' if tied else ''}, {ranks} ranks": case(tied=tied, ranks=ranks, rank=min(ranks - 1, 1), **zero)
+    | {"tokens": (ROWS, COLUMNS)}
+    for name, zero in {
+        "0": {"stage": 0},
+        "1": {"stage": 1, **Z12},
+        "1 without overlap": {"stage": 1, **(Z12 | {"overlap_comm": False})},
+        "2": {"stage": 2, **Z12},
+        "2 offload": {"stage": 2, "offload_optimizer": CPU, **Z12},
+    }.items()
+    for tied in (False, True)
+    for ranks in (1, WORLD_SIZE)
+    if ranks > 1 or "offload" not in name  # on one rank the share's copies on the host are all of the memory here
+}
+
+
+@pytest.fixture(scope="module")
+def measured_beside(request):
+    names = needed_cases(request)
+    cases = {name: BESIDE[name] for name in BESIDE if name in names}
+    for chosen in cases.values():
+        chosen["model"] |= {"attn_implementation": "eager"}
+    return measure(cases)
+
+
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid(BESIDE, ("1 tied, 1 ranks", "2, 16 ranks")))
+def test_gradients_come_as_activations_go(name, measured_beside, sizes):
+    case = BESIDE[name]
+    tied, ranks = case["model"]["tie_word_embeddings"], case["ranks"]
+    size, config = sizes[tied, 0], LlamaConfig(**MODEL | {"tie_word_embeddings": tied})
+    about = {"world_size": ranks, "ranks_per_node": RANKS_PER_NODE, "dtype": case["dtype"], "has_gpu": False}
+    layout = describe_layout(size, case["config"], **about)
+    traced = training_activations(size, config, dtype=case["dtype"], attention="eager", loss="hf", seq_len=COLUMNS)
+    states = state_terms(layout)
+    activations = traced.terms(ROWS * COLUMNS, 0)
+    terms = states + traced.as_gradients_come(activations, late_bytes(layout, states))
+    on_host = sum(term.num_bytes for term in states if term.place == "host" and term.name != "processes")
+    predicted = peak_bytes(terms, "device") + on_host // RANKS_PER_NODE
+    assert 1 <= predicted / measured_beside[name]["compute"]["total"] <= 1.03
+    assert layout.accumulates is False
+    summed = describe_layout(size, case["config"] | {"gradient_accumulation_steps": 2}, **about)
+    assert late_bytes(summed, state_terms(summed)) == 0
 
 
 FLAT, MASTER_3 = "flatten_dense_tensors_aligned", "_create_fp32_partitions"
