@@ -54,9 +54,10 @@ def late_bytes(layout: ZeroLayout, states: list[Term]) -> int:
     """Count what of the states' terms is not there while all layers hold their activations, but comes as these go:
     gradients, and with a tied embedding what its gradient passes through. The head's are the first to come.
 
-    Nothing where micro batches are accumulated, since gradients of earlier ones are there, and under stage 3.
+    Nothing where micro batches are accumulated, since gradients of earlier ones are there. Nothing under stage 3 and
+    with sums in fp32, whose buffers are allocated in full.
     """
-    if layout.stage == 3 or layout.accumulates:
+    if layout.stage == 3 or layout.accumulates or layout.keeps_fp32_share:
         return 0
     size, largest = layout.size, layout.weight_bytes * layout.largest_trained
     gradients = sum(term.num_bytes for term in states if term.name == "gradients")
