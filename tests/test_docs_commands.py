@@ -121,8 +121,9 @@ def made(tmp_path_factory) -> Path:
         result = run_entry("dsft.train", words, world=2, folder=folder)
         assert result.returncode == 0, result.stderr
     for output_dir, models in {"results": ["base", "runs/first"], "more_results": ["finetuned"]}.items():
-        words = ["--model", *models, "--data", "test.jsonl", "--group_by", "domain", "--output_dir", output_dir]
+        words = ["--model", *models, "--data", "test.jsonl", "--output_dir", output_dir]
         assert run_entry("dsft.eval_ppl", words, folder=folder).returncode == 0
+    shutil.copytree(folder / "more_results", folder / "their_results")
     return folder
 
 
