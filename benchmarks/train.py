@@ -162,7 +162,7 @@ def prepare(folder: Path, rows: list[Row]) -> None:
             data = load_training_data(
                 checked.options, list(checked.data), [], checked.tokenizer, pack=pack, flash=False, limits=()
             )
-            order = range(GPU_STEPS * row.batch if row.shape else STEPS * 2 * 4 * BATCH)
+            order = range(row.steps * (row.batch if row.shape else 2 * 4 * BATCH))
             if pack:  # dsft draws the order of packed rows itself
                 order = list(EpochSampler(PaddedToFullSteps(data.items, BATCH), seed=SEED, step=lambda: 0))
                 order = order[: STEPS * BATCH]
@@ -324,7 +324,7 @@ def trainer_subject(row: Row, folder: Path, meter: Meter, **given: bool) -> None
         deepspeed.init_distributed(verbose=False)
     args = TrainingArguments(**trainer_arguments(row, meter), deepspeed=deepspeed_config(row) or None, **given)
     trainer = Trainer(
-        model=load_model(row, folder, is_frozen=row.lora),
+        model=load_model(row, folder),
         args=args,
         train_dataset=read_rows(folder, row, packed=row.packing),
         data_collator=collate,
@@ -355,14 +355,14 @@ def deepspeed_config(row: Row) -> dict:
     }
 
 
-def load_model(row: Row, folder: Path, *, is_frozen: bool):
+def load_model(row: Row, folder: Path, *, adapted: bool = True):
     import torch
     from transformers import AutoModelForCausalLM, set_seed
 
     # Trainer's bf16 is autocast over fp32 weights; DeepSpeed's has bf16 weights and fp32 masters.
-    dtype = torch.bfloat16 if row.bf16 and (row.ranks > 1 or (row.shape and is_frozen)) else torch.float32
+    dtype = torch.bfloat16 if row.bf16 and (row.ranks > 1 or (row.shape and row.lora)) else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder / row.model, dtype=dtype)
-    if row.lora:
+    if row.lora and adapted:
         from peft import LoraConfig, get_peft_model
 
         set_seed(SEED)
@@ -396,7 +396,7 @@ def trl_subject(row: Row, folder: Path, meter: Meter, **given: bool) -> None:
         **given,
     )
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **LORA) if row.lora else None
-    model = load_model(dataclasses.replace(row, lora=False), folder, is_frozen=row.lora)
+    model = load_model(row, folder, adapted=False)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / row.model)
@@ -422,7 +422,7 @@ def bare_subject(row: Row, folder: Path, meter: Meter) -> None:
         config = deepspeed_config(row)
         registered = HfDeepSpeedConfig(config)
     place = torch.device("cuda" if row.shape else "cpu")
-    model = load_model(row, folder, is_frozen=row.lora).to(place).train()
+    model = load_model(row, folder).to(place).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     if row.ranks > 1:

@@ -27,8 +27,6 @@ QUANTISED_BYTES, QUANTISED_STATES, QUANTISED_ACTIVATIONS = 2**30, 0.05, 0.4
 """What trainings over a quantised base took on a GPU beyond their formulas, whose reason is not known, and as shares of
 states and of activations: five published runs of 1.8 to 72 B (tests/planner/test_published.py) are met within 10 % so.
 """
-
-
 GONE_AFTER_STEP = ("gradients", "secondary partition")
 """Terms that are counted as always there, since computing and the step need them; between steps they are gone."""
 

@@ -303,8 +303,8 @@ def unused_kernels(run: TrainingRun, machine: Machine) -> list[str]:
     another way and leave out figures of the log (docs/report.md).
     """
     options = run.options
-    may_fuse = machine.has_gpu and options.dtype != "float32" and run.model.size.model_type in LIGER_MODELS
-    if not may_fuse or "use_liger_kernel" in options.training:
+    may_fuse = machine.has_gpu and options.dtype != "float32" and options.sequence_parallel == 1
+    if not may_fuse or run.model.size.model_type not in LIGER_MODELS or "use_liger_kernel" in options.training:
         return []
     return [
         "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a Llama"

@@ -212,7 +212,7 @@ ROWS, COLUMNS = 32, 64
 """So many tokens that activations take ten times what weights do."""
 BESIDE = {
     f"{name}{' tied' if tied else ''}, {ranks} ranks": case(tied=tied, ranks=ranks, rank=min(ranks - 1, 1), **zero)
-    | {"tokens": (ROWS, COLUMNS)}
+    | {"tokens": (ROWS, COLUMNS), "model": MODEL | {"tie_word_embeddings": tied, "attn_implementation": "eager"}}
     for name, zero in {
         "0": {"stage": 0},
         "1": {"stage": 1, **Z12},
@@ -228,20 +228,15 @@ BESIDE = {
 
 @pytest.fixture(scope="module")
 def measured_beside(request):
-    names = needed_cases(request)
-    cases = {name: BESIDE[name] for name in BESIDE if name in names}
-    for chosen in cases.values():
-        chosen["model"] |= {"attn_implementation": "eager"}
-    return measure(cases)
+    return measure({name: BESIDE[name] for name in BESIDE if name in needed_cases(request)})
 
 
 @pytest.mark.cases("{name}")
 @pytest.mark.parametrize("name", grid(BESIDE, ("1 tied, 1 ranks", "2, 16 ranks")))
 def test_gradients_come_as_activations_go(name, measured_beside, sizes):
     case = BESIDE[name]
-    tied, ranks = case["model"]["tie_word_embeddings"], case["ranks"]
-    size, config = sizes[tied, 0], LlamaConfig(**MODEL | {"tie_word_embeddings": tied})
-    about = {"world_size": ranks, "ranks_per_node": RANKS_PER_NODE, "dtype": case["dtype"], "has_gpu": False}
+    size, config = sizes[case["model"]["tie_word_embeddings"], 0], LlamaConfig(**case["model"])
+    about = {"world_size": case["ranks"], "ranks_per_node": RANKS_PER_NODE, "dtype": case["dtype"], "has_gpu": False}
     layout = describe_layout(size, case["config"], **about)
     traced = training_activations(size, config, dtype=case["dtype"], attention="eager", loss="hf", seq_len=COLUMNS)
     states = state_terms(layout)
