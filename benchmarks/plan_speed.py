@@ -50,7 +50,7 @@ def planned(model_type: str, limit: int) -> dict:
             run = resolve_offline(options, machine)
             chosen = plan_run(run.options, run.job, machine, must_fit=False).plan
             source = run.job.activations.source
-            outcome = "traced" if source == "fake-tensor trace" else "approximated"
+            outcome = "traced" if source == "trace of its own code" else "approximated"
             size = run.job.size
             row |= {"outcome": outcome, "source": source, "params": size.num_params, "zero": chosen.zero}
         except UserError as error:

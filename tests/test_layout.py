@@ -183,7 +183,7 @@ OWN_OR_PUBLIC = {
     ("models/head.py", "inner.forward"),  # of the model itself, as Liger replaces it
     ("models/head.py", "head.forward"),
     ("models/feed_forward.py", "module.forward"),
-    ("planner/fake_model.py", "module.forward"),  # of a model that only exists to be measured
+    ("planner/traced_model.py", "module.forward"),  # of a model that only exists to be measured
     ("watchdog/client.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),
     ("training/callbacks.py", "config.suppress_errors"),  # a setting of Dynamo's

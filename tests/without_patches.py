@@ -40,7 +40,11 @@ TESTS = {
         "token_rows",
         "adapter_embedding",
     ),
-    "runtime/test_patches.py::test_a_fake_mixture_in_fp32_takes_no_grouped_products": ("grouped_products",),
+    "runtime/test_patches.py::test_a_traced_mixture_in_fp32_takes_no_grouped_products": ("grouped_products",),
+    "runtime/test_patches.py::test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_autocast": (
+        "meta_is_traced",
+        "autocast_of_meta",
+    ),
     "training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone": ("muon_kernels",),
     "training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules": ("quick_zero_grad", "quick_train"),
     "training/test_zero_0.py::test_a_single_rank_copies_no_gradients_to_reduce_them": ("one_rank_reduces_none",),

@@ -40,7 +40,7 @@ from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_pro
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
-from dsft.planner.fake_model import attention_of
+from dsft.planner.traced_model import attention_of
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes

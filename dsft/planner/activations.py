@@ -1,17 +1,16 @@
-r"""Bytes that activations take on one GPU, from one forward and backward of the real model over fake tensors: shapes
+r"""Bytes that activations take on one GPU, from one forward and backward of the real model over meta tensors: shapes
 only, no memory, no GPU.
 
 Two layers of each kind are traced, and the second is counted as often as there are some, so a model of any size takes
 seconds. Storages are counted as autograd and the Python code hold and free them. Left out: weights, their gradients,
-token ids, and what a CUDA kernel needs inside, but for attention (fake_model.py). A trace is kept in this process, and
-on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash of everything that it depends on.
+token ids, and what a CUDA kernel needs inside, but for attention (traced_model.py). A trace is kept in this process,
+and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash of everything that it depends on.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
-import logging
 import math
 import weakref
 from collections import Counter
@@ -32,7 +31,7 @@ from dsft.config.user_code import digest
 from dsft.errors import one_line
 from dsft.models.head import ROW_TILE, VOCAB_TILE, own_nats_of, tile_rows
 from dsft.models.size import ModelSize, decoder_layers
-from dsft.planner.fake_model import Attention, fake_model, layer_kinds, meta_model
+from dsft.planner.traced_model import Attention, layer_kinds, meta_model, traced_model
 from dsft.planner.zero_layout import Term, pinned_bytes
 from dsft.runtime.disk import user_cache
 from dsft.units import DTYPE_BYTES, write_json
@@ -48,7 +47,7 @@ class TooManyOperators(Exception):
 
 
 class StorageLog(TorchDispatchMode):
-    """Notes when storages appear and vanish while it is active; works on fake and on real tensors.
+    """Notes when storages appear and vanish while it is active; works on meta and on real tensors.
 
     Args:
         known: tensors that are not counted (weights, buffers, inputs).
@@ -75,8 +74,6 @@ class StorageLog(TorchDispatchMode):
         """Bytes that operators other than products have read and written."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # most calls: autograd asks fake tensors again and again
-            return func(*args)
         if self.waiting:
             self.mark(self.waiting)
             self.waiting = None
@@ -141,7 +138,7 @@ class StepTrace:
     backward: int
     """With checkpointing: the most from the last layer's recompute on, above `kept` and what this recompute keeps."""
     traffic: int = field(compare=False)
-    """Read and written by all operators but products; real tensors may take other ones than fake tensors."""
+    """Read and written by all operators but products; real tensors may take other ones than meta tensors."""
     traffic_of_layer: int = field(compare=False)
     """What of it is the last layer's."""
     traffic_again: int = field(compare=False)
@@ -160,7 +157,7 @@ def trace_step(
     """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward. Without
     `backward` its forward alone.
 
-    `model` holds fake tensors where this is called within `fake_model`'s context, and may as well be real.
+    `model` holds meta tensors where this is called within `traced_model`'s context, and may as well be real.
     """
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
     log = StorageLog(known, model.get_input_embeddings().weight.shape, most_operators / 4)
@@ -281,7 +278,7 @@ def trace_training(
     kept_inputs: list[dict[int, int]] = [{} for _ in batches]
     for layers in layer_kinds(blueprint):
         parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp}
-        with fake_model(blueprint, layers=layers[:1] * layers_of_kind, **parts) as model:
+        with traced_model(blueprint, layers=layers[:1] * layers_of_kind, **parts) as model:
             steps = [
                 [
                     trace_step(model, inputs_of(batch, seq_len, attention), compute_loss, **how)
@@ -330,7 +327,7 @@ def trace_evaluation(
     peaks = [0] * len(batches)
     blueprint = meta_model(model_config, dtype=dtype, attention=attention, adapters=adapters)
     for layers in layer_kinds(blueprint):
-        with fake_model(blueprint, layers=layers[:1] * 3) as model:
+        with traced_model(blueprint, layers=layers[:1] * 3) as model:
             model.eval()
             for number, batch in enumerate(batches):
                 inputs = inputs_of(batch, seq_len, attention)
@@ -357,7 +354,7 @@ kernels would keep less than the code that is traced.
 SCANNED, SCANNED_LENGTH = ("falcon_mamba", "jamba", "mamba", "rwkv", "zamba"), 16
 """Architectures that compute one position after the other, and the length that is traced of them."""
 UNTRACEABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model's own code raises where it does not run over fake tensors."""
+"""What a model's own code raises where it does not run over meta tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +405,7 @@ class TrainingActivations:
     traffic_checkpointed: Cost
     """The same with checkpointing, recompute included."""
     source: str
-    """"fake-tensor trace", or of what other model and why."""
+    """"trace of its own code", or of what other model and why."""
     layer_numbers: tuple[int, ...] = ()
     """As ModelSize has them; empty where they are those of the layers alone."""
 
@@ -521,12 +518,12 @@ def training_activations(
     liger: bool = False,
     compute_loss: Callable | None = None,
 ) -> TrainingActivations:
-    """Trace a model's training, or that of a Llama of the same widths where its code does not run over fake tensors.
+    """Trace a model's training, or that of a Llama of the same widths where its code does not run over meta tensors.
 
     Args:
         patterns: of the parameters that are trained, and of those that are frozen.
         liger: with Liger's norms and feed-forwards; its own loss is "fused".
-        compute_loss: the user's own; planned as nats where it does not run over fake tensors.
+        compute_loss: the user's own; planned as nats where it does not run over meta tensors.
     """
     how = {"liger": liger, "patterns": patterns, "tiled": loss == "tiled", "compute_loss": compute_loss}
     how["tiled_mlp"] = size.tiled_params > 0
@@ -581,10 +578,9 @@ def _traced(
     attention: Attention,
     **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
-    """Trace this model, or a Llama of its widths where its code does not run over fake tensors, and name the source."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the source of the trace has why
+    """Trace this model, or a Llama of its widths where its code does not run over meta tensors, and name the source."""
     try:
-        return _cached(trace, model_config, attention=attention, **options), "fake-tensor trace"
+        return _cached(trace, model_config, attention=attention, **options), "trace of its own code"
     except UNTRACEABLE as error:
         reason = f"since {size.model_type} could not be traced ({one_line(error)[:100]})"
     if options.get("compute_loss"):
@@ -606,7 +602,7 @@ def _traced(
         rank, alpha = options["adapters"].r, options["adapters"].lora_alpha
         options["adapters"] = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     traces = _cached(trace, llama, attention="flash", **options)
-    return traces, f"fake-tensor trace of llama, {reason}"
+    return traces, f"trace of llama, {reason}"
 
 
 def _cached(
@@ -623,7 +619,7 @@ def _cached(
     """
     # A hash of the tracing code itself, and the versions of what it runs through.
     folder, models = Path(__file__).parent, ("head", "feed_forward", "size")
-    files = ("activations.py", "fake_model.py", *(f"../models/{name}.py" for name in models))
+    files = ("activations.py", "traced_model.py", *(f"../models/{name}.py" for name in models))
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     facts = {
         "trace": trace.__name__,

@@ -16,8 +16,8 @@ from dsft.planner.activations import (
     evaluation_activations,
     training_activations,
 )
-from dsft.planner.fake_model import LIGER_MODELS, Attention
 from dsft.planner.step_time import GPUS, gpu_name, parse_interconnect
+from dsft.planner.traced_model import LIGER_MODELS, Attention
 from dsft.planner.zero_layout import (
     DEEPSPEED_OPTIMIZERS,
     DEFAULT_OPTIMIZER,

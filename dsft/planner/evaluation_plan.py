@@ -15,7 +15,6 @@ from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import Job
-from dsft.planner.fake_model import Attention, attention_of
 from dsft.planner.plans import add_up, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (
@@ -26,6 +25,7 @@ from dsft.planner.step_time import (
     launch_seconds,
     product_seconds,
 )
+from dsft.planner.traced_model import Attention, attention_of
 from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib, padded_width

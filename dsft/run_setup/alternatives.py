@@ -15,8 +15,8 @@ from dsft.errors import UserError
 from dsft.models.size import USUAL_MODELS, usual_config
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job
-from dsft.planner.fake_model import Attention
 from dsft.planner.plans import HOST_SHARE, Plan
+from dsft.planner.traced_model import Attention
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER
 from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine

@@ -46,8 +46,8 @@ from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
 from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
-from dsft.planner.fake_model import LIGER_MODELS
 from dsft.planner.plans import Plan
+from dsft.planner.traced_model import LIGER_MODELS
 from dsft.planner.zero_layout import OPTIMIZERS, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu

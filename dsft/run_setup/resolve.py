@@ -58,9 +58,9 @@ from dsft.models.trained import learning_rates, saved_lora_config, without_rows
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
-from dsft.planner.fake_model import LIGER_MODELS, Attention, attention_of
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
 from dsft.planner.step_time import GPUS, Speeds, gpu_name
+from dsft.planner.traced_model import LIGER_MODELS, Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
 from dsft.run_setup.arguments import (
     CheckpointSize,

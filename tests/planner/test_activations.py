@@ -34,7 +34,7 @@ from dsft.planner.activations import (
     trace_training,
     training_activations,
 )
-from dsft.planner.fake_model import fake_model, layer_kinds, meta_model
+from dsft.planner.traced_model import layer_kinds, meta_model, traced_model
 
 LLAMA_8B = transformers.LlamaConfig(
     vocab_size=128256,
@@ -120,7 +120,7 @@ def test_two_micro_batches_tell_of_all(architecture, attention, adapters):
     cls, values = ARCHITECTURES[architecture]
     model_config = cls(**(values | {"vocab_size": 2000}))
     predicted = predict(model_config, attention=attention, adapters=adapters, seq_len=128)
-    assert predicted.source == "fake-tensor trace"
+    assert predicted.source == "trace of its own code"
     options = {"seq_len": 128, "dtype": torch.bfloat16, "attention": attention, "adapters": adapters}
     for batch, traced in zip((1, 2, 16), trace_training(model_config, batches=(1, 2, 16), **options), strict=True):
         for checkpointing in (False, True):
@@ -185,7 +185,7 @@ UNLIKE_LAYERS = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128
 def test_few_layers_tell_of_many(model_config):
     options = {"dtype": torch.bfloat16, "attention": "flash"}
     (extrapolated,) = trace_training(model_config, batches=(2,), seq_len=512, **options)
-    with fake_model(meta_model(model_config, **options)) as model:
+    with traced_model(meta_model(model_config, **options)) as model:
         for checkpointing in (False, True):
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
@@ -309,23 +309,23 @@ SHAPES = [
         ],
     ),
 )
-def test_fake_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, checkpointing, dtype):
+def test_meta_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, checkpointing, dtype):
     shape = (2, 256, "eager")
     ids_BT = torch.zeros(2, 256, dtype=torch.long)
     model_config = transformers.LlamaConfig(**(SMALL | {"vocab_size": vocab_size}))
-    with fake_model(meta_model(model_config, dtype=dtype, attention="eager")) as model:
+    with traced_model(meta_model(model_config, dtype=dtype, attention="eager")) as model:
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        fake = trace_step(model, inputs_of(*shape))
-    assert (fake.head > fake.layers) == (peak_lies_in == "head")
+        traced = trace_step(model, inputs_of(*shape))
+    assert (traced.head > traced.layers) == (peak_lies_in == "head")
     model = real_model("eager", checkpointing=checkpointing, dtype=dtype, vocab_size=vocab_size)
-    assert trace_step(model, inputs_of(*shape)) == fake
+    assert trace_step(model, inputs_of(*shape)) == traced
     measured = allocator_peak(
         lambda: model(
             input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), labels=ids_BT, use_cache=False
         ).loss.backward()
     )
-    traced = fake.kept + max(fake.head, fake.layers)
+    peak = traced.kept + max(traced.head, traced.layers)
     # The allocator counts gradients too: when the last layer's backward is at its peak, at most the head's and that
     # layer's are there.
     # And copies that a CPU kernel makes for itself: in attention's products, one operand.
@@ -338,9 +338,9 @@ def test_fake_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, che
         * dtype.itemsize
     )
     assert (
-        0.995 * traced
+        0.995 * peak
         < measured
-        < (1.005 if peak_lies_in == "head" else 1.02) * traced + (gradients if peak_lies_in == "layers" else 0)
+        < (1.005 if peak_lies_in == "head" else 1.02) * peak + (gradients if peak_lies_in == "layers" else 0)
     )
 
 
@@ -368,9 +368,9 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
     sequences = Dataset.from_list([{"input_ids": [1] * 256, "labels": [1] * 256}] * 4)
     Measured(model=real_model("eager"), args=arguments, train_dataset=sequences, data_collator=Collator(0)).train()
     blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="eager")
-    with fake_model(blueprint) as model:
-        fake = trace_step(model, inputs_of(2, 256, "eager"))
-    assert peaks == [pytest.approx(fake.kept + fake.head, rel=0.005)] * 2
+    with traced_model(blueprint) as model:
+        traced = trace_step(model, inputs_of(2, 256, "eager"))
+    assert peaks == [pytest.approx(traced.kept + traced.head, rel=0.005)] * 2
 
 
 def test_a_loss_in_tiles_takes_what_is_planned(monkeypatch):
@@ -452,7 +452,7 @@ def test_evaluation_takes_what_is_predicted():
 def test_falcon_is_traced_as_it_is():
     """It has a class of attention for each name of transformers', and none for the planner's."""
     falcon = transformers.FalconConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
-    assert predict(falcon, seq_len=64).source == "fake-tensor trace"
+    assert predict(falcon, seq_len=64).source == "trace of its own code"
 
 
 def test_a_list_of_layers_numbers_says_nothing_of_each():
@@ -472,7 +472,7 @@ def test_a_short_sequence_tells_of_a_long_one_where_positions_are_computed_one_a
     short = predict(jamba, seq_len=4096)
     monkeypatch.setattr(activations, "SCANNED_LENGTH", 48)
     long = predict(jamba, seq_len=4096)
-    assert short.source == long.source == "fake-tensor trace"
+    assert short.source == long.source == "trace of its own code"
     for checkpointing in (False, True):
         assert peak(short, 4096, checkpointing) == pytest.approx(peak(long, 4096, checkpointing), rel=0.02)
 
@@ -574,4 +574,4 @@ def test_adapters_of_some_layers_and_of_fused_experts_are_traced():
     )
     config = transformers.MixtralConfig(**sizes)
     assert layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash", adapters=adapters)) == [[0, 2], [1]]
-    assert predict(config, seq_len=64, adapters=adapters).source == "fake-tensor trace"
+    assert predict(config, seq_len=64, adapters=adapters).source == "trace of its own code"

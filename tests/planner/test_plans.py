@@ -544,7 +544,7 @@ def test_activations_are_said_to_be_traced(tmp_path):
     cls, values = ARCHITECTURES["gpt_neox"]
     cls(**values).save_pretrained(tmp_path)
     job = paper_job(TrainConfig(model=str(tmp_path), seq_len=128, dtype="bfloat16"), attention="flash")
-    assert job.activations.source == "fake-tensor trace"
+    assert job.activations.source == "trace of its own code"
 
 
 def planned(config: TrainConfig, machine: Machine, *, checkpoint: str | None = None) -> Plan:
@@ -767,7 +767,7 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
         "--explain",
     )
     assert "405.853 B parameters" in out and "->" in out and "is chosen" in out
-    assert "optimizer" in out and "computing" in out and "activations: fake-tensor trace" in out
+    assert "optimizer" in out and "computing" in out and "activations: trace of its own code" in out
 
 
 def test_the_command_repeats_the_question_and_shows_the_chosen_one_and_its_cost(configs, capsys):

@@ -1,4 +1,4 @@
-"""Models over fake tensors (shapes without memory), cut down to few layers, with attention as a GPU allocates it, and
+"""Models over meta tensors (shapes without memory), cut down to few layers, with attention as a GPU allocates it, and
 with what Liger's kernels keep: liger_kernel/ops (rms_norm.py, swiglu.py, geglu.py) and transformers/monkey_patch.py of
 Liger-Kernel 0.6. Shape suffixes: B batch, N heads, T time, D head dim.
 """
@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from peft import LoraConfig
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -105,7 +104,7 @@ def meta_model(
     patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> PreTrainedModel:
     """Build the model on the meta device, adapted and frozen as dsft/models/build.py does, with the operators that
-    `fake_model` traces; without towers where its language model has a class of its own.
+    `traced_model` traces; without towers where its language model has a class of its own.
 
     Args:
         patterns: of what is trained, and of what is frozen.
@@ -123,8 +122,12 @@ def meta_model(
     return model
 
 
+def _autocast_as_on_a_cpu(autocast):
+    return lambda device_type, **options: autocast("cpu" if device_type == "meta" else device_type, **options)
+
+
 @contextlib.contextmanager
-def fake_model(
+def traced_model(
     blueprint: PreTrainedModel,
     *,
     layers: list[int] | None = None,
@@ -132,7 +135,7 @@ def fake_model(
     tile_rows: int | None = None,
     tiled_mlp: bool = False,
 ) -> Iterator[PreTrainedModel]:
-    """Copy a `meta_model` to fake tensors, within the mode that it runs in.
+    """Copy a `meta_model` for a trace, within what it needs to run.
 
     Args:
         layers: only these, a number twice being two layers alike; by default all.
@@ -160,21 +163,15 @@ def fake_model(
         # Only the first layer's input has no gradient (without checkpointing): all are counted as the others are.
         model.enable_input_require_grads()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(patches.replaced("meta_is_traced", lambda _: lambda tensor: True))
+        stack.enter_context(patches.replaced("autocast_of_meta", _autocast_as_on_a_cpu))
         if dtype != torch.bfloat16:
             # transformers' own operator for where there are no grouped products keeps the same tensors.
             stack.enter_context(patches.replaced("grouped_products", lambda _: lambda *_: False))
-        # Meta tensors become fake ones "on a CPU", tied weights staying tied: transformers asks meta tensors for
-        # values, and peft cannot move fake parameters. All get `dtype`, as DeepSpeed gives it to adapters too.
-        made: dict[int, torch.Tensor] = {}
+        for parameter in model.parameters():  # as DeepSpeed gives it to adapters too
+            parameter.data = parameter.data.to(dtype)
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    fake = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
-                    module._parameters[name] = made.setdefault(id(parameter), fake)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
             if isinstance(module, nn.Dropout):
                 # As on a GPU, which keeps a mask of bools; a CPU keeps one in the activations' dtype.
                 module.forward = lambda tensor, *, drop=module: (
