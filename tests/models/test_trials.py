@@ -18,8 +18,9 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.batches import Collator, sequence
 from dsft.errors import UserError
+from dsft.models.head import tile_loss
 from dsft.models.size import measure_model
-from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model
+from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model, trains_the_same
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.run_setup.resolve import is_masked, job_of
@@ -243,3 +244,24 @@ def test_a_batch_is_a_multiple_wide_holds_its_longest_row_and_lies_on_one_side_o
         # Beyond a limit only where no multiple lies before it.
         assert width == shortest or not any(longest <= limit < width for limit in limits)
         assert not any(rules.share(longest, length) for length in range(1, longest)) or not rules.alone
+
+
+@pytest.mark.parametrize("architecture", ["kimi_linear", "bailing_hybrid", "qwen3_next", "zamba", "zamba2"])
+def test_linear_attention_and_shared_layers_are_tried_at_small_sizes(architecture):
+    """Where a size is not known, the trial fails, and its answer costs memory: a mask, and all logits."""
+    config = CONFIG_MAPPING[architecture]()
+    assert sum(weight.numel() for weight in small_model(config).parameters()) < 1_000_000
+    assert trains_the_same(tile_loss, config)
+    assert not needs_mask(config, "sdpa")
+
+
+@pytest.mark.parametrize("architecture", ["apertus", "deepseek_v4", "diffllama"])
+def test_a_trial_is_not_answered_by_rounding(architecture):
+    """Of some gradients nothing is left but that of others, a millionth as large: DeepSeek-V4's gates."""
+    answers = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        answers.append(trains_the_same(tile_loss, CONFIG_MAPPING[architecture]()))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert answers == [True] * 3
