@@ -40,6 +40,9 @@ SMALL = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
     **dict.fromkeys(("head_dim", "rotary_dim"), 16),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    # Latent attention, and what picks the positions that it sees.
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
+    **dict.fromkeys(("index_n_heads", "index_num_heads"), 4),
     # Linear attention.
     **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
     "linear_num_key_heads": 2,
@@ -49,7 +52,7 @@ SMALL = {
     "n_inner": None,
 }
 SMALL_TOWER = {
-    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 64),
+    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size"), 64),
     **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads"), 4),
     **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"), 2),
     "head_dim": 16,
