@@ -37,7 +37,7 @@ from dsft.config.options import (
     TrainConfig,
     decide,
 )
-from dsft.errors import nearest, one_line, raise_if_any
+from dsft.errors import UserError, nearest, one_line
 from dsft.models.build import resolve_dtype
 from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import LEAST_VOCAB, tile_loss
@@ -152,14 +152,28 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     total = manifest["run_identity"]["sequences per step"]
     shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
     reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
+    # With batch_tokens the Trainer counts a whole batch as one.
+    what, micro = "sequences", options.training.get("per_device_train_batch_size") or 1
+    if options.batch_tokens:
+        what, micro = "batches", 1
+    accumulation, rest = divmod(total, Batch(micro, 1, world, options.sequence_parallel).sequences)
+    if rest:
+        ranks = plural(world, "rank")
+        if options.sequence_parallel > 1:
+            ranks += f" / sequence_parallel={options.sequence_parallel}"
+        of_each = f"per_device_train_batch_size={micro} x " if micro > 1 else ""
+        smaller = ", or a smaller per_device_train_batch_size" if micro > 1 else ""
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} took {total} {what} per step, and so must what follows;"
+            f" {of_each}{ranks} cannot share them: use a number of ranks that divides them{smaller}"
+        )
+    if options.batch_tokens:
+        return [Decision("gradient_accumulation_steps", accumulation, reason)]
     kept = [
         Decision("global_batch_size", total, reason),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
     ]
-    decisions, problems = batch_decisions(decide(options, kept), world)
-    must = f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows"
-    raise_if_any([f"{must}; {problem}" for problem in problems])
-    return kept + decisions
+    return kept + batch_decisions(decide(options, kept), world)[0]
 
 
 def _same_after(change: Callable[[nn.Module], bool], options: TrainConfig, facts: ModelFacts) -> bool:

@@ -373,6 +373,18 @@ def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_
     assert "on 4 ranks, 2 to a sequence" in decisions[0].reason
     with pytest.raises(UserError, match=f"{path} took 12 sequences per step.*per_device_train_batch_size=2 x 5 ranks"):
         keep_global_batch(options, path, 5)
+    with pytest.raises(UserError) as error:  # as many as before must be taken: another total is no way out
+        keep_global_batch(replace(options, training={MICRO: 8}), path, 3)
+    assert "global_batch_size" not in str(error.value) and "smaller per_device_train_batch_size" in str(error.value)
+
+
+def test_a_resume_on_other_ranks_takes_as_many_batches_of_batch_tokens(tmp_path):
+    path = checkpoint(tmp_path, {"world_size": 2, "run_identity": {"sequences per step": 4}})
+    options = TrainConfig(batch_tokens=4096, training={ACCUMULATION: 2})
+    assert values(keep_global_batch(options, path, 1)) == {ACCUMULATION: 4}
+    assert values(keep_global_batch(options, path, 4)) == {ACCUMULATION: 1}
+    with pytest.raises(UserError, match="took 4 batches per step, and so must what follows; 3 ranks cannot share"):
+        keep_global_batch(options, path, 3)
 
 
 @pytest.mark.parametrize("manifest", [None, {"world_size": 2}])
