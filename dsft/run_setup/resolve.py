@@ -35,6 +35,7 @@ from dsft.checkpoints.run_folder import (
 from dsft.config import user_code
 from dsft.config.deepspeed import (
     adopt,
+    follow_options,
     get_value,
     nvme_path,
     offloads,
@@ -383,6 +384,7 @@ def check_run(
     if run.options.zero != "auto":  # its numbers become options
         run.zero_file = read_sound_file(run.options.zero, run.problems)
         run.apply(*adopt(run.zero_file, run.options))
+        run.zero_file = follow_options(run.zero_file, run.options)
         run.problems += check_zero_file(run.zero_file, run.options, machine)
     decisions, not_divisible = batch_decisions(run.options, machine.world_size)
     is_reported = any("global_batch_size" in problem for problem in run.problems)
