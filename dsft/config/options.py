@@ -463,11 +463,13 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     left_out = set(NODES_OWN)
     if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
         left_out.add("output_dir")
-    return {
-        name: f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
-        for name, value in values.items()
-        if name not in left_out
-    }
+
+    def at_home(value: Any) -> Any:
+        if isinstance(value, list):
+            return [at_home(each) for each in value]
+        return f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
+
+    return {name: at_home(value) for name, value in values.items() if name not in left_out}
 
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:

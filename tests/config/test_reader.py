@@ -288,6 +288,25 @@ def test_a_command_names_every_word_it_cannot_use(line, named):
     assert all(problem.startswith(start) for problem, start in zip(error.value.problems, named, strict=True))
 
 
+def test_a_time_in_a_file_is_the_text_that_it_is(tmp_path):
+    path, problems = tmp_path / "a.yaml", []
+    path.write_text("output_dir: 2024-06-01T10:00:00\ndata: [2024-06-01]\n")
+    values = read_yaml(str(path), problems)
+    assert (values, problems) == ({"output_dir": "2024-06-01T10:00:00", "data": ["2024-06-01"]}, [])
+
+
+def test_a_text_that_yaml_reads_as_a_number_with_a_point_is_asked_for_in_quotes(tmp_path):
+    path, problems = tmp_path / "a.yaml", []
+    path.write_text("model: m\ndata: x\noutput_dir: o\nrevision: 1.10\nlora_target_modules: [a, 1.50]\nzero: 3\n")
+    config = read_config(TrainConfig, ["--config", str(path)], problems)
+    assert sorted(problems) == [
+        "lora_target_modules: expected a text, got the number 1.5; write it in quotes",
+        "revision: expected a text, got the number 1.1; write it in quotes",
+    ]
+    assert config.zero == "3"
+    assert read_config(TrainConfig, ["--revision", "1.10"], []).revision == "1.10"
+
+
 def test_yaml_faults_name_file_and_line(tmp_path):
     broken = tmp_path / "run.yaml"
     broken.write_text("a: 1\nb: [\n")
@@ -304,7 +323,7 @@ def test_yaml_faults_name_file_and_line(tmp_path):
         (b"a: \xff\n", "not valid UTF-8 (invalid start byte at byte 3)"),
         (b"- a\n- b\n", "must hold 'key: value' lines, found a list"),
         (b"a: \x00", "not valid YAML"),
-        (b"day: 2024-13-01\n", "not valid YAML"),
+        (b"day: !!timestamp 2024-13-01\n", "not valid YAML"),
         (None, "cannot be read (No such file or directory)"),
     ],
     ids=["syntax", "bytes", "list", "control character", "date", "missing"],
