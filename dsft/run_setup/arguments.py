@@ -5,6 +5,7 @@ problems are returned, and `resolve.py` applies them.
 What the options show by themselves is checked in `config/reader.py`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -427,7 +428,8 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     of_devices = () if here else ("tf32", *HALF_PRECISION)
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", *of_devices):
         values.pop(name, None)
-    try:
+
+    def made(values: dict[str, Any]) -> TrainingArguments:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
             args = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
@@ -436,8 +438,22 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
 
                 optimizer, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
                 inspect.signature(optimizer).bind([], **keywords)
-    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
-        return [] if any(re.search(rf"\b{name}\b", str(error)) for name in named) else [one_line(error)]
+        return args
+
+    refusals = (ValueError, TypeError, RuntimeError, ImportError, OSError)
+    try:
+        args = made(values)
+    except refusals as error:
+        if any(re.search(rf"\b{name}\b", str(error)) for name in named):
+            return []
+        text = one_line(error)
+        if any(name in text for name in options.training):
+            return [text]
+        for name in [name for name in options.training if name in values]:  # the one without which there is no error
+            with contextlib.suppress(*refusals):
+                made({key: value for key, value in values.items() if key != name})
+                return [f"{name}={options.training[name]}: {text}"]
+        return [text]
     try:
         steps, parameter = args.max_steps if args.max_steps > 0 else 10_000, torch.zeros(1, requires_grad=True)
         get_scheduler(

@@ -221,6 +221,19 @@ def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_p
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"optim_args": "foo"}, "optim_args=foo: not enough values"),
+        ({"accelerator_config": "nowhere.json"}, "accelerator_config=nowhere.json: [Errno 2]"),
+        ({"accelerator_config": {"even": 1}}, "accelerator_config={'even': 1}: "),
+    ],
+)
+def test_a_refusal_of_transformers_that_names_no_option_gets_its_name(given, expected):
+    (problem,) = check_training_arguments(TrainConfig(training={"output_dir": "x", "weight_decay": 0.1} | given))
+    assert problem.startswith(expected)
+
+
 def test_deepcompile_alone_has_no_effect():
     machine, config = SimpleNamespace(measured=False, world_size=1), {"compile": {"deepcompile": True}}
     (problem,) = check_zero_file(config, TrainConfig(zero="ds.json"), machine)
