@@ -527,11 +527,6 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append("bf16 and fp16 are both true; keep one")
     elif halves and options.dtype not in ("auto", *halves.values()):
         problems.append(f"dtype={options.dtype} contradicts {next(iter(halves))}=true; keep one")
-    problems += [
-        f"dtype={dtype} contradicts {key}=false; keep one"
-        for key, dtype in HALF_PRECISION.items()
-        if options.dtype == dtype and training.get(key) is False
-    ]
     return problems
 
 
