@@ -614,7 +614,7 @@ LONGEST_SENT = 60_000
 
 def pack_files(paths: Iterable[str]) -> str:
     """The contents of text files by their paths as the options name them, for the variable."""
-    contents = {path: Path(path).expanduser().read_text(encoding="utf-8") for path in paths}
+    contents = {path: _read_here(path) for path in paths}
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(contents).encode())).decode()
 
 
@@ -625,7 +625,12 @@ def read_text(path: str | Path) -> str:
         OSError, UnicodeDecodeError: it cannot be read.
     """
     sent = sent_files().get(str(path))
-    return Path(path).expanduser().read_text(encoding="utf-8") if sent is None else sent
+    return _read_here(path) if sent is None else sent
+
+
+def _read_here(path: str | Path) -> str:
+    # Without the mark that editors of Windows begin a file with: a chat template would render it in each chat.
+    return Path(path).expanduser().read_text(encoding="utf-8-sig")
 
 
 def sent_files() -> dict[str, str]:

@@ -13,7 +13,7 @@ import yaml
 from transformers import TrainingArguments
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
-from dsft.config.deepspeed import KINDS
+from dsft.config.deepspeed import KINDS, read_zero_file
 from dsft.config.elsewhere import ELSEWHERE, OF, VALUES
 from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
 from dsft.config.reader import (
@@ -38,6 +38,7 @@ from dsft.config.reader import (
 )
 from dsft.errors import UserError
 from dsft.launch.launchers import LaunchOptions
+from dsft.models.chat_template import load_template
 
 
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():
@@ -637,3 +638,16 @@ def test_an_argument_that_would_do_nothing_is_refused_with_its_reason(name):
 )
 def test_an_evaluation_that_contradicts_itself_is_refused_and_its_neighbour_is_not(changes, is_fine):
     assert (problems_of(EvalConfig, **changes) == []) == is_fine
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
+    files = {name: tmp_path / name for name in ("run.yaml", "ds.json", "chat.jinja")}
+    for file, text in zip(files.values(), ("model: m\n", '{"steps_per_print": 1}', "{{ bos_token }}"), strict=True):
+        file.write_text(text, encoding="utf-8-sig")
+    for sent in (False, True):
+        if sent:
+            monkeypatch.setenv(SENT_FILES, pack_files(map(str, files.values())))
+        problems: list[str] = []
+        assert read_yaml(str(files["run.yaml"]), problems) == {"model": "m"}
+        assert read_zero_file(str(files["ds.json"]), problems) == {"steps_per_print": 1}
+        assert load_template(str(files["chat.jinja"])) == "{{ bos_token }}" and problems == []
