@@ -88,10 +88,14 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
     return [], []
 
 
+def _in_words(world: int, shared_by: int) -> str:
+    return plural(world, "rank") + (f" / sequence_parallel={shared_by}" if shared_by > 1 else "")
+
+
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
     """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
     total, training, shared_by = options.global_batch_size, options.training, options.sequence_parallel
-    ranks = f"{world} ranks" if shared_by == 1 else f"{world} ranks / sequence_parallel={shared_by}"
+    ranks = _in_words(world, shared_by)
     micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
     if not total or (micro is not None and micro < 1) or refused_ranks(shared_by, world):  # problems of their own
         return [], []
@@ -154,18 +158,16 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
     reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
     # With batch_tokens the Trainer counts a whole batch as one.
-    what, micro = "sequences", options.training.get("per_device_train_batch_size") or 1
+    counted, micro = "sequences", options.training.get("per_device_train_batch_size") or 1
     if options.batch_tokens:
-        what, micro = "batches", 1
+        counted, micro = "batches", 1
     accumulation, rest = divmod(total, Batch(micro, 1, world, options.sequence_parallel).sequences)
     if rest:
-        ranks = plural(world, "rank")
-        if options.sequence_parallel > 1:
-            ranks += f" / sequence_parallel={options.sequence_parallel}"
+        ranks = _in_words(world, options.sequence_parallel)
         of_each = f"per_device_train_batch_size={micro} x " if micro > 1 else ""
         smaller = ", or a smaller per_device_train_batch_size" if micro > 1 else ""
         raise UserError(
-            f"resume_from_checkpoint: {checkpoint} took {total} {what} per step, and so must what follows;"
+            f"resume_from_checkpoint: {checkpoint} took {total} {counted} per step, and so must what follows;"
             f" {of_each}{ranks} cannot share them: use a number of ranks that divides them{smaller}"
         )
     if options.batch_tokens:

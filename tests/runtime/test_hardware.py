@@ -476,7 +476,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(
-    ("own", "limits", "expected"),
+    ("cgroups", "limits", "expected"),
     [
         # version 2: a job of SLURM's, whose step has no limit of its own; a container; a process without limits
         ("0::/slurm/job_7/step_0", {"slurm/job_7": 64, "slurm/job_7/step_0": None, "slurm/job_8": 1}, (64, 54)),
@@ -488,8 +488,8 @@ sys.stdin.read()
         ("", {".": 1}, (512, 500)),
     ],
 )
-def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_path, own, limits, expected):
-    (tmp_path / "own").write_text(own)
+def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_path, cgroups, limits, expected):
+    (tmp_path / "own").write_text(cgroups)
     for folder, limit in limits.items():
         place = tmp_path / "cgroup" / folder
         place.mkdir(parents=True, exist_ok=True)
