@@ -155,6 +155,12 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
         ours = decide(options, decisions).value(name)
         if theirs is None or theirs == "auto":
             continue
+        if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
+            problems.append(
+                f"{options.zero} says {key}={theirs}, but batch_tokens={options.batch_tokens} fills a batch with as many"
+                ' sequences as fit; keep one, or write "auto" in the JSON'
+            )
+            continue
         if ours is None:
             decisions.append(Decision(name, theirs, f"{options.zero} says {key}={theirs}"))
         elif ours != theirs:

@@ -267,3 +267,11 @@ def test_a_json_whose_precision_contradicts_dtype_is_refused(enabled, dtype, con
     decisions, problems = adopt(content, TrainConfig(zero="ds.json", dtype=dtype))
     assert [decision.value for decision in decisions] == [enabled]
     assert bool(problems) == contradicts and all(f"enabled={json.dumps(enabled)}" in each for each in problems)
+
+
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "train_batch_size"])
+def test_a_json_s_number_of_sequences_contradicts_batch_tokens(key):
+    decisions, problems = adopt({key: 4, "gradient_accumulation_steps": 2}, TrainConfig(zero="a.json", batch_tokens=64))
+    assert [decision.name for decision in decisions] == ["gradient_accumulation_steps"]
+    assert len(problems) == 1 and problems[0].startswith(f"a.json says {key}=4, but batch_tokens=64")
+    assert adopt({key: "auto"}, TrainConfig(zero="a.json", batch_tokens=64)) == ([], [])
