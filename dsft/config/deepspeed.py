@@ -157,8 +157,8 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
             continue
         if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
             problems.append(
-                f"{options.zero} says {key}={theirs}, but batch_tokens={options.batch_tokens} fills a batch with as many"
-                ' sequences as fit; keep one, or write "auto" in the JSON'
+                f"{options.zero} says {key}={theirs}, but batch_tokens={options.batch_tokens} fills a batch with what"
+                ' fits; keep one, or write "auto" in the JSON'
             )
             continue
         if ours is None:
@@ -271,6 +271,16 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         problems.append("optimizer.params.amsgrad: DeepSpeed's own Adam has none; add torch_adam=true, or leave it out")
     if optimizer in NOT_FOR_SHARDS and (zero_stage or optimizer != "lamb"):
         problems.append(f"optimizer.type {at('optimizer.type')}: {NOT_FOR_SHARDS[optimizer]}")
+    if zero_stage and isinstance(at("optimizer.type"), str) and not at("zero_allow_untested_optimizer"):
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        classes, _ = _classes("optimizer", at("optimizer.type"))
+        # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
+        if optimizer not in ("muon", *NOT_FOR_SHARDS) and classes and not {*classes} & {*ZERO_SUPPORTED_OPTIMIZERS}:
+            problems.append(
+                f"optimizer.type {at('optimizer.type')}: DeepSpeed has not tested it over ZeRO's shards; add"
+                " zero_allow_untested_optimizer=true, or take AdamW"
+            )
     offloads = at("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     for half in ("bf16", "fp16"):  # base_optimizer.py, _configure_master_weights, asserts both once the model is loaded
         if not at(f"{half}.{half}_master_weights_and_grads"):

@@ -275,3 +275,12 @@ def test_a_json_s_number_of_sequences_contradicts_batch_tokens(key):
     assert [decision.name for decision in decisions] == ["gradient_accumulation_steps"]
     assert len(problems) == 1 and problems[0].startswith(f"a.json says {key}=4, but batch_tokens=64")
     assert adopt({key: "auto"}, TrainConfig(zero="a.json", batch_tokens=64)) == ([], [])
+
+
+@pytest.mark.parametrize(("kind", "needs_word"), [("SGD", True), ("NAdam", True), ("adamw", False), ("Lion", False)])
+def test_an_optimizer_that_deepspeed_has_not_tested_over_shards_needs_the_user_s_word(kind, needs_word):
+    content = {"zero_optimization": {"stage": 1}, "optimizer": {"type": kind}}
+    problems = check_deepspeed_json(content, "a.json")
+    assert len(problems) == needs_word and all("add zero_allow_untested_optimizer=true" in each for each in problems)
+    for change in ({"zero_allow_untested_optimizer": True}, {"zero_optimization": {"stage": 0}}):
+        assert check_deepspeed_json(content | change, "a.json") == []
