@@ -56,8 +56,6 @@ from dsft.units import DTYPE_BYTES, GB, Batch, plural
 
 STEPS_WAITED = 10
 """Planned steps in the time of one, after which a run with NVMe is ended: disks may be as much slower than planned."""
-STEPS_BETWEEN_SAVES = 500
-"""transformers' own default of save_steps."""
 BYTES_PER_TOKEN = 200
 """Of a tokenizer's files, at most: Llama 3's take 134."""
 SMALL_FILES_BYTES = 100_000
@@ -602,7 +600,7 @@ def checkpoint_size(
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.
     values = with_defaults(options)
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
-    every, limit = values.get("save_steps", STEPS_BETWEEN_SAVES), values.get("save_total_limit")
+    every, limit = values.get("save_steps", TrainingArguments.save_steps), values.get("save_total_limit")
     keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
     num_kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
     num_saved = math.inf  # unknown, also with save_minutes
@@ -610,7 +608,7 @@ def checkpoint_size(
         if strategy == "no":
             num_saved = 0
         elif strategy == "epoch" and max_steps <= 0:
-            num_saved = math.ceil(values.get("num_train_epochs", 3))
+            num_saved = math.ceil(values.get("num_train_epochs", TrainingArguments.num_train_epochs))
         elif strategy == "steps" and every < 1:
             num_saved = math.ceil(1 / every)  # a share of the steps
         elif strategy == "steps" and max_steps > 0:

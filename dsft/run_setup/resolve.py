@@ -667,9 +667,10 @@ def plan_run(
         UserError: where the plan is one that this training cannot have, or must fit and cannot: with the limiting
             resource and the nearest plan that fits.
     """
-    zero, output_dir = options.zero, options.training.get("output_dir")
+    zero = options.zero
     if checkpoint and zero == "auto":
-        earlier = read_run(output_dir) if is_run(output_dir) else {"world_size": None}
+        resumed = Path(checkpoint).parent  # not output_dir, which may hold another run that this one replaces
+        earlier = read_run(str(resumed)) if is_run(resumed) else {"world_size": None}
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
@@ -717,7 +718,7 @@ def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
         elif not micro and per_rank % accumulation == 0:
             micro = per_rank // accumulation
     checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
-    every = job.checkpoint_every or plan.get("checkpoint_every")
+    every = job.checkpoint_every or plan["checkpoint_every"]
     return dataclasses.replace(
         job, micro_batch=micro, accumulation=accumulation, checkpointing=checkpointing, checkpoint_every=every
     )

@@ -61,6 +61,17 @@ def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
     assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
 
 
+def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_replaces(facts, tmp_path):
+    for name in ("resumed", "replaced"):
+        (tmp_path / name).mkdir()
+    checkpoint = checkpoint_in(tmp_path / "resumed", world_size=8, zero_stage=1)
+    write_run(str(tmp_path / "replaced"), world_size=8, plan=EARLIER | {"zero": "2", "micro_batch": 6})
+    for output_dir in ("replaced", "new"):
+        options = TrainConfig(dtype="bfloat16", overwrite=True, training={"output_dir": str(tmp_path / output_dir)})
+        choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+        assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
