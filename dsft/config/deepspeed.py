@@ -168,9 +168,7 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
                 f'{options.zero} says {key}={theirs}, but {name}={ours}; keep one, or write "auto" in the JSON'
             )
     betas = get_value(deepspeed_config, "optimizer.params.betas")
-    if not isinstance(betas, list) or len(betas) != 2:
-        betas = ()
-    for name, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=False):
+    for name, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=True) if isinstance(betas, list) else ():
         ours = options.value(name)
         if ours is None:
             decisions.append(Decision(name, theirs, f"{options.zero} says optimizer.params.betas={betas}"))
@@ -490,6 +488,9 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
         for given, value in parameters.items()
         if value == AUTO and given in taken and given not in filled
     ]
+    betas = parameters.get("betas", AUTO)
+    if betas != AUTO and not (isinstance(betas, list) and len(betas) == 2):  # the class looks no further than the first
+        problems.append(f"{key}.params.betas={json.dumps(betas)}: must be a list of two numbers")
     if problems:
         return problems
     # Its values are what the class itself refuses: torch's own, for a kernel of DeepSpeed's that has none AdamW.

@@ -718,7 +718,7 @@ def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
         elif not micro and per_rank % accumulation == 0:
             micro = per_rank // accumulation
     checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
-    every = job.checkpoint_every or plan["checkpoint_every"]
+    every = job.checkpoint_every or plan.get("checkpoint_every")
     return dataclasses.replace(
         job, micro_batch=micro, accumulation=accumulation, checkpointing=checkpointing, checkpoint_every=every
     )
