@@ -4,6 +4,7 @@ transformers fills "auto" values from TrainingArguments. DeepSpeed ignores a key
 reading shows which it knows: it is given each entry in a mapping that notes what it asks for.
 """
 
+import contextlib
 import inspect
 import json
 import logging
@@ -48,6 +49,14 @@ DeepSpeed takes as they are, until a step computes with them."""
 AUTO = "auto"
 FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 """Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
+FILLED_PARAMETERS = {
+    **{place: (name,) for place, (name, _) in SAME_THING.items() if ".params." in place},
+    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
+    "scheduler.params.warmup_min_lr": (),
+}
+"""Parameters of optimizer and scheduler whose "auto" it fills -> the options that say what with."""
+STEPS_TO_TRY = 1000
+"""For a required parameter of a scheduler that is filled later."""
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
 """Entries that dsft reads itself."""
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
@@ -102,6 +111,9 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     def no_number(constant: str) -> None:
         raise ValueError(f"{constant} is no number")
 
+    def number(text: str) -> float:  # 1e4 and 16.0 are whole numbers where DeepSpeed and transformers count with them
+        return int(value) if (value := float(text)).is_integer() else value
+
     named = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
     path, content = named if named.is_file() else Path(zero), None
     if path.suffix != ".json":
@@ -109,7 +121,9 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         problem = f"unknown; use auto, {', '.join(names)}, or the path of a DeepSpeed JSON{nearest(zero, names)}"
     else:
         try:
-            content = json.loads(read_text(path), object_pairs_hook=unique_keys, parse_constant=no_number)
+            content = json.loads(
+                read_text(path), object_pairs_hook=unique_keys, parse_constant=no_number, parse_float=number
+            )
             problem = "must hold a JSON object"
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
@@ -141,6 +155,12 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
         ours = decide(options, decisions).value(name)
         if theirs is None or theirs == "auto":
             continue
+        if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
+            problems.append(
+                f"{options.zero} says {key}={theirs}, but batch_tokens={options.batch_tokens} fills a batch with what"
+                ' fits; keep one, or write "auto" in the JSON'
+            )
+            continue
         if ours is None:
             decisions.append(Decision(name, theirs, f"{options.zero} says {key}={theirs}"))
         elif ours != theirs:
@@ -148,9 +168,7 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
                 f'{options.zero} says {key}={theirs}, but {name}={ours}; keep one, or write "auto" in the JSON'
             )
     betas = get_value(deepspeed_config, "optimizer.params.betas")
-    if not isinstance(betas, list) or len(betas) != 2:
-        betas = ()
-    for name, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=False):
+    for name, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=True) if isinstance(betas, list) else ():
         ours = options.value(name)
         if ours is None:
             decisions.append(Decision(name, theirs, f"{options.zero} says optimizer.params.betas={betas}"))
@@ -158,10 +176,11 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
             problems.append(f"{options.zero} says optimizer.params.betas={betas}, but {name}={ours}; keep one")
     for section, dtype in HALF_PRECISION.items():
         enabled = get_value(deepspeed_config, f"{section}.enabled")
-        if enabled is True and options.dtype not in ("auto", dtype):
+        contradicts = options.dtype not in ("auto", dtype) if enabled is True else options.dtype == dtype
+        if isinstance(enabled, bool) and contradicts:
             problems.append(
-                f'{options.zero} says {section}.enabled=true, but dtype={options.dtype}; keep one, or write "auto" in'
-                " the JSON"
+                f"{options.zero} says {section}.enabled={json.dumps(enabled)}, but dtype={options.dtype}; keep one, or"
+                ' write "auto" in the JSON'
             )
     return decisions, problems
 
@@ -175,8 +194,9 @@ def check_nvme(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
 
 
 def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:
-    """The folder that offload to NVMe writes to; None without such offload."""
-    return next(filter(None, (get_value(deepspeed_config, f"{part}.nvme_path") for part in OFFLOADED)), None)
+    """The folder that offload to NVMe writes to; None without such offload, whatever path a file still names."""
+    parts = [part for part in OFFLOADED if get_value(deepspeed_config, f"{part}.device") == "nvme"]
+    return next(filter(None, (get_value(deepspeed_config, f"{part}.nvme_path") for part in parts)), None)
 
 
 def compose(
@@ -249,6 +269,16 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         problems.append("optimizer.params.amsgrad: DeepSpeed's own Adam has none; add torch_adam=true, or leave it out")
     if optimizer in NOT_FOR_SHARDS and (zero_stage or optimizer != "lamb"):
         problems.append(f"optimizer.type {at('optimizer.type')}: {NOT_FOR_SHARDS[optimizer]}")
+    if zero_stage and isinstance(at("optimizer.type"), str) and not at("zero_allow_untested_optimizer"):
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        classes, _ = _classes("optimizer", at("optimizer.type"))
+        # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
+        if optimizer not in ("muon", *NOT_FOR_SHARDS) and classes and not {*classes} & {*ZERO_SUPPORTED_OPTIMIZERS}:
+            problems.append(
+                f"optimizer.type {at('optimizer.type')}: DeepSpeed has not tested it over ZeRO's shards; add"
+                " zero_allow_untested_optimizer=true, or take AdamW"
+            )
     offloads = at("zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     for half in ("bf16", "fp16"):  # base_optimizer.py, _configure_master_weights, asserts both once the model is loaded
         if not at(f"{half}.{half}_master_weights_and_grads"):
@@ -328,17 +358,24 @@ def _check_entry(key: str, value: Any) -> list[str]:
 def _read_as_deepspeed(content: dict[str, Any]) -> "_Section":
     """Makes DeepSpeed's configuration of some entries; returns them with the keys that it asked for."""
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.utils import logger
 
     # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
     section = _Section({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | content)
+    with _quiet_deepspeed():
+        DeepSpeedConfig(section)
+    return section
+
+
+@contextlib.contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    from deepspeed.utils import logger
+
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        DeepSpeedConfig(section)
+        yield
     finally:
         logger.setLevel(level)
-    return section
 
 
 def _names_of_models() -> set[str]:
@@ -397,13 +434,8 @@ class _Section(Mapping, dict):
                 yield from section.unknown(f"{place}{name}.")
 
 
-def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
-    """Compares the type of an optimizer or scheduler, and its parameters, with the class that DeepSpeed will make."""
-    name, parameters = section.get("type"), section.get("params", {})
-    if not isinstance(name, str):
-        return [f"{key}.type: {'missing' if name is None else json.dumps(name)}; name its class, for example AdamW"]
-    if not isinstance(parameters, dict):
-        return [f"{key}.params={json.dumps(parameters)}: must be a JSON object"]
+def _classes(key: str, name: str) -> tuple[list[type], Collection[str]]:
+    """(what DeepSpeed would make of a type of optimizer or scheduler, one of them; the names that it knows)."""
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -413,19 +445,29 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
 
     if key == "scheduler":
         known = lr_schedules.VALID_LR_SCHEDULES
-        classes = [getattr(lr_schedules, name)] if name in known else []
-    else:
-        known = {
-            "Adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam],
-            "AdamW": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
-            "Adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
-            "Lamb": [FusedLamb],
-            "Lion": [FusedLion, DeepSpeedCPULion],
-        }
-        plain = getattr(torch.optim, name, None)
-        classes = next((kinds for other, kinds in known.items() if other.lower() == name.lower()), None) or (
-            [plain] if inspect.isclass(plain) and name != "Optimizer" else []
-        )
+        return [getattr(lr_schedules, name)] if name in known else [], known
+    known = {
+        "Adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam],
+        "AdamW": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
+        "Adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
+        "Lamb": [FusedLamb],
+        "Lion": [FusedLion, DeepSpeedCPULion],
+    }
+    plain = getattr(torch.optim, name, None)
+    classes = next((kinds for other, kinds in known.items() if other.lower() == name.lower()), None)
+    return classes or ([plain] if inspect.isclass(plain) and name != "Optimizer" else []), known
+
+
+def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
+    """Compares the type of an optimizer or scheduler, and its parameters, with the class that DeepSpeed will make."""
+    name, parameters = section.get("type"), section.get("params", {})
+    if not isinstance(name, str):
+        return [f"{key}.type: {'missing' if name is None else json.dumps(name)}; name its class, for example AdamW"]
+    if not isinstance(parameters, dict):
+        return [f"{key}.params={json.dumps(parameters)}: must be a JSON object"]
+    import torch
+
+    classes, known = _classes(key, name)
     if not classes:
         return [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
     signatures = [inspect.signature(cls).parameters for cls in classes]
@@ -436,6 +478,50 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
     required = [each.name for each in signatures[0].values() if each.default is each.empty and each.name not in first]
     if key == "optimizer" and name.lower() == "muon":
         taken, required = MUON, []
-    return [
+    filled = [place.rpartition(".")[2] for place in FILLED_PARAMETERS if place.startswith(f"{key}.")]
+    problems = [
         f"{key}.params.{given}: unknown key{nearest(given, taken)}" for given in parameters if given not in taken
-    ] + [f"{key}.params.{parameter}: missing" for parameter in required if parameter not in parameters]
+    ]
+    problems += [f"{key}.params.{parameter}: missing" for parameter in required if parameter not in parameters]
+    problems += [
+        f'{key}.params.{given}="auto": nothing fills this in; write it, or leave it out'
+        for given, value in parameters.items()
+        if value == AUTO and given in taken and given not in filled
+    ]
+    betas = parameters.get("betas", AUTO)
+    if betas != AUTO and not (isinstance(betas, list) and len(betas) == 2):  # the class looks no further than the first
+        problems.append(f"{key}.params.betas={json.dumps(betas)}: must be a list of two numbers")
+    if problems:
+        return problems
+    # Its values are what the class itself refuses: torch's own, for a kernel of DeepSpeed's that has none AdamW.
+    weight = torch.zeros(1, requires_grad=True)
+    made, arguments = torch.optim.AdamW, [[weight]]
+    if key == "scheduler":
+        made, arguments = classes[0], [torch.optim.AdamW([weight])]
+    elif classes[-1].__module__.startswith("torch.optim") and name.lower() != "muon":
+        made = classes[-1]
+    values = dict.fromkeys(required, STEPS_TO_TRY) if key == "scheduler" else {}
+    values |= {given: value for given, value in parameters.items() if value != AUTO}
+    try:
+        with _quiet_deepspeed():
+            made(*arguments, **{each: values[each] for each in values if each in inspect.signature(made).parameters})
+    except Exception as error:  # of a comparison, of the number of values ...
+        return [f"{key}.params={json.dumps(parameters)}: {one_line(error)}"]
+    return []
+
+
+def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
+    """A copy in which the optimizer and the scheduler of a sound file follow the options in what it leaves out, for
+    which DeepSpeed has defaults of its own: 1e-3 for a learning rate. Of others only what is given is followed.
+    """
+    followed = dict(deepspeed_config)
+    for place, names in FILLED_PARAMETERS.items():
+        key, _, parameter = place.split(".")
+        section = followed.get(key)
+        if section is None or not (parameter == "lr" or any(options.value(name) is not None for name in names)):
+            continue
+        classes, _ = _classes(key, section["type"])
+        is_muon = section["type"].lower() == "muon"
+        if parameter in MUON if is_muon else all(parameter in inspect.signature(cls).parameters for cls in classes):
+            followed[key] = section | {"params": {parameter: AUTO} | section.get("params", {})}
+    return followed

@@ -144,6 +144,10 @@ def _data(option: str, value: Any, notes: list[str]) -> Values:
     for entry in _items(value) if isinstance(value, str) else value if isinstance(value, list) else [value]:
         entry = {"path": entry} if isinstance(entry, str) else entry
         name, files, split = entry.get("path"), entry.get("data_files"), entry.get("split") or "train"
+        if isinstance(files, Mapping):  # split -> files of it
+            if others := [each for each in files if each != split]:
+                notes.append(f"data_files: {', '.join(map(str, others))} left out; eval_data takes what is held out")
+            files, split = files.get(split), "train"
         if files and (not name or name in ("json", "csv", "parquet", "arrow", "text")):
             names += _items(files)
             name = _items(files)[0]

@@ -77,8 +77,6 @@ _IGNORED = {
 }
 IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
-NODES_OWN = ("data_cache", "logging_dir", "local_rank")
-"""Options that may differ between the nodes of a run: places on one machine."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,
@@ -460,14 +458,16 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     evaluation, and in a training without checkpoints.
     """
     values, home = as_dict(options), os.path.expanduser("~/")
-    left_out = set(NODES_OWN)
+    left_out = {"data_cache", "local_rank"}  # places on one machine
     if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
         left_out.add("output_dir")
-    return {
-        name: f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
-        for name, value in values.items()
-        if name not in left_out
-    }
+
+    def at_home(value: Any) -> Any:
+        if isinstance(value, list):
+            return [at_home(each) for each in value]
+        return f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
+
+    return {name: at_home(value) for name, value in values.items() if name not in left_out}
 
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:

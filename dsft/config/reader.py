@@ -36,6 +36,10 @@ from dsft.config.options import (
 )
 from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
 
+PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
+"""Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
+one, its reader knows ~.
+"""
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -98,9 +102,6 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
         values = values | {"resume_from_checkpoint": "auto"}
     refused: list[str] = []
     checked = check_values(values, all_types, refused, also=also)
-    for key in ("output_dir", "model", "tokenizer", "adapter"):
-        if isinstance(checked.get(key), str):
-            checked[key] = os.path.expanduser(checked[key])
     options = {key: value for key, value in checked.items() if key in dsft_types}
     if cls is TrainConfig:
         options["training"] = {key: value for key, value in checked.items() if key not in dsft_types}
@@ -160,7 +161,7 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     except UnicodeDecodeError as error:
         problems.append(f"--config {path}: not valid UTF-8 ({error.reason} at byte {error.start})")
         return None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-13-01
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: `!!int x`
         problems.append(f"--config {path}: not valid YAML: {one_line(error)}")
         return None
     problems += [f"--config {path}: {problem}" for problem in loader.problems]
@@ -174,8 +175,13 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
 
 class _Loader(yaml.SafeLoader):
     """PyYAML takes the last of several equal keys without a word, and reads 0100 as 64 and 1:30 as 90, as YAML 1.1 has
-    it; this loader notes both.
+    it; this loader notes both. A time stays the text that it is: no option is one.
     """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -297,7 +303,9 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
 def check_values(
     values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: type | None = None
 ) -> dict[str, Any]:
-    """`values` converted to their fields' types; unknown keys and wrong types go to `problems`."""
+    """`values` converted to their fields' types, with ~ in PATHS written out; unknown keys and wrong types go to
+    `problems`.
+    """
     checked = {}
     for key, value in values.items():
         if key not in types_by_name:
@@ -314,6 +322,11 @@ def check_values(
             checked[key] = convert(value, types_by_name[key])
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
+    for key in PATHS:
+        if isinstance(named := checked.get(key), list):
+            checked[key] = [os.path.expanduser(name) for name in named]
+        elif isinstance(named, str):
+            checked[key] = os.path.expanduser(named)
     for key in types_by_name:  # in one order, wherever the values stand
         problems += check_bounds(key, checked.get(key))
     return checked
@@ -392,6 +405,8 @@ def convert(value: Any, hint: Any) -> Any:
         return {convert(key, key_type): convert(item, value_type) for key, item in value.items()}
     if hint not in SCALARS:
         raise ValueError(f"cannot be set from a file or a flag ({hint})")
+    if hint is str and isinstance(value, float):  # of YAML, which reads the revision 1.10 as 1.1
+        raise ValueError(f"expected {SCALARS[str]}, got the number {value}; write it in quotes")
     try:
         if hint is bool:
             return value if isinstance(value, bool) else BOOLEANS[value.lower()]
@@ -599,7 +614,7 @@ LONGEST_SENT = 60_000
 
 def pack_files(paths: Iterable[str]) -> str:
     """The contents of text files by their paths as the options name them, for the variable."""
-    contents = {path: Path(path).expanduser().read_text(encoding="utf-8") for path in paths}
+    contents = {path: _read_here(path) for path in paths}
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(contents).encode())).decode()
 
 
@@ -610,7 +625,12 @@ def read_text(path: str | Path) -> str:
         OSError, UnicodeDecodeError: it cannot be read.
     """
     sent = sent_files().get(str(path))
-    return Path(path).expanduser().read_text(encoding="utf-8") if sent is None else sent
+    return _read_here(path) if sent is None else sent
+
+
+def _read_here(path: str | Path) -> str:
+    # Without the mark that editors of Windows begin a file with: a chat template would render it in each chat.
+    return Path(path).expanduser().read_text(encoding="utf-8-sig")
 
 
 def sent_files() -> dict[str, str]:

@@ -2,6 +2,7 @@
 templates, the form of the data, held-out data; options that the user gives beside it win.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,7 @@ def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: t
         values = dict(values) | {"data": [*lists.get("data", []), *entries]}
     run, has_seq_len = values.get("run"), "seq_len" in values
     if isinstance(run, str):
+        run = os.path.expanduser(run)
         try:
             options = read_options_of_run(run)
         except UserError as error:

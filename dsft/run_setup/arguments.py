@@ -5,6 +5,7 @@ problems are returned, and `resolve.py` applies them.
 What the options show by themselves is checked in `config/reader.py`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -37,7 +38,7 @@ from dsft.config.options import (
     TrainConfig,
     decide,
 )
-from dsft.errors import nearest, one_line, raise_if_any
+from dsft.errors import UserError, nearest, one_line
 from dsft.models.build import resolve_dtype
 from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import LEAST_VOCAB, tile_loss
@@ -55,8 +56,6 @@ from dsft.units import DTYPE_BYTES, GB, Batch, plural
 
 STEPS_WAITED = 10
 """Planned steps in the time of one, after which a run with NVMe is ended: disks may be as much slower than planned."""
-STEPS_BETWEEN_SAVES = 500
-"""transformers' own default of save_steps."""
 BYTES_PER_TOKEN = 200
 """Of a tokenizer's files, at most: Llama 3's take 134."""
 SMALL_FILES_BYTES = 100_000
@@ -87,10 +86,14 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
     return [], []
 
 
+def _in_words(world: int, shared_by: int) -> str:
+    return plural(world, "rank") + (f" / sequence_parallel={shared_by}" if shared_by > 1 else "")
+
+
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
     """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
     total, training, shared_by = options.global_batch_size, options.training, options.sequence_parallel
-    ranks = f"{world} ranks" if shared_by == 1 else f"{world} ranks / sequence_parallel={shared_by}"
+    ranks = _in_words(world, shared_by)
     micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
     if not total or (micro is not None and micro < 1) or refused_ranks(shared_by, world):  # problems of their own
         return [], []
@@ -152,14 +155,26 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     total = manifest["run_identity"]["sequences per step"]
     shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
     reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
+    # With batch_tokens the Trainer counts a whole batch as one.
+    counted, micro = "sequences", options.training.get("per_device_train_batch_size") or 1
+    if options.batch_tokens:
+        counted, micro = "batches", 1
+    accumulation, rest = divmod(total, Batch(micro, 1, world, options.sequence_parallel).sequences)
+    if rest:
+        ranks = _in_words(world, options.sequence_parallel)
+        of_each = f"per_device_train_batch_size={micro} x " if micro > 1 else ""
+        smaller = ", or a smaller per_device_train_batch_size" if micro > 1 else ""
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} took {total} {counted} per step, and so must what follows;"
+            f" {of_each}{ranks} cannot share them: use a number of ranks that divides them{smaller}"
+        )
+    if options.batch_tokens:
+        return [Decision("gradient_accumulation_steps", accumulation, reason)]
     kept = [
         Decision("global_batch_size", total, reason),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
     ]
-    decisions, problems = batch_decisions(decide(options, kept), world)
-    must = f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows"
-    raise_if_any([f"{must}; {problem}" for problem in problems])
-    return kept + decisions
+    return kept + batch_decisions(decide(options, kept), world)[0]
 
 
 def _same_after(change: Callable[[nn.Module], bool], options: TrainConfig, facts: ModelFacts) -> bool:
@@ -413,7 +428,8 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     of_devices = () if here else ("tf32", *HALF_PRECISION)
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", *of_devices):
         values.pop(name, None)
-    try:
+
+    def made(values: dict[str, Any]) -> TrainingArguments:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
             args = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
@@ -422,8 +438,22 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
 
                 optimizer, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
                 inspect.signature(optimizer).bind([], **keywords)
-    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
-        return [] if any(re.search(rf"\b{name}\b", str(error)) for name in named) else [one_line(error)]
+        return args
+
+    refusals = (ValueError, TypeError, RuntimeError, ImportError, OSError)
+    try:
+        args = made(values)
+    except refusals as error:
+        if any(re.search(rf"\b{name}\b", str(error)) for name in named):
+            return []
+        text = one_line(error)
+        if any(name in text for name in options.training):
+            return [text]
+        for name in [name for name in options.training if name in values]:  # the one without which there is no error
+            with contextlib.suppress(*refusals):
+                made({key: value for key, value in values.items() if key != name})
+                return [f"{name}={options.training[name]}: {text}"]
+        return [text]
     try:
         steps, parameter = args.max_steps if args.max_steps > 0 else 10_000, torch.zeros(1, requires_grad=True)
         get_scheduler(
@@ -570,7 +600,7 @@ def checkpoint_size(
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.
     values = with_defaults(options)
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
-    every, limit = values.get("save_steps", STEPS_BETWEEN_SAVES), values.get("save_total_limit")
+    every, limit = values.get("save_steps", TrainingArguments.save_steps), values.get("save_total_limit")
     keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
     num_kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
     num_saved = math.inf  # unknown, also with save_minutes
@@ -578,7 +608,7 @@ def checkpoint_size(
         if strategy == "no":
             num_saved = 0
         elif strategy == "epoch" and max_steps <= 0:
-            num_saved = math.ceil(values.get("num_train_epochs", 3))
+            num_saved = math.ceil(values.get("num_train_epochs", TrainingArguments.num_train_epochs))
         elif strategy == "steps" and every < 1:
             num_saved = math.ceil(1 / every)  # a share of the steps
         elif strategy == "steps" and max_steps > 0:

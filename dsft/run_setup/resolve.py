@@ -35,6 +35,7 @@ from dsft.checkpoints.run_folder import (
 from dsft.config import user_code
 from dsft.config.deepspeed import (
     adopt,
+    follow_options,
     get_value,
     nvme_path,
     offloads,
@@ -383,6 +384,7 @@ def check_run(
     if run.options.zero != "auto":  # its numbers become options
         run.zero_file = read_sound_file(run.options.zero, run.problems)
         run.apply(*adopt(run.zero_file, run.options))
+        run.zero_file = follow_options(run.zero_file, run.options)
         run.problems += check_zero_file(run.zero_file, run.options, machine)
     decisions, not_divisible = batch_decisions(run.options, machine.world_size)
     is_reported = any("global_batch_size" in problem for problem in run.problems)
@@ -657,23 +659,21 @@ def plan_run(
     """Chooses the plan of a training.
 
     Args:
-        checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, with
-            others one is chosen that can take the checkpoint over.
+        checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, but
+            for what the options name now; with others one is chosen that can take the checkpoint over.
         must_fit: the training is to start.
 
     Raises:
         UserError: where the plan is one that this training cannot have, or must fit and cannot: with the limiting
             resource and the nearest plan that fits.
     """
-    zero, output_dir = options.zero, options.training.get("output_dir")
+    zero = options.zero
     if checkpoint and zero == "auto":
-        earlier = read_run(output_dir) if is_run(output_dir) else {"world_size": None}
+        resumed = Path(checkpoint).parent  # not output_dir, which may hold another run that this one replaces
+        earlier = read_run(str(resumed)) if is_run(resumed) else {"world_size": None}
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
-            zero, every = earlier["plan"]["zero"], job.checkpoint_every or earlier["plan"].get("checkpoint_every")
-            same = {name: earlier["plan"][name] for name in ("micro_batch", "accumulation")}
-            checkpointing = earlier["plan"]["activation_checkpointing"]
-            job = dataclasses.replace(job, checkpointing=checkpointing, checkpoint_every=every, **same)
+            zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
         if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     with_nvme = machine
@@ -702,6 +702,26 @@ def plan_run(
         )
         raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
     return choice
+
+
+def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
+    """Takes over what an earlier plan of the run has, where no option names it now: a smaller micro batch, after one
+    that had no room, gets the accumulation that makes up the same steps.
+    """
+    micro, accumulation = job.micro_batch, job.accumulation
+    per_rank = plan["micro_batch"] * plan["accumulation"]
+    if job.sequences_per_step in (None, job.batch(1, per_rank, machine).sequences):
+        if not micro and not accumulation:
+            micro, accumulation = plan["micro_batch"], plan["accumulation"]
+        elif not accumulation and per_rank % micro == 0:
+            accumulation = per_rank // micro
+        elif not micro and per_rank % accumulation == 0:
+            micro = per_rank // accumulation
+    checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
+    every = job.checkpoint_every or plan.get("checkpoint_every")
+    return dataclasses.replace(
+        job, micro_batch=micro, accumulation=accumulation, checkpointing=checkpointing, checkpoint_every=every
+    )
 
 
 def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:

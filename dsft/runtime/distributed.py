@@ -85,7 +85,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     if timeouts:
         watchdog.start(timeouts)
         on_exit(watchdog.close)
-    missing = [name for name in SINGLE_PROCESS_ENV if name not in os.environ]
+    missing = [name for name in (*SINGLE_PROCESS_ENV, "MASTER_PORT") if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError(
             f"WORLD_SIZE={world_size()} is set but {', '.join(missing)} is not: start dsft through a launcher"
@@ -104,7 +104,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         require_kernels(torch.cuda.current_device())
     meet_seconds = timeouts.start_timeout if timeouts else 300
     timeout = timedelta(seconds=meet_seconds)
-    address, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
         check_job(store, output_dir, number)

@@ -113,18 +113,38 @@ def split_gpus(text: str) -> tuple[int, str]:
     return int(match[1]), match[2]
 
 
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes that are taken, but for caches of files) of this process's cgroup and of those above it, of
+    versions 1 and 2. A container sees its own as the root; that of a SLURM job or a systemd unit lies below.
+    """
+    for line in _read(OWN_CGROUPS).splitlines():  # 0::/system.slice/slurmstepd.scope/job_7, 4:memory:/slurm/uid_0/job_7
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit_file, taken_file, prefix = CGROUPS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            root, prefix = CGROUPS / "memory", "total_"
+            limit_file, taken_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = root / path.strip("/")
+        while folder.is_relative_to(root):
+            if (limit := _read(folder / limit_file)).isdigit():  # else "max", or no such folder in this container
+                kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+                yield int(limit), max(0, _number(folder / taken_file) - sum(map(int, kept)))
+            folder = folder.parent
+
+
 def host_memory_bytes() -> int:
-    """Memory that this process may use: the host's, or the cgroup's limit (v2, then v1) where that is smaller."""
-    limits = [psutil.virtual_memory().total]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if Path(path).is_file() and (text := Path(path).read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits)
+    """Memory that this process may use: the host's, or the least limit of its cgroups where that is smaller."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
 
 
 def free_host_bytes() -> int:
     """Memory of this host that a run may still take, caches of files included."""
-    return min(psutil.virtual_memory().available, host_memory_bytes())
+    return min([psutil.virtual_memory().available, *(max(0, limit - taken) for limit, taken in _memory_limits())])
 
 
 def gpu_utilization() -> float | None:

@@ -130,6 +130,15 @@ def test_data_sets_of_axolotl_become_entries_of_data(folder):
         assert note in text
 
 
+def test_files_by_split_become_those_of_the_split_that_is_trained(folder):
+    files = {"train": ["own.jsonl", "more.jsonl"], "test": "held.jsonl"}
+    given = {"base_model": "m", "datasets": [{"path": "json", "data_files": files}]}
+    values, text = convert(folder, given)
+    assert values["data"] == ["own.jsonl", "more.jsonl"] and "data_files: test left out" in text
+    held_out = given | {"test_datasets": [{"path": "json", "data_files": files, "split": "test"}]}
+    assert convert(folder, held_out)[0]["eval_data"] == ["held.jsonl"]
+
+
 def test_data_sets_of_llamafactory_are_looked_up_in_their_list(folder):
     given = {"stage": "sft", "model_name_or_path": "m", "dataset": "on_hub, identity", "val_size": 100}
     values, text = convert(folder, given)

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from dsft.config.deepspeed import check_deepspeed_json, known_names, read_zero_file
+from dsft.config.deepspeed import (
+    adopt,
+    check_deepspeed_json,
+    check_nvme,
+    follow_options,
+    known_names,
+    nvme_path,
+    read_zero_file,
+)
+from dsft.config.options import TrainConfig
 
 GOOD = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -93,6 +102,12 @@ def test_a_file_with_all_that_users_write_has_no_problem():
         ("", {"gradient_predivide_factor": "x"}, ['gradient_predivide_factor="x": must be a number']),
         ("", {"dump_state": 1}, ["dump_state=1: must be true or false"]),
         ("optimizer.params", {"lr": "1e-4"}, ['optimizer.params.lr="1e-4"', "number"]),
+        ("optimizer.params", {"betas": [0.9]}, ["optimizer.params.betas=[0.9]: must be a list of two numbers"]),
+        ("optimizer.params", {"betas": [0.9, 0.9, 0.9]}, ["optimizer.params.betas=[0.9, 0.9, 0.9]: must be a list"]),
+        ("optimizer.params", {"betas": [0.9, 1.5]}, ["optimizer.params", "Invalid beta parameter at index 1"]),
+        ("optimizer.params", {"amsgrad": "auto"}, ['optimizer.params.amsgrad="auto"', "nothing fills"]),
+        ("scheduler.params", {"warmup_num_steps": 0}, ["scheduler.params", "must be a positive integer, got 0"]),
+        ("scheduler.params", {"warmup_min_lr": "x"}, ["scheduler.params", "warmup_min_lr"]),
         ("", {"sparse_attention": {}}, ["Sparse Attention has been removed"]),
         ("", {"communication_data_type": "fp8"}, ["communication_data_type"]),
     ],
@@ -201,3 +216,72 @@ def test_a_key_that_stands_twice_in_a_file_is_named(tmp_path):
     problems: list[str] = []
     read_zero_file(str(path), problems)
     assert problems == [f"zero={path}: duplicate key 'stage'; keep one"]
+
+
+def test_whole_numbers_are_whole_however_they_are_written(tmp_path):
+    file, problems = tmp_path / "ds.json", []
+    file.write_text('{"train_batch_size": 16.0, "zero_optimization": {"reduce_bucket_size": 5e8}, "a": [1e-4, 2.5]}')
+    content = read_zero_file(str(file), problems)
+    numbers = [content["train_batch_size"], content["zero_optimization"]["reduce_bucket_size"], *content["a"]]
+    assert problems == [] and [(type(each), each) for each in numbers] == [
+        (int, 16),
+        (int, 500_000_000),
+        (float, 1e-4),
+        (float, 2.5),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "adam", "Lion", "Muon", "SGD", "Adagrad"])
+def test_what_a_json_leaves_out_of_its_optimizer_follows_the_options(kind):
+    content = {"optimizer": {"type": kind, "params": {"momentum": 0.9} if kind in ("SGD", "Muon") else {}}}
+    plain = follow_options(content, TrainConfig())
+    assert plain["optimizer"]["params"] == {"lr": "auto"} | content["optimizer"]["params"], "DeepSpeed's would be 1e-3"
+    assert "lr" not in content["optimizer"]["params"], "a copy"
+    given = TrainConfig(training={"weight_decay": 0.1, "adam_beta2": 0.95})
+    betas = {} if kind in ("SGD", "Adagrad") else {"betas": "auto"}
+    followed = follow_options(content, given)["optimizer"]["params"]
+    assert followed == plain["optimizer"]["params"] | {"weight_decay": "auto"} | betas
+    kept = {"optimizer": {"type": kind, "params": {"lr": 1e-4, "weight_decay": 0}}}
+    assert follow_options(kept, TrainConfig(training={"weight_decay": 0})) == kept
+
+
+def test_what_a_json_leaves_out_of_its_warm_up_follows_the_option_that_is_given():
+    content = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}}
+    assert follow_options(content, TrainConfig()) == content
+    followed = follow_options(content, TrainConfig(training={"warmup_steps": 50, "learning_rate": 1e-4}))
+    assert followed["scheduler"]["params"] == {"warmup_num_steps": "auto", "total_num_steps": "auto"}
+
+
+def test_only_a_path_that_is_offloaded_to_must_be_there():
+    content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/nowhere"}}}
+    assert nvme_path(content) is None and check_nvme(content, "ds.json") == []
+    content["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
+    assert nvme_path(content) == "/nowhere" and "nvme_path=/nowhere is no folder here" in check_nvme(content, "x")[0]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "dtype", "contradicts"),
+    [(False, "bfloat16", True), (True, "float32", True), (True, "bfloat16", False), (False, "auto", False)],
+)
+def test_a_json_whose_precision_contradicts_dtype_is_refused(enabled, dtype, contradicts):
+    content = {"bf16": {"enabled": enabled}}
+    decisions, problems = adopt(content, TrainConfig(zero="ds.json", dtype=dtype))
+    assert [decision.value for decision in decisions] == [enabled]
+    assert bool(problems) == contradicts and all(f"enabled={json.dumps(enabled)}" in each for each in problems)
+
+
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "train_batch_size"])
+def test_a_json_s_number_of_sequences_contradicts_batch_tokens(key):
+    decisions, problems = adopt({key: 4, "gradient_accumulation_steps": 2}, TrainConfig(zero="a.json", batch_tokens=64))
+    assert [decision.name for decision in decisions] == ["gradient_accumulation_steps"]
+    assert len(problems) == 1 and problems[0].startswith(f"a.json says {key}=4, but batch_tokens=64")
+    assert adopt({key: "auto"}, TrainConfig(zero="a.json", batch_tokens=64)) == ([], [])
+
+
+@pytest.mark.parametrize(("kind", "needs_word"), [("SGD", True), ("NAdam", True), ("adamw", False), ("Lion", False)])
+def test_an_optimizer_that_deepspeed_has_not_tested_over_shards_needs_the_user_s_word(kind, needs_word):
+    content = {"zero_optimization": {"stage": 1}, "optimizer": {"type": kind}}
+    problems = check_deepspeed_json(content, "a.json")
+    assert len(problems) == needs_word and all("add zero_allow_untested_optimizer=true" in each for each in problems)
+    for change in ({"zero_allow_untested_optimizer": True}, {"zero_optimization": {"stage": 0}}):
+        assert check_deepspeed_json(content | change, "a.json") == []

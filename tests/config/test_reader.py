@@ -13,7 +13,7 @@ import yaml
 from transformers import TrainingArguments
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
-from dsft.config.deepspeed import KINDS
+from dsft.config.deepspeed import KINDS, read_zero_file
 from dsft.config.elsewhere import ELSEWHERE, OF, VALUES
 from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
 from dsft.config.reader import (
@@ -38,6 +38,7 @@ from dsft.config.reader import (
 )
 from dsft.errors import UserError
 from dsft.launch.launchers import LaunchOptions
+from dsft.models.chat_template import load_template
 
 
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():
@@ -288,6 +289,25 @@ def test_a_command_names_every_word_it_cannot_use(line, named):
     assert all(problem.startswith(start) for problem, start in zip(error.value.problems, named, strict=True))
 
 
+def test_a_time_in_a_file_is_the_text_that_it_is(tmp_path):
+    path, problems = tmp_path / "a.yaml", []
+    path.write_text("output_dir: 2024-06-01T10:00:00\ndata: [2024-06-01]\n")
+    values = read_yaml(str(path), problems)
+    assert (values, problems) == ({"output_dir": "2024-06-01T10:00:00", "data": ["2024-06-01"]}, [])
+
+
+def test_a_text_that_yaml_reads_as_a_number_with_a_point_is_asked_for_in_quotes(tmp_path):
+    path, problems = tmp_path / "a.yaml", []
+    path.write_text("model: m\ndata: x\noutput_dir: o\nrevision: 1.10\nlora_target_modules: [a, 1.50]\nzero: 3\n")
+    config = read_config(TrainConfig, ["--config", str(path)], problems)
+    assert sorted(problems) == [
+        "lora_target_modules: expected a text, got the number 1.5; write it in quotes",
+        "revision: expected a text, got the number 1.1; write it in quotes",
+    ]
+    assert config.zero == "3"
+    assert read_config(TrainConfig, ["--revision", "1.10"], []).revision == "1.10"
+
+
 def test_yaml_faults_name_file_and_line(tmp_path):
     broken = tmp_path / "run.yaml"
     broken.write_text("a: 1\nb: [\n")
@@ -304,7 +324,7 @@ def test_yaml_faults_name_file_and_line(tmp_path):
         (b"a: \xff\n", "not valid UTF-8 (invalid start byte at byte 3)"),
         (b"- a\n- b\n", "must hold 'key: value' lines, found a list"),
         (b"a: \x00", "not valid YAML"),
-        (b"day: 2024-13-01\n", "not valid YAML"),
+        (b"day: !!timestamp 2024-13-01\n", "not valid YAML"),
         (None, "cannot be read (No such file or directory)"),
     ],
     ids=["syntax", "bytes", "list", "control character", "date", "missing"],
@@ -618,3 +638,16 @@ def test_an_argument_that_would_do_nothing_is_refused_with_its_reason(name):
 )
 def test_an_evaluation_that_contradicts_itself_is_refused_and_its_neighbour_is_not(changes, is_fine):
     assert (problems_of(EvalConfig, **changes) == []) == is_fine
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
+    files = {name: tmp_path / name for name in ("run.yaml", "ds.json", "chat.jinja")}
+    for file, text in zip(files.values(), ("model: m\n", '{"steps_per_print": 1}', "{{ bos_token }}"), strict=True):
+        file.write_text(text, encoding="utf-8-sig")
+    for sent in (False, True):
+        if sent:
+            monkeypatch.setenv(SENT_FILES, pack_files(map(str, files.values())))
+        problems: list[str] = []
+        assert read_yaml(str(files["run.yaml"]), problems) == {"model": "m"}
+        assert read_zero_file(str(files["ds.json"]), problems) == {"steps_per_print": 1}
+        assert load_template(str(files["chat.jinja"])) == "{{ bos_token }}" and problems == []

@@ -109,7 +109,7 @@ def test_the_memory_of_a_container_bounds_the_processes(tiny, tokenizer, tmp_pat
     monkeypatch.setattr(preparing, "_tokenised", counting)
     monkeypatch.setattr(preparing, "WORKERS_FROM_BYTES", 0)
     monkeypatch.setattr(preparing, "cpu_count", lambda: 64)
-    monkeypatch.setattr("dsft.runtime.hardware.host_memory_bytes", lambda: 4 * preparing.WORKER_BYTES)
+    monkeypatch.setattr("dsft.runtime.hardware._memory_limits", lambda: [(4 * preparing.WORKER_BYTES, 0)])
     prepare(formatted(path, rules_of("prompt", "completion")), tokenizer, tmp_path / "store", show_progress=False)
     assert workers == [1]
 

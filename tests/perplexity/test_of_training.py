@@ -9,7 +9,7 @@ from ranks import run_entry, train_all
 from tiny import write_jsonl, write_pairs
 
 from dsft.api import evaluate_perplexity
-from dsft.checkpoints.run_folder import read_options_of_run
+from dsft.checkpoints.run_folder import FINAL, read_options_of_run, write_run
 from dsft.errors import UserError
 from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation, shared_options
 
@@ -77,6 +77,19 @@ def test_a_suite_is_scored_whole_and_not_the_share_that_a_training_holds_out(tmp
     problems: list[str] = []
     config = read_evaluation(["--config", str(tmp_path / "run.yaml"), "--suite", "wikitext-2"], problems)
     assert (config.data, config.eval_fraction, problems) == ([*SUITES["wikitext-2"]], 0.0, [])
+
+
+def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "runs" / "first"
+    write_run(str(run), config={"model": "m", "data": ["d.jsonl"], "eval_data": ["e.jsonl"], "output_dir": str(run)})
+    (run / FINAL).mkdir()
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: d.jsonl\neval_data: e.jsonl\noutput_dir: ~/runs/first\nmax_steps: 1\n")
+    for words in (["--config", str(file)], ["--run", "~/runs/first"]):
+        problems: list[str] = []
+        config = read_evaluation(words, problems)
+        assert (config.model, config.data, problems) == ([str(run)], ["e.jsonl"], []), "not the base model"
 
 
 def test_what_is_read_of_a_training(runs, tiny, tmp_path):

@@ -221,6 +221,19 @@ def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_p
     assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"optim_args": "foo"}, "optim_args=foo: not enough values"),
+        ({"accelerator_config": "nowhere.json"}, "accelerator_config=nowhere.json: [Errno 2]"),
+        ({"accelerator_config": {"even": 1}}, "accelerator_config={'even': 1}: "),
+    ],
+)
+def test_a_refusal_of_transformers_that_names_no_option_gets_its_name(given, expected):
+    (problem,) = check_training_arguments(TrainConfig(training={"output_dir": "x", "weight_decay": 0.1} | given))
+    assert problem.startswith(expected)
+
+
 def test_deepcompile_alone_has_no_effect():
     machine, config = SimpleNamespace(measured=False, world_size=1), {"compile": {"deepcompile": True}}
     (problem,) = check_zero_file(config, TrainConfig(zero="ds.json"), machine)
@@ -373,6 +386,18 @@ def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_
     assert "on 4 ranks, 2 to a sequence" in decisions[0].reason
     with pytest.raises(UserError, match=f"{path} took 12 sequences per step.*per_device_train_batch_size=2 x 5 ranks"):
         keep_global_batch(options, path, 5)
+    with pytest.raises(UserError) as error:  # as many as before must be taken: another total is no way out
+        keep_global_batch(replace(options, training={MICRO: 8}), path, 3)
+    assert "global_batch_size" not in str(error.value) and "smaller per_device_train_batch_size" in str(error.value)
+
+
+def test_a_resume_on_other_ranks_takes_as_many_batches_of_batch_tokens(tmp_path):
+    path = checkpoint(tmp_path, {"world_size": 2, "run_identity": {"sequences per step": 4}})
+    options = TrainConfig(batch_tokens=4096, training={ACCUMULATION: 2})
+    assert values(keep_global_batch(options, path, 1)) == {ACCUMULATION: 4}
+    assert values(keep_global_batch(options, path, 4)) == {ACCUMULATION: 1}
+    with pytest.raises(UserError, match="took 4 batches per step, and so must what follows; 3 ranks cannot share"):
+        keep_global_batch(options, path, 3)
 
 
 @pytest.mark.parametrize("manifest", [None, {"world_size": 2}])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_jsonl
 
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig, common_options
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
@@ -484,6 +484,11 @@ def test_home_is_expanded_in_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = make_config(TrainConfig, {"output_dir": "~/run", "model": "~/m"}, [])
     assert config.training["output_dir"] == str(tmp_path / "run") and config.model == str(tmp_path / "m")
+    resumed = make_config(TrainConfig, {"resume_from_checkpoint": "~/run/checkpoint-2"}, [])
+    assert resumed.training["resume_from_checkpoint"] == str(tmp_path / "run" / "checkpoint-2")
+    scored = make_config(EvalConfig, {"model": ["~/m", "org/m"], "reference": "~/big"}, [])
+    assert (scored.model, scored.reference) == ([str(tmp_path / "m"), "org/m"], str(tmp_path / "big"))
+    assert common_options(scored)["model"] == ["~/m", "org/m"], "the same on nodes whose home folders differ"
 
 
 def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of, tmp_path):

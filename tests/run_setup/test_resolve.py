@@ -108,6 +108,13 @@ def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(option
     assert run.options.value("gradient_accumulation_steps") == 4
 
 
+def test_a_json_whose_optimizer_has_no_learning_rate_trains_with_that_of_the_options(resolved, cheap_traces, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}))
+    run = resolved(zero=str(file))
+    assert run.plan.deepspeed_config["optimizer"] == {"type": "AdamW", "params": {"lr": "auto"}}
+
+
 def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     def decided(step: int | None, **changes):
         run = tmp_path / f"run-{step}"

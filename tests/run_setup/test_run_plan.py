@@ -61,6 +61,45 @@ def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
     assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
 
 
+def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_replaces(facts, tmp_path):
+    for name in ("resumed", "replaced"):
+        (tmp_path / name).mkdir()
+    checkpoint = checkpoint_in(tmp_path / "resumed", world_size=8, zero_stage=1)
+    write_run(str(tmp_path / "replaced"), world_size=8, plan=EARLIER | {"zero": "2", "micro_batch": 6})
+    for output_dir in ("replaced", "new"):
+        options = TrainConfig(dtype="bfloat16", overwrite=True, training={"output_dir": str(tmp_path / output_dir)})
+        choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+        assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"per_device_train_batch_size": 1}, {"micro_batch": 1, "accumulation": 6}),
+        ({"gradient_accumulation_steps": 2}, {"micro_batch": 3, "accumulation": 2}),
+        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}, {"micro_batch": 6, "accumulation": 1}),
+        ({"per_device_train_batch_size": 4}, {"micro_batch": 4, "accumulation": 1}),
+        ({"activation_checkpointing": False}, {"activation_checkpointing": False, "checkpoint_every": 1}),
+        ({"activation_checkpointing_kwargs": {"every_n_layers": 1}}, {"checkpoint_every": 1}),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_given_now_goes_before_the_earlier_plan(facts, tmp_path, given, expected):
+    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)} | given)
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
+    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER | expected
+
+
+def test_a_number_of_sequences_that_is_given_now_is_not_ignored(facts, tmp_path):
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
+    for total, expected in ((48, (2, 3)), (96, None)):
+        options = TrainConfig(dtype="bfloat16", global_batch_size=total, training={"output_dir": str(tmp_path)})
+        plan = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint).plan
+        assert 8 * plan.micro_batch * plan.accumulation == total, "a resume with others is refused, not left as it was"
+        assert expected in (None, (plan.micro_batch, plan.accumulation))
+
+
 def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", zero="3", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)

@@ -29,6 +29,8 @@ from dsft.runtime.hardware import (
     ask_gpu,
     children_bytes,
     cpu_computes_bfloat16,
+    free_host_bytes,
+    host_memory_bytes,
     read_interconnect,
     read_network,
     read_topology,
@@ -36,7 +38,7 @@ from dsft.runtime.hardware import (
     require_seen_gpus,
     wait_for_freed_gpu,
 )
-from dsft.units import GB
+from dsft.units import GB, GiB
 
 
 def write_port(sysfs: Path, card: str, rate: str, *, state: str = "4: ACTIVE", link: str = "InfiniBand") -> None:
@@ -471,3 +473,34 @@ sys.stdin.read()
         assert parent.stdout.readline()
         assert 10**8 <= children_bytes() - before < 2 * 10**8
         parent.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "limits", "expected"),
+    [
+        # version 2: a job of SLURM's, whose step has no limit of its own; a container; a process without limits
+        ("0::/slurm/job_7/step_0", {"slurm/job_7": 64, "slurm/job_7/step_0": None, "slurm/job_8": 1}, (64, 54)),
+        ("0::/", {".": 32}, (32, 22)),
+        ("0::/user.slice", {"user.slice": None}, (512, 500)),
+        ("0::/elsewhere", {".": 48}, (48, 38)),  # the host's path, which a container does not see
+        # version 1, beside another controller and the empty tree of version 2
+        ("9:cpu:/a\n4:memory:/slurm/job_7\n0::/b", {"memory/slurm/job_7": 16, "memory": 2**33, "a": 1}, (16, 6)),
+        ("", {".": 1}, (512, 500)),
+    ],
+)
+def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_path, cgroups, limits, expected):
+    (tmp_path / "own").write_text(cgroups)
+    for folder, limit in limits.items():
+        place = tmp_path / "cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        old = folder.startswith("memory")
+        text = "max" if limit is None else str(limit * GiB)
+        (place / ("memory.limit_in_bytes" if old else "memory.max")).write_text(text)
+        (place / ("memory.usage_in_bytes" if old else "memory.current")).write_text(str(12 * GiB))
+        names = [f"{'total_' * old}{name}active_file" for name in ("in", "")]
+        (place / "memory.stat").write_text("anon 7\n" + "".join(f"{name} {GiB}\n" for name in names))
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
+    host = SimpleNamespace(total=512 * GiB, available=500 * GiB)
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: host)
+    assert (host_memory_bytes() // GiB, free_host_bytes() // GiB) == expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import run_entry, started_entry
 
-from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, ends_with_clear_errors
+from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, UserError, ends_with_clear_errors
 from dsft.runtime import distributed
 from dsft.runtime.distributed import free_port
 
@@ -56,6 +56,15 @@ def test_a_rank_that_cannot_meet_the_others_says_why(ended, named):
     lines = [line for line in result.stderr.splitlines() if line.startswith("dsft: ")]
     assert result.returncode == CASES[named][0] and len(lines) == 1 and named in lines[0], result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_variables_of_a_launcher_that_are_missing_are_named(monkeypatch, missing):
+    for name, value in (FIRST_OF_TWO | {"MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(UserError, match=f"WORLD_SIZE=2 is set but {missing} is not: start dsft through a launcher"):
+        distributed.start_ranks()
 
 
 def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, busy_port):
