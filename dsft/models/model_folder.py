@@ -60,7 +60,7 @@ def number_in(path: Path) -> list[int]:
 
 def adapter_description(folder: str) -> dict[str, Any] | None:
     """The content of an adapter's adapter_config.json; None where the folder holds no adapter.
-    Raises UserError where the file describes no adapter, or names no base.
+    Raises UserError where the file describes no adapter, or names no base, or its own folder as that.
     """
     file = Path(folder) / ADAPTER_CONFIG
     if not file.is_file():
@@ -73,6 +73,10 @@ def adapter_description(folder: str) -> dict[str, Any] | None:
         raise UserError(f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again")
     if not isinstance(content.get(BASE), str) or not content[BASE]:
         raise UserError(f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base")
+    if Path(content[BASE]).is_dir() and Path(content[BASE]).samefile(folder):
+        raise UserError(
+            f"{file}: names its own folder as its base; move the adapter's files into a folder of their own"
+        )
     return content
 
 
