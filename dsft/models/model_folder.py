@@ -48,8 +48,10 @@ def step_folder(checkpoint: str | Path) -> Path | None:
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
         return folder
-    if (folder / "latest").is_file() and (named := folder / (folder / "latest").read_text().strip()).is_dir():
-        return named
+    # A host that lost its power may have left the file empty.
+    named = (folder / "latest").read_text().strip() if (folder / "latest").is_file() else ""
+    if named and (folder / named).is_dir():
+        return folder / named
     return max((path for path in folder.glob("global_step*") if path.is_dir()), key=number_in, default=None)
 
 

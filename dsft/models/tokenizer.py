@@ -107,7 +107,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         problems.append(f"add_tokens: {blank[0]!r} is no text")
         return []
     if MARKERS in wanted and tokenizer.chat_template:
-        markers = split_tokens(tokenizer, tokenizer.chat_template)
+        templates = tokenizer.chat_template  # a text, or several by name: for tools, say
+        markers = split_tokens(tokenizer, templates if isinstance(templates, str) else "".join(templates.values()))
     elif MARKERS in wanted:
         problems.append(
             "add_tokens: markers: the tokenizer has no chat template; set chat_template, or name the tokens"
