@@ -107,7 +107,7 @@ def build_model(
             if method == "qlora":
                 load_config = quantization_of(method, config.quantization).load_config(compute_dtype)
             elif method == "lora" or (quantization and quantization.is_unpacked):
-                base = adapter_base(described_in(config.model)) or config.model
+                base = adapter_base(described_in(config.model)) or config.model  # of an adapter that is scored
                 load_config = unpacking_config(load_model_config(base, **known))
             if quantization and not load_config:
                 load_config = quantization.load_config(compute_dtype)

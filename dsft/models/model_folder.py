@@ -48,8 +48,10 @@ def step_folder(checkpoint: str | Path) -> Path | None:
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
         return folder
-    if (folder / "latest").is_file() and (named := folder / (folder / "latest").read_text().strip()).is_dir():
-        return named
+    # A host that lost its power may have left the file empty.
+    named = (folder / "latest").read_text().strip() if (folder / "latest").is_file() else ""
+    if named and (folder / named).is_dir():
+        return folder / named
     return max((path for path in folder.glob("global_step*") if path.is_dir()), key=number_in, default=None)
 
 
@@ -60,7 +62,7 @@ def number_in(path: Path) -> list[int]:
 
 def adapter_description(folder: str) -> dict[str, Any] | None:
     """The content of an adapter's adapter_config.json; None where the folder holds no adapter.
-    Raises UserError where the file describes no adapter, or names no base.
+    Raises UserError where the file describes no adapter, or names no base, or its own folder as that.
     """
     file = Path(folder) / ADAPTER_CONFIG
     if not file.is_file():
@@ -73,6 +75,10 @@ def adapter_description(folder: str) -> dict[str, Any] | None:
         raise UserError(f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again")
     if not isinstance(content.get(BASE), str) or not content[BASE]:
         raise UserError(f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base")
+    if Path(content[BASE]).is_dir() and Path(content[BASE]).samefile(folder):
+        raise UserError(
+            f"{file}: names its own folder as its base; move the adapter's files into a folder of their own"
+        )
     return content
 
 

@@ -23,7 +23,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.model_folder import NO_GGUF, is_gguf, is_step_folder, located, no_adapter, no_model, weight_bytes_in
+from dsft.models.model_folder import (
+    ADAPTER_CONFIG,
+    NO_GGUF,
+    adapter_base,
+    described_in,
+    is_bare_config,
+    is_gguf,
+    located,
+    no_adapter,
+    no_model,
+    weight_bytes_in,
+)
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
 from dsft.models.trained import (
@@ -204,8 +215,10 @@ def load_model_config(name: str, *, revision: str | None = None, trust_remote_co
     """Config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
     Raises OSError or ValueError as transformers does, where it is not found or of an unknown kind.
     """
-    name, gguf = located(str(Path(name).parent) if is_step_folder(name) else name)
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **gguf)
+    # By its folder, where transformers looks for code too. Random weights come from a file of any name.
+    file = {"_configuration_file": Path(name).name} if is_bare_config(name) else {}
+    name, gguf = located(described_in(name))
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **file, **gguf)
 
 
 def _check_files(model: str) -> None:
@@ -240,7 +253,7 @@ def measure_model(
     new_tokens: Sequence[int] = (),
 ) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
-    Raises UserError where no model can be built from what is there, or its adapters do not fit it.
+    Raises UserError where no model can be built from what is there, it is an adapter, or its adapters do not fit it.
 
     Args:
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
@@ -251,6 +264,11 @@ def measure_model(
     name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
         raise UserError(f"model={name}: {NO_GGUF}")
+    if not scored and not is_bare_config(name) and (base := adapter_base(described_in(name))):
+        raise UserError(
+            f"model={name}: is an adapter of {base}; to train it further name both: model={base}, adapter={name}. To"
+            f" train weights that lie beside it, take {ADAPTER_CONFIG} out of the folder"
+        )
     try:
         _check_files(name)
         config = config or load_model_config(name, revision=options.revision, **known)

@@ -17,6 +17,7 @@ from dsft.models.size import CONFIG_ERRORS, max_positions
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"
 """Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
+NO_ANSWERS = "its class {} has no generate of transformers (GenerationMixin), so it writes no answers"
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
@@ -106,7 +107,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         problems.append(f"add_tokens: {blank[0]!r} is no text")
         return []
     if MARKERS in wanted and tokenizer.chat_template:
-        markers = split_tokens(tokenizer, tokenizer.chat_template)
+        templates = tokenizer.chat_template  # a text, or several by name: for tools, say
+        markers = split_tokens(tokenizer, templates if isinstance(templates, str) else "".join(templates.values()))
     elif MARKERS in wanted:
         problems.append(
             "add_tokens: markers: the tokenizer has no chat template; set chat_template, or name the tokens"
@@ -149,17 +151,24 @@ def generate(
         ids: of the prompt; the model must have positions for one token more.
         temperature: of the distribution that tokens are drawn from; 0 always takes the likeliest.
         streamer: gets the tokens as they come.
+
+    Raises UserError where the model's class is not made to generate.
     """
+    if not model.can_generate():  # code of a repository, of before transformers 4.50
+        raise UserError(f"model={model.config.name_or_path}: {NO_ANSWERS.format(type(model).__name__)}")
     positions = max_positions(model.config.get_text_config())
     prompt_BT = torch.tensor([ids], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature}
     if not temperature:  # those of the model's generation_config would warn
-        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        sampling = {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p"))}
+    # A generation_config may ask for beams, which no streamer can follow, for several answers, and for a dictionary.
+    sampling |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
     output_BT = model.generate(
         input_ids=prompt_BT,
         attention_mask=torch.ones_like(prompt_BT),
         max_new_tokens=min(max_new_tokens, positions - len(ids)) if positions else max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
+        tokenizer=tokenizer,  # which finds the stop_strings of a generation_config
         use_cache=True,  # a training turns it off in the config
         synced_gpus=False,  # by default ranks under ZeRO-3 ask each other after each token whether all are done
         streamer=streamer,
@@ -170,8 +179,10 @@ def generate(
 
 def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
     """Adds the tokens that `ends` trained answers to those at which `model` stops, which are saved with it and read by
-    servers; returns what was added.
+    servers; returns what was added. A model that cannot generate stops nowhere.
     """
+    if not model.can_generate():
+        return []
     known = model.generation_config.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]
     if added := [token_id for token_id in ends if token_id not in known]:

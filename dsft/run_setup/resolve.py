@@ -54,7 +54,7 @@ from dsft.models.pickles import safe_unpickling
 from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
-from dsft.models.tokenizer import add_tokens, check_tokenizer, ids_beyond
+from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond
 from dsft.models.trained import learning_rates, saved_lora_config, without_rows
 from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
 from dsft.planner.calibration import speeds_for
@@ -445,6 +445,8 @@ def check_run(
             problems_of_loss, notes_on_loss = own_loss_problems(compute_loss, model.size.vocab_size)
             run.problems += problems_of_loss
             run.notes += notes_on_loss
+        if options.generate_samples and not model.architecture.can_generate():
+            run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
         run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
         run.problems += check_tiled_mlp(options, model)
         # The disk of a model of wrong sizes is not reported too.

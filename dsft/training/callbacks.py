@@ -5,6 +5,7 @@ anything is learnt, whether the plan was right, and how long it compiles.
 import contextlib
 import json
 import math
+import os
 import signal
 import socket
 import statistics
@@ -37,6 +38,8 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
 BAR_COLUMNS = 40
 """Of the progress line, for what stands before the metrics."""
+NO_SIZE_COLUMNS = 80
+"""Of a terminal that does not know its own."""
 
 SHOWN_PROMPT = 60
 """Characters of a sample's prompt on the screen, its last ones."""
@@ -63,7 +66,7 @@ class LearningCheck(TrainerCallback):
         self.warnings: list[str] = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs.get("grad_norm") == 0 and not self.warnings:
+        if logs.get("grad_norm") == 0 and "loss" in logs and not self.warnings:
             self.warnings.append(
                 f"the gradient norm is 0 at step {state.global_step}: no gradient reaches the trained parameters."
                 " Usual causes: weights that are all zero, frozen parameters, or rows whose answers are all cut off"
@@ -153,10 +156,13 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.path is not None:
             entry = {"step": state.global_step, "epoch": state.epoch} | logs
+            before = self.path.stat().st_size if self.path.is_file() else 0
             try:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(entry) + "\n")
             except OSError as error:  # a full disk ends no training; the other ranks would wait for this one
+                with contextlib.suppress(OSError):  # part of a line would become one with the next
+                    os.truncate(self.path, before)
                 say(f"warning: {self.path} could not be written ({error.strerror}) at step {state.global_step}")
 
 
@@ -171,6 +177,8 @@ class ProgressLog(TrainerCallback):
         if state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty():
             steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
             self.bar = tqdm(desc="Training", dynamic_ncols=True, leave=False, bar_format=BAR, **steps)
+            if (self.bar.ncols or 0) <= 0:  # some containers and remote shells give a terminal no size
+                self.bar.dynamic_ncols, self.bar.ncols = None, NO_SIZE_COLUMNS
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:

@@ -470,6 +470,13 @@ def _more_than(line: Line, name: str, base: str) -> bool:
     return abs(sums[name] - sums[base]) > ROUNDING * abs(sums[base])
 
 
+def _per_trained_token(line: Line, name: str) -> float | None:
+    """A sum of the line's steps by their trained tokens; None where there are none: the last window of a text may be of
+    one token, before which nothing stands.
+    """
+    return getattr(line.sums, name) / line.sums.trained if line.sums and line.sums.trained else None
+
+
 def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
     speed = line.logs.get("tokens_per_second_per_gpu")
     return speed * line.compute.flops_per_token / unit if speed is not None and unit else None
@@ -485,12 +492,12 @@ def _held_out(logs: dict[str, float]) -> str:
 
 
 METRICS = (
-    Metric("loss", lambda line: line.sums and line.sums.nats / line.sums.trained, on_screen="loss", in_bar=True),
+    Metric("loss", lambda line: _per_trained_token(line, "nats"), on_screen="loss", in_bar=True),
     Metric("perplexity", lambda line: exp(line.logs["loss"]) if "loss" in line.logs else None),
     Metric(
         "weighted_loss",
         lambda line: (
-            line.sums.weighted / line.sums.trained
+            _per_trained_token(line, "weighted")
             if not line.compute.own_loss and _more_than(line, "weighted", "nats")
             else None
         ),
@@ -498,7 +505,7 @@ METRICS = (
     ),
     Metric(
         "own_loss",
-        lambda line: line.sums.weighted / line.sums.trained if line.sums and line.compute.own_loss else None,
+        lambda line: _per_trained_token(line, "weighted") if line.compute.own_loss else None,
         on_screen="own_loss",
         in_report=InReport(chart="Loss of compute_loss", axis="per trained token", is_noisy=True),
     ),
@@ -617,6 +624,8 @@ PART = re.compile(r"(source|eval)_(.+)_(loss|perplexity|tokens)")
 def complete(line: Line, sources: Sequence[str] = ()) -> dict[str, float]:
     """Compute every metric of a line, beside what the Trainer logs; `sources` are the names of `line.by_source`."""
     logs = line.logs
+    if line.sums and not line.sums.trained:  # the Trainer's is 0, and no loss
+        logs.pop("loss", None)
     for metric in METRICS:
         if metric.of and (value := metric.of(line)) is not None:
             logs[metric.name] = value

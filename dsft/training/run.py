@@ -37,7 +37,7 @@ from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model, weights_digest
 from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import tile_loss
-from dsft.models.model_folder import adapter_base, described_in, is_bare_config
+from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.sequence_parallel import team_of
@@ -215,7 +215,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
             return None
         if is_bare_config(options.model):
             return f"random of seed {args.seed}"
-        digest = weights_digest(adapter_base(described_in(options.model)) or options.model, options.revision)
+        digest = weights_digest(options.model, options.revision)
         # Adapters that are frozen keep what the seed has drawn.
         return (
             f"{digest} seed {args.seed}"

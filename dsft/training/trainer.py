@@ -701,6 +701,11 @@ class PerplexityTrainer(Trainer):
         def write() -> None:
             if in_training is not None:
                 config.use_cache = self._use_cache
+            if self.model.can_generate():
+                # transformers writes a config that it finds fault with (a temperature without do_sample, as in Vicuna)
+                # where that is as it was loaded. Here the Trainer and `stop_at` have set its special tokens.
+                generation = self.model.generation_config
+                generation._original_object_hash = hash(generation)
             try:
                 with save.tensors_later() if save else contextlib.nullcontext():
                     write_weights(output_dir, state_dict)

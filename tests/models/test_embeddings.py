@@ -154,6 +154,9 @@ def test_markers_of_a_template_become_special_tokens(tiny):
     text = tokenizer.decode(tokenizer("<|im_start|>a<think>")["input_ids"], skip_special_tokens=True)
     assert text == "a<think>"
     assert add_tokens(tokenizer, ["markers", "<think>"], problems) == []
+    tokenizer.chat_template = {"default": "<|a|><|user|>", "tool_use": "<|b|>"}  # as repositories with tools have it
+    added = add_tokens(tokenizer, ["markers"], problems)
+    assert tokenizer.convert_ids_to_tokens(added) == ["<|a|>", "<|b|>"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A model that cannot be trained or scored is refused in one sentence that says what is there and what to name."""
 
+import json
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import COUNT_FROM_PADDING, max_positions
+from dsft.models.tokenizer import generate
 from dsft.models.trained import add_lora, lora_config
 from dsft.models.trials import small_model
 from dsft.run_setup.resolve import check_run
@@ -78,6 +80,81 @@ def test_the_folder_of_a_run_leads_to_the_model_inside_it(problems_of, tiny, tmp
             with pytest.raises(UserError) as raised:
                 data_command.run(PreviewOptions(), ["--model", str(run), "--data", data])
             assert len(raised.value.problems) == 1 and str(run / inside) in raised.value.problems[0]
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_adapter_is_no_model_to_train_also_beside_weights(problems_of, tiny, tmp_path, method, has_weights):
+    folder, base = tmp_path / "adapter", tiny / "model"
+    adapted = add_lora(transformers.AutoModelForCausalLM.from_pretrained(base), TrainConfig(method="lora", lora_r=2))
+    adapted.save_pretrained(folder)
+    if has_weights:
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+    problems = problems_of(model=str(folder), method=method)
+    assert len(problems) == 1 and f"name both: model={base}, adapter={folder}." in problems[0], problems
+    (folder / "adapter_config.json").unlink()
+    if has_weights:
+        assert not problems_of(model=str(folder), method=method)
+
+
+def test_an_adapter_cannot_be_its_own_base(tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "both")
+    adapted = add_lora(transformers.AutoModelForCausalLM.from_pretrained(folder), TrainConfig(method="lora", lora_r=2))
+    adapted.save_pretrained(folder)
+    with pytest.raises(UserError, match=f"{folder}/adapter_config.json: names its own folder as its base"):
+        evaluate_perplexity(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
+
+
+CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, vocab_size=384, hidden_size=32, num_hidden_layers=1, **others):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        super().__init__(**others)
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = torch.nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids=None, labels=None, **_):
+        return CausalLMOutput(logits=self.head(self.embed(input_ids)))
+"""
+"""Of a repository of before transformers 4.50: nothing in it generates."""
+
+
+def test_a_model_that_cannot_generate_is_trained_and_gives_no_samples(problems_of, options, tiny, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(tiny / "model", folder, ignore=shutil.ignore_patterns("*config.json", "*.safetensors"))
+    shutil.copy(tiny / "model" / "tokenizer_config.json", folder)
+    (folder / "own.py").write_text(CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
+    chosen = {"model": str(folder / "config.json"), "trust_remote_code": True, "eval_fraction": 0.2, "max_steps": 1}
+    problems = problems_of(**chosen, generate_samples=1)
+    assert len(problems) == 1 and "generate_samples: its class OwnModel has no generate" in problems[0], problems
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", **chosen)))
+    assert result.returncode == 0, result.stderr
+    final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)
+    with pytest.raises(UserError, match="its class OwnModel has no generate"):  # of `dsft chat`
+        generate(final, None, [1], max_new_tokens=1)
 
 
 def test_the_limit_of_positions_is_found_by_its_names():

@@ -356,8 +356,9 @@ def test_the_step_that_is_read_is_the_one_named_as_latest_or_the_newest(tmp_path
     assert step_folder(tmp_path).name == "global_step10"
     (tmp_path / "latest").write_text("global_step9\n")
     assert step_folder(tmp_path).name == "global_step9"
-    (tmp_path / "latest").write_text("global_step7")
-    assert step_folder(tmp_path).name == "global_step10"
+    for lost in ("global_step7", "", "\n"):
+        (tmp_path / "latest").write_text(lost)
+        assert step_folder(tmp_path).name == "global_step10"
     (tmp_path / "global_step10" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     assert step_folder(tmp_path / "global_step10").name == "global_step10"
     assert step_folder(tmp_path / "nowhere") is None

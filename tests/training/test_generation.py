@@ -1,13 +1,15 @@
 """Samples of a training are what its model answers, on any ranks and stage, and change nothing of the training."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import flags
 from deepspeed.runtime.zero import partition_parameters
-from ranks import on_ranks, trained
+from ranks import on_ranks, run_entry, trained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +19,7 @@ from dsft.config.options import TrainConfig
 from dsft.data.batches import Sequences
 from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
+from dsft.models.tokenizer import generate
 from dsft.report.page import tables
 from dsft.report.runs import read_report
 from dsft.training import engine
@@ -86,6 +89,33 @@ def test_a_window_of_a_single_token_is_no_prompt():
     config = TrainConfig(model="model", data=["data"], generate_samples=3)
     tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
     assert [prompt.ids for prompt in sample_prompts(config, [], tokenizer, held_out)] == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"num_beams": 4}, {"num_return_sequences": 2}, {"return_dict_in_generate": True}, {"stop_strings": ["zz"]}],
+    ids=str,
+)
+def test_what_a_generation_config_asks_for_beside_the_likeliest_token_ends_no_training(tiny, asked):
+    model, tokenizer = (auto.from_pretrained(tiny / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    how = {"max_new_tokens": 8, "streamer": engine.Heartbeats()}
+    plain = generate(model, tokenizer, [20, 21, 22], **how)
+    model.generation_config.update(**asked, do_sample=True)
+    assert generate(model, tokenizer, [20, 21, 22], **how) == plain
+
+
+def test_a_generation_config_that_transformers_finds_fault_with_is_saved_as_it_came(tiny, options, tmp_path):
+    """Vicuna's, with a temperature and without do_sample: changed, it is refused when the model is saved."""
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    asked = {"eos_token_id": 1, "temperature": 0.9, "top_p": 0.6}
+    (model / "generation_config.json").write_text(json.dumps(asked))
+    run = tmp_path / "run"
+    result = run_entry("dsft.train", flags(options(run, model=str(model), max_steps=1, save_strategy="steps")))
+    assert result.returncode == 0, result.stderr
+    for folder in (run / "checkpoint-1", run / "final"):
+        saved = json.loads((folder / "generation_config.json").read_text())
+        assert {name: saved[name] for name in ("temperature", "top_p")} == {"temperature": 0.9, "top_p": 0.6}
+        assert saved["pad_token_id"] == 0, "of the tokenizer"
 
 
 def test_a_rank_waits_for_no_other_while_it_generates(runs):

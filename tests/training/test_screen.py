@@ -1,12 +1,14 @@
 """What a person sees of a training: calm lines without a terminal, one moving line on one."""
 
 import contextlib
+import dataclasses
 import fcntl
 import io
 import json
 import math
 import pty
 import re
+import resource
 import struct
 import sys
 import termios
@@ -24,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dsft.runtime import console
 from dsft.runtime.console import _Both
 from dsft.training import run as run_module
-from dsft.training.callbacks import ProgressLog
+from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog
 from dsft.training.metrics import Compute, Line, Sums, Work, complete
 from dsft.units import GiB
 
@@ -114,6 +116,20 @@ def test_the_speed_is_of_the_steps_since_the_last_line_without_evaluations_and_s
     with work.paused():
         time.sleep(0.01)
     assert work.begun - begun >= 0.01
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_steps_without_a_trained_token_have_no_loss_and_no_warning(own_loss):
+    """The last window of a text, of one token, in a step of its own."""
+    compute = Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0, own_loss=own_loss)
+    line = Line(peak_gib={}, sums=Sums(tokens=1.0, positions=8.0), seconds=0.5, compute=compute)
+    logs = complete(dataclasses.replace(line, logs={"loss": 0.0, "grad_norm": 0.0}))
+    assert not {"loss", "perplexity", "own_loss"} & logs.keys() and logs["tokens_per_second"] == 2
+    check = LearningCheck(384)
+    check.on_log(None, SimpleNamespace(global_step=1), None, logs=logs)
+    assert not check.warnings and not check.losses
+    check.on_log(None, SimpleNamespace(global_step=1), None, logs=logs | {"loss": 2.5})
+    assert "the gradient norm is 0 at step 1" in check.warnings[0]
 
 
 def test_an_evaluation_has_its_interval_in_words(monkeypatch, capsys):
@@ -215,6 +231,35 @@ def test_a_table_stands_only_where_it_fits_and_nothing_of_it_is_lost(monkeypatch
         assert max(map(len, lines)) <= max(columns, 42)
     if columns == 40 and is_terminal:
         assert lines[:3] == ["step 10, where", "    folder/with-a-long-name/checkpoint-10", "step 20, ZeRO 3, where"]
+
+
+def test_a_terminal_without_a_size_shows_the_metrics(monkeypatch, capsys):
+    _, child = pty.openpty()  # of 0 columns, as in some containers
+    args, state = SimpleNamespace(disable_tqdm=False), SimpleNamespace(global_step=0, max_steps=4)
+    state.is_world_process_zero = True
+    with open(child, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        log = ProgressLog()
+        log.on_train_begin(args, state, None)
+        log.on_log(args, state, None, logs={"loss": 2.5})
+        log.on_train_end(args, state, None)
+    assert "loss 2.5" in capsys.readouterr().out
+
+
+def test_a_line_that_found_no_room_is_no_part_of_the_next(tmp_path, capsys):
+    limit, limits = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=0, epoch=0.0, is_world_process_zero=True)
+    file, path = MetricsFile(), tmp_path / "metrics.jsonl"
+    file.on_train_begin(args, state, None)
+    for state.global_step in (1, 2, 3):
+        if state.global_step == 2:  # room for part of a line
+            resource.setrlimit(limit, (path.stat().st_size + 10, limits[1]))
+        file.on_log(args, state, None, logs={"loss": 2.5})
+        resource.setrlimit(limit, limits)
+    assert "metrics.jsonl could not be written (File too large) at step 2" in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+    MetricsFile().on_train_begin(args, state, None)
 
 
 @pytest.mark.parametrize(("free", "is_warned"), [(28 * GiB, False), (8 * GiB, True)])
