@@ -166,6 +166,33 @@ main(sys.argv[1:])
 """
 
 
+PROGRAM = """
+import sys
+from pathlib import Path
+
+if (runs := Path("runs")).exists():
+    runs.write_text("again, in a worker")
+    sys.exit(1)
+runs.write_text("once")
+
+import dsft
+from dsft.data import prepare
+
+prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 2
+dsft.evaluate_perplexity(model=sys.argv[1], data="chats.jsonl", seq_len=64, data_cache="cache", progress=False)
+"""
+
+
+def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
+    """One that evaluates at its top waited there for the lock that its first process held: for ever."""
+    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
+    write_jsonl(tmp_path / "chats.jsonl", rows)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "program.py", str(tiny / "chat")]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 17], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
