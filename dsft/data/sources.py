@@ -59,6 +59,11 @@ class Row(NamedTuple):
     starts_document: bool = True
     ends_document: bool = True  # both False in the middle of a long document
 
+    def label(self, column: str | None) -> str:
+        """The value of a column as the name of a source or group; a null and a missing one are alike."""
+        value = self.values.get(column)
+        return "(none)" if value is None else str(value)
+
 
 Rows = Iterator[tuple[Row, int]]
 """(row, bytes of the file read so far)."""
@@ -304,9 +309,10 @@ def _parsed(text: str, place: str, *, line: int | None = None) -> Any:
     except json.JSONDecodeError as error:
         at, shown = (at, f": {text.strip()[:80]}") if line else (f"{place}, line {error.lineno}", "")
         raise UserError(f"{at}: not valid JSON ({error.msg} at column {error.colno}){shown}") from None
-    except RecursionError:
+    except (RecursionError, ValueError) as error:  # the second: a number of more than 4,300 digits
+        why = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         shown = f": {text.strip()[:80]}" if line else ""
-        raise UserError(f"{at}: not valid JSON (nested too deeply){shown}") from None
+        raise UserError(f"{at}: not valid JSON ({why}){shown}") from None
 
 
 def _read_json(path: str) -> Rows:
@@ -325,8 +331,12 @@ def _read_json(path: str) -> Rows:
         del text  # the rows hold its content
         rows = ((f"row {number}", number, row, size * number // len(listed)) for number, row in enumerate(listed, 1))
     else:
-        lines = ((number, line, position) for number, line, position in _lines(path) if line.strip())
-        rows = ((f"line {number}", number, _parsed(line, path, line=number), at) for number, line, at in lines)
+        # Messages about a .json count rows, of lines too (`Batch.where`).
+        by_line, lines = ending(path) == ".jsonl", (each for each in _lines(path) if each[1].strip())
+        rows = (
+            (f"line {line}", line if by_line else number, _parsed(text, path, line=line), position)
+            for number, (line, text, position) in enumerate(lines, start=1)
+        )
     for place, number, row, position in rows:
         if not isinstance(row, dict):
             raise UserError(f"{path}, {place}: expected a JSON object, got {type(row).__name__}")
@@ -367,8 +377,14 @@ def _check_columns(names: list[str], place: str) -> None:
 
 def _read_columnar(path: str) -> Rows:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
+    if Path(path).suffix in COMPRESSED:  # held in memory: neither is read from its beginning to its end
+        content, raw = _open(path)
+        with content, raw:
+            opened = pyarrow.BufferReader(content.read())
+    else:
+        opened = open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path)  # noqa: SIM115
     number_of_rows = None
-    with open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path) as file:
+    with opened as file:
         is_stream = False
         if ending(path) == ".parquet":
             parquet = pyarrow.parquet.ParquetFile(file)
@@ -387,12 +403,16 @@ def _read_columnar(path: str) -> Rows:
         for batch in batches:
             position = file.tell()
             for index in range(len(batch)):
-                number += 1
-                try:
-                    row = {name: batch.column(name)[index].as_py() for name in names}
-                except UnicodeDecodeError as error:
-                    problem = f"not valid UTF-8 ({error.reason} at byte {error.start})"
-                    raise UserError(f"{path}, row {number}: {problem}") from None
+                number, row = number + 1, {}
+                for name in names:
+                    try:
+                        row[name] = batch.column(name)[index].as_py()
+                    except UnicodeDecodeError as error:
+                        problem = f"not valid UTF-8 ({error.reason} at byte {error.start})"
+                        raise UserError(f"{path}, row {number}: {problem}") from None
+                    except (ArithmeticError, LookupError, ValueError) as error:  # a date after 9999, an unknown zone
+                        problem = f"column {name!r} holds a value that Python has not ({one_line(error)})"
+                        raise UserError(f"{path}, row {number}: {problem}; leave the column out") from None
                 yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
         if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
             raise EOFError(CUT_OFF)

@@ -448,7 +448,7 @@ def grouping(
         of_document = []
         for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules, tokenizer):
             for row in batch.rows:
-                label = str(row.values.get(column, "(none)")) if column else batch.place
+                label = row.label(column) if column else batch.place
                 of_document.append(numbers.setdefault(label, len(numbers)))
                 if len(numbers) > MOST_GROUPS:
                     raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")

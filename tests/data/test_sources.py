@@ -68,6 +68,9 @@ def write(folder, name: str) -> str:
         "a.csv.zst",
         "a.jsonl.bz2",
         "a.csv.xz",
+        "a.parquet.gz",
+        "a.arrow.zst",
+        "stream.arrow.gz",
     ],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
@@ -192,6 +195,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid UTF-8"),
         ("a.jsonl", b"[1]\n", "a.jsonl, line 1: expected a JSON object, got list"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl, line 1: duplicate column 'text'"),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "a.jsonl, line 1: not valid JSON (Exceeds the limit (4300 digits)"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (nested too deeply)"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json, line 2: not valid JSON"),
         ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: expected a JSON object, got int"),
@@ -206,6 +210,11 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.txt", b"", "a.txt is empty"),
         ("a.json", b"[" * 100_000, "a.json: not valid JSON (nested too deeply)"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
+        (
+            "a.parquet.gz",
+            gzip.compress(b"no parquet")[:-1],
+            "a.parquet.gz cannot be read as parquet: its end is missing",
+        ),
         ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read as jsonl"),
         ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst cannot be read as jsonl"),
@@ -225,6 +234,39 @@ def test_invalid_text_inside_arrow_names_its_row(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="a.parquet, row 2: not valid UTF-8"):
         list(read_file(str(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pyarrow.array([1 << 62], pyarrow.timestamp("us")),
+        pyarrow.array([1 << 30], pyarrow.date32()),
+        pyarrow.array([1 << 62], pyarrow.duration("s")),
+        pyarrow.array([0], pyarrow.timestamp("us", tz="Mars/Phobos")),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_a_value_that_python_has_not_names_its_row_and_column(tmp_path, values):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "when": values}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet, row 1: column 'when' holds a value that Python has not"):
+        list(read_file(str(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize(("name", "where"), [("a.jsonl", "line 4"), ("a.json", "row 2")])
+def test_rows_are_named_by_lines_where_the_format_has_lines(tmp_path, name, where):
+    (tmp_path / name).write_text('{"a": 1}\n\n\n{"a": 2}\n')
+    (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", split="train", problems=[])
+    (batch,) = source.batches()
+    assert batch.where(batch.rows[1]) == f"{tmp_path / name}, {where}"
+
+
+def test_a_source_that_is_null_is_none_in_every_format(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "domain": null}\n')
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a"], "domain": pyarrow.array([None], pyarrow.string())}), tmp_path / "a.parquet"
+    )
+    for name in ("a.jsonl", "a.parquet"):
+        assert [row.label("domain") for row, _ in read_file(str(tmp_path / name))] == ["(none)"]
 
 
 def test_folders_globs_and_names_on_the_hub(tmp_path):

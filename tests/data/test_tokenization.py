@@ -404,6 +404,21 @@ def test_too_long_can_be_an_error_and_what_teaches_nothing_is_counted(tokenizer)
     assert tokens.counts == {"rows": 1, "truncated": 1, "dropped_untrained": 1} and not len(tokens.ids)
 
 
+@pytest.mark.parametrize(
+    ("policy", "counted"), [("truncate", "truncated"), ("drop", "dropped_long"), ("split", "split")]
+)
+def test_a_chat_of_several_sequences_that_are_too_long_is_one_row(tokenizer, policy, counted):
+    """Of which the template renders the reasoning of the last answer alone."""
+    template = (
+        "{% for m in messages %}{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+        f"{{% endif %}}{{{{ m.content }}}}{tokenizer.eos_token}{{% endfor %}}"
+    )
+    ask, answer = {"role": "user", "content": "the"}, {"role": "assistant", "content": "big " * 30}
+    chat = {"messages": [ask, answer | {"reasoning_content": "slow"}] * 3}
+    counts = made([chat], with_template(tokenizer, template), too_long=policy, seq_len=16).counts
+    assert (counts["rows"], counts["rendered_apart"], counts[counted]) == (1, 2, 1)
+
+
 GOOD = {"messages": CHAT}
 
 
