@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
 from dsft.checkpoints.readback import SafetensorsFiles, check_export, check_written, verify_weights
 from dsft.checkpoints.run_folder import (
+    UNFINISHED,
     check_new_folder,
     find_adapter,
     find_weights,
@@ -77,19 +78,18 @@ class NotStreamable(Exception):
 
 
 class SafetensorsSource(SafetensorsFiles):
-    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `dtype` is theirs."""
+    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `kept_dtypes` are theirs."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        if not self.dtypes or self.dtypes.keys() - DTYPES_ON_DISK.keys():
-            raise NotStreamable(f"{folder} holds {', '.join(sorted(self.dtypes)) or 'no safetensors'}")
-        self.dtype = DTYPES_ON_DISK[max(self.dtypes, key=self.dtypes.get)]
+        kinds = {*self.dtypes.values()}
+        if not kinds or kinds - DTYPES_ON_DISK.keys():
+            raise NotStreamable(f"{folder} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
+        self.kept_dtypes = {name: DTYPES_ON_DISK[kind] for name, kind in self.dtypes.items()}
 
 
 class Mxfp4Source(SafetensorsFiles):
     """Gives weights whose experts are packed as MXFP4, unpacked to transformers' numbers (integrations/mxfp4.py)."""
-
-    dtype = torch.bfloat16  # of weights that are not packed
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -99,14 +99,17 @@ class Mxfp4Source(SafetensorsFiles):
             if self.shapes.pop(f"{name}_scales", None) is None:
                 raise UserError(f"{folder}: {packed} has no {name}_scales beside it; copy or download it again")
             self.shapes[name] = (experts, 2 * blocks * num_bytes, outputs)  # two weights in a byte
+        self.kept_dtypes = {
+            name: DTYPES_ON_DISK[self.dtypes[name]] if name in self.files else torch.bfloat16 for name in self.shapes
+        }
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.files:
             return super().read(name)
         packed = zip(super().read(f"{name}_blocks"), super().read(f"{name}_scales"), strict=True)
-        unpacked = torch.empty(self.shapes[name], dtype=self.dtype)
+        unpacked = torch.empty(self.shapes[name], dtype=self.kept_dtypes[name])
         for expert, (blocks, scales) in enumerate(packed):  # all at once take several times their bytes
-            unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=self.dtype)[0]
+            unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=unpacked.dtype)[0]
         return unpacked
 
 
@@ -122,7 +125,7 @@ class ShardsSource:
         if self.shapes != self.shards.shapes:
             raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
         check_names_on_disk(config, self.shapes)
-        self.dtype = config.dtype or torch.float32
+        self.kept_dtypes = dict.fromkeys(self.shapes, config.dtype or torch.float32)
 
     def read(self, name: str) -> torch.Tensor:
         return self.shards.read(name).view(self.shapes[name])
@@ -150,7 +153,7 @@ class MergedSource:
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
         self.base = SafetensorsSource(local_folder(base_name))
-        self.shapes, self.dtype = self.base.shapes, self.base.dtype
+        self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
         inner = adapted.get_base_model()
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
@@ -173,7 +176,7 @@ class MergedSource:
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.replaced:
-            return self.replaced[name].to(self.dtype)
+            return self.replaced[name]
         layer_name, _, part = name.rpartition(".")
         layer = self.layers.get(layer_name)
         if layer is None:
@@ -218,7 +221,7 @@ class GgufSource:
         self.tensors = {self.names[tensor.name]: tensor for tensor in self.reader.tensors if tensor.name in self.names}
         if absent := sorted(self.shapes.keys() - self.tensors.keys()):
             raise NotStreamable(f"{absent[0]} is not one tensor of the file")
-        self.dtype = gguf_dtype(self.reader)
+        self.kept_dtypes = dict.fromkeys(self.shapes, gguf_dtype(self.reader))
 
     def read(self, name: str) -> torch.Tensor:
         from gguf import dequantize
@@ -270,7 +273,8 @@ def export(
     check_new_folder(out)
     verify_weights(str(folder))
     base, known = adapter_base(str(folder)), {"trust_remote_code": trust_remote_code}
-    beside = target.absolute().with_name(f"{target.name}.unfinished")
+    # Inside of a folder that is there: it may be the current one, a link, or a disk of its own.
+    beside = target / UNFINISHED if target.is_dir() else target.absolute().with_name(f"{target.name}{UNFINISHED}")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with safe_unpickling(trust=trust_checkpoint):
@@ -292,14 +296,18 @@ def export(
                 _write_loaded(folder, beside, dtype, max_shard_size=max_shard_size, **known)
             place, gguf = located(tokenizer_folder(str(folder)))
             AutoTokenizer.from_pretrained(place, **gguf, **known).save_pretrained(beside)
+        share_files(beside)
+        if target.is_dir():
+            for path in [*beside.iterdir()]:
+                path.rename(target / path.name)
+        else:
+            beside.rename(target)
     except UserError:
         raise
     except (OSError, ValueError, struct.error) as error:  # the last: a GGUF file that is cut
         raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
-    if target.is_dir():
-        target.rmdir()  # it is empty
-    share_files(beside)
-    beside.rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # of what failed, gigabytes
     return target
 
 
@@ -342,7 +350,7 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
     if (folder / GENERATION).is_file():
-        shutil.copy(folder / GENERATION, out)
+        shutil.copyfile(folder / GENERATION, out / GENERATION)
     left_out = find_left_out(base or str(folder), model, trust_remote_code=trust_remote_code)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
@@ -388,14 +396,14 @@ def _write_streamed(
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
     known = {"trust_remote_code": trust_remote_code}
     out.mkdir(parents=True)
-    written_dtype = DTYPES.get(dtype, weights.dtype)
-    on_meta = {name: torch.empty(shape, dtype=written_dtype, device="meta") for name, shape in weights.shapes.items()}
+    dtypes = dict.fromkeys(weights.shapes, DTYPES[dtype]) if dtype in DTYPES else weights.kept_dtypes
+    on_meta = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in on_meta.values())
     with progress_bar(is_shown=True, total=num_bytes, desc="Writing weights", unit="B", unit_scale=True) as bar:
         for file, names in split.filename_to_tensors.items():
             # All at first: among the temporary tensors of a merge they would leave gaps.
-            tensors = {name: torch.empty(weights.shapes[name], dtype=written_dtype) for name in names}
+            tensors = {name: torch.empty(weights.shapes[name], dtype=dtypes[name]) for name in names}
             for name, tensor in tensors.items():
                 tensor.copy_(weights.read(name))
             save_file(tensors, out / file, metadata={"format": "pt"})
@@ -407,7 +415,10 @@ def _write_streamed(
     base = adapter_base(str(folder))
     described = local_folder(base) if base else Path(described_in(str(folder)))
     config = load_model_config(str(described), **known)
-    config.dtype = written_dtype
+    elements: Counter[torch.dtype] = Counter()
+    for name, tensor in on_meta.items():
+        elements[dtypes[name]] += tensor.numel()
+    config.dtype = elements.most_common(1)[0][0]
     if isinstance(weights, Mxfp4Source):
         del config.quantization_config
     config.save_pretrained(out)
@@ -417,7 +428,7 @@ def _write_streamed(
     code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
     for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
         if file.is_file():
-            shutil.copy(file, out)
+            shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
     _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
     check_export(out, **known)
@@ -585,4 +596,4 @@ def copy_processor(package: str, folder: Path) -> None:
     for name in PROCESSOR_FILES:
         path = cached_file(package, name, _raise_exceptions_for_missing_entries=False)
         if path and not (folder / name).exists():
-            shutil.copy(path, folder)
+            shutil.copyfile(path, folder / name)  # not its mode: a save could not sync what is read-only

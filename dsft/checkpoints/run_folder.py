@@ -50,6 +50,8 @@ OPTIONS_ON_THE_CARD = (
     *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
     *("lora_r", "lora_alpha", "lora_target_modules", "seed"),
 )
+UNFINISHED = ".unfinished"
+"""Where an export is written until it is whole: a name's ending, or in an empty folder a name."""
 WEIGHTS_ONLY = "resume_weights_only"
 """The option, as the reason of what follows from it."""
 
@@ -293,7 +295,8 @@ def find_adapter(source: str) -> Path:
 def check_new_folder(out: str) -> None:
     """Check that `out` can become a folder. Raises UserError where it holds files, or is one."""
     path = Path(out)
-    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
+    # What a killed export left is written over.
+    if os.path.lexists(path) and (not path.is_dir() or any(inside.name != UNFINISHED for inside in path.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose a new folder")
 
 
