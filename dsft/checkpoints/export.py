@@ -51,6 +51,7 @@ from dsft.models.build import DTYPES, files_of_tensors, load_empty, load_weights
 from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
+    base_revision,
     described_in,
     has_only_shards,
     is_bare_config,
@@ -116,7 +117,7 @@ class Mxfp4Source(SafetensorsFiles):
 class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
-    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False):
+    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool):
         if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
             raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
         self.shards = ZeroShards(checkpoint)
@@ -134,14 +135,14 @@ class ShardsSource:
 class MergedSource:
     """Gives the weights of an adapter merged into its base by peft, layer by layer; no weight needs another."""
 
-    def __init__(self, adapter: Path, base_name: str, *, trust_remote_code: bool):
+    def __init__(self, adapter: Path, base_name: str, *, revision: str | None, trust_remote_code: bool):
         """Raises UserError where the adapter cannot be merged, or not all of its tensors have a place."""
         if adapter_base(base_name) is not None:
             raise UserError(
                 f"{adapter}: its base {base_name} is an adapter itself; merge that first, and name the result"
             )
         check_weight_files(adapter)
-        config = load_model_config(base_name, trust_remote_code=trust_remote_code)
+        config = load_model_config(base_name, revision=revision, trust_remote_code=trust_remote_code)
         try:
             tensors = load_peft_weights(str(adapter), device="cpu")
             # On the meta device, with the adapter's tensors by their names there.
@@ -152,7 +153,7 @@ class MergedSource:
             raise UserError(problems) from None
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
-        self.base = SafetensorsSource(local_folder(base_name))
+        self.base = SafetensorsSource(local_folder(base_name, revision))
         self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
         inner = adapted.get_base_model()
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
@@ -232,11 +233,12 @@ class GgufSource:
         return torch.from_numpy(self.converter.process(unpacked, tensor.name, **known).weights.copy())
 
 
-def local_folder(model: str) -> Path:
+def local_folder(model: str, revision: str | None) -> Path:
     """Return the folder of a hub id's files on this machine, or the folder itself."""
     if Path(model).is_dir():
         return Path(model)
-    return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
@@ -272,7 +274,8 @@ def export(
     folder, target = find_weights(source), Path(out)
     check_new_folder(out)
     verify_weights(str(folder))
-    base, known = adapter_base(str(folder)), {"trust_remote_code": trust_remote_code}
+    base = adapter_base(str(folder))
+    known = {"revision": base_revision(str(folder)), "trust_remote_code": trust_remote_code}
     # Inside of a folder that is there: it may be the current one, a link, or a disk of its own.
     beside = target / UNFINISHED if target.is_dir() else target.absolute().with_name(f"{target.name}{UNFINISHED}")
     shutil.rmtree(beside, ignore_errors=True)
@@ -289,7 +292,7 @@ def export(
                     weights = Mxfp4Source(folder) if is_unpacked else SafetensorsSource(folder)
                 else:
                     config = load_model_config(described_in(str(folder)), **known)
-                    weights = ShardsSource(step_folder(folder) or folder, config, **known)
+                    weights = ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
                 _write_streamed(folder, beside, weights, dtype, max_shard_size=max_shard_size, **known)
             except NotStreamable as why:
                 say(f"the full model is loaded into memory: {why}")
@@ -316,8 +319,11 @@ def merge(source: str, out: str, **options: Any) -> Path:
     return export(str(find_adapter(source)), out, **options)
 
 
-def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
-    options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
+def _write_loaded(
+    folder: Path, out: Path, dtype: str, *, max_shard_size: str, revision: str | None, trust_remote_code: bool
+) -> None:
+    known = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), **known}
     base = adapter_base(str(folder))
     if is_gguf(str(folder)):  # transformers unpacks all of it to float32
         from gguf import GGUFReader
@@ -327,13 +333,13 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
     else:
-        needed = weight_bytes_in(str(local_folder(base) if base else folder)) or 0
+        needed = weight_bytes_in(str(local_folder(base, revision) if base else folder)) or 0
     free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
-    unpacking = base and unpacking_config(load_model_config(base, trust_remote_code=trust_remote_code))
+    unpacking = base and unpacking_config(load_model_config(base, **known))
     if unpacking:
         options["quantization_config"] = unpacking
     model = load_weights(str(folder), **options)
@@ -351,7 +357,7 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
     model.save_pretrained(out, max_shard_size=max_shard_size)
     if (folder / GENERATION).is_file():
         shutil.copyfile(folder / GENERATION, out / GENERATION)
-    left_out = find_left_out(base or str(folder), model, trust_remote_code=trust_remote_code)
+    left_out = find_left_out(base or str(folder), model, **known)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
@@ -391,6 +397,7 @@ def _write_streamed(
     dtype: str,
     *,
     max_shard_size: str,
+    revision: str | None,
     trust_remote_code: bool,
 ) -> None:
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
@@ -413,7 +420,7 @@ def _write_streamed(
     if split.is_sharded:
         write_index(out, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     base = adapter_base(str(folder))
-    described = local_folder(base) if base else Path(described_in(str(folder)))
+    described = local_folder(base, revision) if base else Path(described_in(str(folder)))
     config = load_model_config(str(described), **known)
     elements: Counter[torch.dtype] = Counter()
     for name, tensor in on_meta.items():
@@ -471,6 +478,8 @@ class LeftOut:
 
     package: str
     """Folder or hub id."""
+    revision: str | None
+    """Of a package on the hub."""
     config: PreTrainedConfig
     """Of the package."""
     files: dict[str, str]
@@ -537,7 +546,12 @@ def find_left_out(
         with safe_open(file, framework="pt") as tensors:
             num_bytes += sum(_num_bytes(tensors.get_slice(name)) for name in names)
     return LeftOut(
-        package=package, config=config, files={name: files[name] for name in left}, num_bytes=num_bytes, text_only=why
+        package=package,
+        revision=revision,
+        config=config,
+        files={name: files[name] for name in left},
+        num_bytes=num_bytes,
+        text_only=why,
     )
 
 
@@ -558,7 +572,7 @@ def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None
     """Copies what was left out into the folder of the saved `model`, with the package's config, file by file."""
     if left_out is None or left_out.text_only:
         return
-    copy_processor(left_out.package, folder)
+    copy_processor(left_out.package, folder, left_out.revision)
     if left_out.files:
         whole = folder / SAFE_WEIGHTS_NAME
         if whole.is_file():  # which transformers would take for all of the model
@@ -591,9 +605,9 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
 
-def copy_processor(package: str, folder: Path) -> None:
+def copy_processor(package: str, folder: Path, revision: str | None = None) -> None:
     """Copies what makes tensors of images and sound, where the package has it."""
     for name in PROCESSOR_FILES:
-        path = cached_file(package, name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(package, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if path and not (folder / name).exists():
             shutil.copyfile(path, folder / name)  # not its mode: a save could not sync what is read-only

@@ -575,21 +575,20 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
 
 PREPARES_TRAINS_AND_PREPARES = """
 import json, sys
-if __name__ == "__main__":  # processes that tokenise read this file too
-    commands, url, home = sys.argv[1:]
-    import huggingface_hub.constants as hub
-    # What the libraries of a warm process have read from the environment.
-    hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
-    hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
-    import datasets.config
-    datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
-    datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
-    datasets.config.HF_DATASETS_CACHE = home + "/datasets"
-    import dsft.cli.main, dsft.train
-    first, training, second = json.loads(commands)
-    dsft.cli.main.main(first)
-    dsft.train.main(training)
-    dsft.cli.main.main(second)
+commands, url, home = sys.argv[1:]
+import huggingface_hub.constants as hub
+# What the libraries of a warm process have read from the environment.
+hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
+hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
+import datasets.config
+datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
+datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
+datasets.config.HF_DATASETS_CACHE = home + "/datasets"
+import dsft.cli.main, dsft.train
+first, training, second = json.loads(commands)
+dsft.cli.main.main(first)
+dsft.train.main(training)
+dsft.cli.main.main(second)
 """
 
 
