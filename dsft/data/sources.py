@@ -99,18 +99,18 @@ class Source:
     @property
     def identity(self) -> list[Any]:
         """What changes when the content does: path, size and time of change of each file; on the hub name and split,
-        and the revision that is cached; the source of `map_row`.
+        and the revision that is cached or streamed; the source of `map_row`.
         """
         mapping = [user_code.digest(self.map_row)] if self.map_row else []
         if self.files:
             facts = [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
         else:
-            facts = [*self.hub, getattr(_load_from_hub(*self.hub, streaming=self.streaming), "_fingerprint", "")]
+            facts = [*self.hub, _load_from_hub(*self.hub, streaming=self.streaming)[1]]
         return facts + mapping
 
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
-        loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)
+        loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)[0]
         hub_rows = ((Row(without_filler(values), number), 0) for number, values in enumerate(loaded, start=1))
         before = 0
         for place in self.files or self.hub[:1]:
@@ -206,12 +206,16 @@ def is_path(entry: str) -> bool:
 
 
 @functools.cache
-def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
-    """Loads a data set once for everyone in this process who reads it."""
+def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> tuple[Any, str]:
+    """Loads a data set once for everyone in this process who reads it; returns (rows, what changes when they do)."""
     import datasets  # takes a second, which files do not need
 
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+        if streaming:  # as load_dataset does, which does not tell the revision
+            builder = datasets.load_dataset_builder(name, config)
+            return builder.as_streaming_dataset(split=split), builder.hash
+        loaded = datasets.load_dataset(name, config, split=split)
+        return loaded, loaded._fingerprint
     except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
         raise UserError(
             f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"

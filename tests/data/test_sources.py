@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import PIECE_BYTES, Source, find_sources, read_file
+from dsft.data.sources import PIECE_BYTES, Source, _load_from_hub, find_sources, read_file
 from dsft.errors import UserError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -313,7 +313,7 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
 def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
     loads = []
 
-    def load_dataset(name, config, *, split, streaming):
+    def load_dataset(name, config, *, split):
         loads.append(name)
         return datasets.Dataset.from_dict({"text": ["a", "b"]})
 
@@ -323,3 +323,24 @@ def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
         assert [row.values["text"] for batch in source.batches() for row in batch.rows] == ["a", "b"]
         assert source.first_batch().rows and source.identity
     assert loads == ["owner/once"]
+
+
+def test_a_streamed_data_set_is_another_once_its_revision_is(monkeypatch):
+    """Held-out tokens of a streamed training are kept."""
+    commit = ["a" * 40]
+
+    class Builder:
+        hash = property(lambda self: commit[0])
+
+        def as_streaming_dataset(self, split):
+            return datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
+    identities = []
+    for commit[0] in ("a" * 40, "b" * 40):
+        _load_from_hub.cache_clear()  # a later run
+        source = Source(name="owner/streamed", key="eval_data", hub=("owner/streamed", None, "test"), streaming=True)
+        assert [row.values for batch in source.batches() for row in batch.rows] == [{"text": "a"}]
+        identities.append(source.identity)
+    _load_from_hub.cache_clear()
+    assert identities[0] != identities[1]
