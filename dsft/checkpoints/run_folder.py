@@ -15,6 +15,7 @@ from dsft.checkpoints.manifest import (
     TRAINER_STATE,
     checkpoints,
     discard,
+    folders_of_steps,
     integrity_errors,
     last_good,
     read_trainer_state,
@@ -22,7 +23,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
+from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, check_writable
 from dsft.runtime.launcher_env import LAUNCH
@@ -106,7 +107,7 @@ def clear_run(output_dir: str) -> None:
     Raises UserError where a checkpoint stays, which a resume would take for the new run's.
     """
     path = Path(output_dir)
-    for folder in (*path.glob(f"{CHECKPOINT}-*"), path / FINAL):
+    for folder in (*folders_of_steps(path), path / FINAL):
         try:
             for error in discard(folder) if folder.is_dir() else ():
                 say(f"warning: {error}: is left of the run that was replaced; a later save tries again")

@@ -262,10 +262,15 @@ def test_tools_reach_the_template(tokenizer):
             tokenizer,
         )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for tools in ([tool], json.dumps([tool])):
+    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], json.dumps([json.dumps(tool)])):
         assert tokenizer.decode(made([{"messages": CHAT, "tools": tools}], shows).ids).startswith("1<|system|>")
-    with pytest.raises(UserError, match="tools is no JSON"):
-        made([{"messages": CHAT, "tools": "[{"}], shows)
+    whole = with_template(tokenizer, "{{ tools[0].function.name if tools }}" + tokenizer.chat_template)
+    assert tokenizer.decode(made([{"messages": CHAT, "tools": [json.dumps(tool)]}], whole).ids).startswith(
+        f"{tool['function']['name']}<|system|>"
+    )
+    for tools, problem in (("[{", "tools is no JSON"), (["look_up"], "a tool is no JSON"), ([1], "a list of objects")):
+        with pytest.raises(UserError, match=problem):
+            made([{"messages": CHAT, "tools": tools}], shows)
 
 
 @pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
