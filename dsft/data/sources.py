@@ -95,6 +95,7 @@ class Source:
     streaming: bool = False  # read from the hub without a copy on disk
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """The user's own, called with each row before anything else reads it."""
+    text_column: str = "text"  # the name of what a text file holds, as of a column
 
     @property
     def identity(self) -> list[Any]:
@@ -116,7 +117,10 @@ class Source:
         for place in self.files or self.hub[:1]:
             batch: list[Row] = []
             size = position = left_out = 0
+            is_text = bool(self.files) and ending(place) == ".txt"
             for row, position in read_file(place) if self.files else hub_rows:
+                if is_text:
+                    row = row._replace(values={self.text_column: row.values["text"]})
                 if self.map_row:
                     where = functools.partial(Batch(rows=[], place=place).where, row)
                     if (values := user_code.mapped(self.map_row, row.values, where)) is None:
@@ -187,7 +191,7 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
         hub = None if files else (name, hub_config or config.data_name, hub_split or split)
-        how = {"streaming": getattr(config, "streaming", False), "map_row": map_row}
+        how = {"streaming": getattr(config, "streaming", False), "map_row": map_row, "text_column": config.text_column}
         sources.append(Source(name=entry, key=key, files=tuple(files), hub=hub, **how))
     return sources
 

@@ -92,8 +92,9 @@ class Documents(Preparation):
                         first, pieces = first + 1, None
                 elif row.ends_document:
                     if len(waiting) > 1:
-                        text = "".join(each.values["text"] for each in waiting)
-                        row = waiting[0]._replace(values={"text": text}, ends_document=True)
+                        (column,) = row.values
+                        text = "".join(each.values[column] for each in waiting)
+                        row = waiting[0]._replace(values={column: text}, ends_document=True)
                     whole.append(row)
                     waiting, size = [], 0
                 if first + len(whole) == self.max_documents:

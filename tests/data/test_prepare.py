@@ -460,6 +460,23 @@ def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, t
     assert data.counts["rows"] == 7 and data.counts["dropped_bad"] == 1 and "line 2" in data.notes[0]
 
 
+def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_path, config):
+    """Trained and evaluated: the text is longer than a piece, so it comes in several."""
+    (tmp_path / "both").mkdir()
+    text = "the model\n" * 4000
+    (tmp_path / "both" / "a.txt").write_text(text)
+    write_jsonl(tmp_path / "both" / "b.jsonl", [{"content": "big"}])
+    made = config(data=[str(tmp_path / "both")], text_column="content")
+    counts = loaded(made, tokenizer).counts
+    assert counts["tokens"] == len(tokenizer(text)["input_ids"]) + len(tokenizer("big")["input_ids"]) + 2
+    problems: list[str] = []
+    options = EvalConfig(model="m", data=made.data, text_column="content", seq_len=32, data_cache=made.data_cache)
+    (data,) = check_sources(
+        options.data, options, tokenizer, key="data", split="test", problems=problems, keep_all=True
+    )
+    assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
+
+
 def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
     write_jsonl(
         tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -688,6 +705,16 @@ def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out
         "note: warning: 20.0% of ",
     ):
         assert text in shown
+
+
+def test_preview_shows_rows_where_map_row_leaves_out_those_of_the_first_file(tiny, tmp_path, monkeypatch, capsys):
+    for name, completion in (("a", "the"), ("b", "model")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "big ", "completion": completion}])
+    (tmp_path / "rows_of_b.py").write_text("def keep(row):\n    return row if row['completion'] == 'model' else None\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", str(tiny / "model"), "--data", "*.jsonl", "--map_row", "rows_of_b:keep"]
+    data_command.run(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
+    assert "b.jsonl, line 1: 4 tokens, 2 trained" in capsys.readouterr().out
 
 
 def test_rows_too_long_are_a_share_in_the_data_line(tiny, tokenizer, tmp_path, config):
