@@ -235,12 +235,12 @@ def without_filler(value: Any) -> Any:
 
 
 def _characters(value: Any) -> int:
-    """Counts the characters of all texts within a row."""
-    if isinstance(value, str):
+    """Counts the characters of all texts within a row, and the bytes of pictures."""
+    if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
         value = value.values()
-    return sum(map(_characters, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else 0
+    return sum(map(_characters, value)) if isinstance(value, Iterable) else 0
 
 
 # Files
@@ -359,7 +359,8 @@ def _read_csv(path: str) -> Rows:
         for number, line, position in _lines(path):  # noqa: B007
             yield line.removeprefix("\ufeff") if number == 1 else line
 
-    limit = csv.field_size_limit(1 << 30)  # by default 128 KiB, which a text column exceeds
+    # By default 128 KiB, which a text column exceeds. It stays: another file may be read at the same time.
+    csv.field_size_limit(1 << 30)
     reader = csv.reader(lines(), strict=True)
     try:
         header = next(reader, [])
@@ -374,8 +375,6 @@ def _read_csv(path: str) -> Rows:
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from None
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _check_columns(names: list[str], place: str) -> None:

@@ -183,6 +183,23 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
     assert [len(batch.rows) for batch in source.batches()] == [11, 11, 11, 11, 6]
 
 
+def test_files_of_long_fields_are_read_side_by_side(tmp_path):
+    """As a stream does that mixes sources, of which one ends before the other."""
+    for name, text in (("short", "a"), ("long", "x" * 200_000)):
+        (tmp_path / f"{name}.csv").write_text(f"text\n{text}\n{text}\n")
+    short, long = (read_file(str(tmp_path / f"{name}.csv")) for name in ("short", "long"))
+    next(short), next(long)
+    assert len(list(short)) == 1
+    assert [len(row.values["text"]) for row, _ in long] == [200_000]
+
+
+def test_batches_of_rows_with_pictures_are_bounded_too(tmp_path):
+    pictures = pyarrow.array([b"x" * (1 << 18)] * 12)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 12, "image": pictures}), tmp_path / "a.parquet")
+    (source,) = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", split="train", problems=[])
+    assert [len(batch.rows) for batch in source.batches()] == [4, 4, 4]
+
+
 def test_a_text_of_one_line_is_not_held_whole(tmp_path):
     (tmp_path / "a.txt").write_text("x" * (11 * PIECE_BYTES))
     assert [len(row.values["text"]) // PIECE_BYTES for row, _ in read_file(str(tmp_path / "a.txt"))] == [4] * 2 + [3]
