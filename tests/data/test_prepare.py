@@ -169,7 +169,7 @@ main(sys.argv[1:])
 """
 
 
-PROGRAM = """
+RUNS_ONCE = """
 import sys
 from pathlib import Path
 
@@ -177,12 +177,6 @@ if (runs := Path("runs")).exists():
     runs.write_text("again, in a worker")
     sys.exit(1)
 runs.write_text("once")
-
-import dsft
-from dsft.data import prepare
-
-prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 2
-dsft.evaluate_perplexity(model=sys.argv[1], data="chats.jsonl", seq_len=64, data_cache="cache", progress=False)
 """
 
 
@@ -190,8 +184,9 @@ def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
     """One that evaluates at its top waited there for the lock that its first process held: for ever."""
     rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
     write_jsonl(tmp_path / "chats.jsonl", rows)
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "program.py", str(tiny / "chat")]
+    (tmp_path / "program.py").write_text(RUNS_ONCE + PREPARES_WITH_WORKERS)
+    options = flags({"model": tiny / "chat", "data": "chats.jsonl", "data_cache": "cache"})
+    command = [sys.executable, "program.py", "prepare", *options]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
 
