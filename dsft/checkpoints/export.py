@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
 from dsft.checkpoints.readback import SafetensorsFiles, check_export, check_written, verify_weights
 from dsft.checkpoints.run_folder import (
+    UNFINISHED,
     check_new_folder,
     find_adapter,
     find_weights,
@@ -50,6 +51,7 @@ from dsft.models.build import DTYPES, files_of_tensors, load_empty, load_weights
 from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
+    base_revision,
     described_in,
     has_only_shards,
     is_bare_config,
@@ -77,19 +79,18 @@ class NotStreamable(Exception):
 
 
 class SafetensorsSource(SafetensorsFiles):
-    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `dtype` is theirs."""
+    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `kept_dtypes` are theirs."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        if not self.dtypes or self.dtypes.keys() - DTYPES_ON_DISK.keys():
-            raise NotStreamable(f"{folder} holds {', '.join(sorted(self.dtypes)) or 'no safetensors'}")
-        self.dtype = DTYPES_ON_DISK[max(self.dtypes, key=self.dtypes.get)]
+        kinds = {*self.dtypes.values()}
+        if not kinds or kinds - DTYPES_ON_DISK.keys():
+            raise NotStreamable(f"{folder} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
+        self.kept_dtypes = {name: DTYPES_ON_DISK[kind] for name, kind in self.dtypes.items()}
 
 
 class Mxfp4Source(SafetensorsFiles):
     """Gives weights whose experts are packed as MXFP4, unpacked to transformers' numbers (integrations/mxfp4.py)."""
-
-    dtype = torch.bfloat16  # of weights that are not packed
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -99,21 +100,24 @@ class Mxfp4Source(SafetensorsFiles):
             if self.shapes.pop(f"{name}_scales", None) is None:
                 raise UserError(f"{folder}: {packed} has no {name}_scales beside it; copy or download it again")
             self.shapes[name] = (experts, 2 * blocks * num_bytes, outputs)  # two weights in a byte
+        self.kept_dtypes = {
+            name: DTYPES_ON_DISK[self.dtypes[name]] if name in self.files else torch.bfloat16 for name in self.shapes
+        }
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.files:
             return super().read(name)
         packed = zip(super().read(f"{name}_blocks"), super().read(f"{name}_scales"), strict=True)
-        unpacked = torch.empty(self.shapes[name], dtype=self.dtype)
+        unpacked = torch.empty(self.shapes[name], dtype=self.kept_dtypes[name])
         for expert, (blocks, scales) in enumerate(packed):  # all at once take several times their bytes
-            unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=self.dtype)[0]
+            unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=unpacked.dtype)[0]
         return unpacked
 
 
 class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
-    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False):
+    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool):
         if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
             raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
         self.shards = ZeroShards(checkpoint)
@@ -122,7 +126,7 @@ class ShardsSource:
         if self.shapes != self.shards.shapes:
             raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
         check_names_on_disk(config, self.shapes)
-        self.dtype = config.dtype or torch.float32
+        self.kept_dtypes = dict.fromkeys(self.shapes, config.dtype or torch.float32)
 
     def read(self, name: str) -> torch.Tensor:
         return self.shards.read(name).view(self.shapes[name])
@@ -131,14 +135,14 @@ class ShardsSource:
 class MergedSource:
     """Gives the weights of an adapter merged into its base by peft, layer by layer; no weight needs another."""
 
-    def __init__(self, adapter: Path, base_name: str, *, trust_remote_code: bool):
+    def __init__(self, adapter: Path, base_name: str, *, revision: str | None, trust_remote_code: bool):
         """Raises UserError where the adapter cannot be merged, or not all of its tensors have a place."""
         if adapter_base(base_name) is not None:
             raise UserError(
                 f"{adapter}: its base {base_name} is an adapter itself; merge that first, and name the result"
             )
         check_weight_files(adapter)
-        config = load_model_config(base_name, trust_remote_code=trust_remote_code)
+        config = load_model_config(base_name, revision=revision, trust_remote_code=trust_remote_code)
         try:
             tensors = load_peft_weights(str(adapter), device="cpu")
             # On the meta device, with the adapter's tensors by their names there.
@@ -149,8 +153,8 @@ class MergedSource:
             raise UserError(problems) from None
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
-        self.base = SafetensorsSource(local_folder(base_name))
-        self.shapes, self.dtype = self.base.shapes, self.base.dtype
+        self.base = SafetensorsSource(local_folder(base_name, revision))
+        self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
         inner = adapted.get_base_model()
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
@@ -173,7 +177,7 @@ class MergedSource:
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.replaced:
-            return self.replaced[name].to(self.dtype)
+            return self.replaced[name]
         layer_name, _, part = name.rpartition(".")
         layer = self.layers.get(layer_name)
         if layer is None:
@@ -218,7 +222,7 @@ class GgufSource:
         self.tensors = {self.names[tensor.name]: tensor for tensor in self.reader.tensors if tensor.name in self.names}
         if absent := sorted(self.shapes.keys() - self.tensors.keys()):
             raise NotStreamable(f"{absent[0]} is not one tensor of the file")
-        self.dtype = gguf_dtype(self.reader)
+        self.kept_dtypes = dict.fromkeys(self.shapes, gguf_dtype(self.reader))
 
     def read(self, name: str) -> torch.Tensor:
         from gguf import dequantize
@@ -229,11 +233,12 @@ class GgufSource:
         return torch.from_numpy(self.converter.process(unpacked, tensor.name, **known).weights.copy())
 
 
-def local_folder(model: str) -> Path:
+def local_folder(model: str, revision: str | None) -> Path:
     """Return the folder of a hub id's files on this machine, or the folder itself."""
     if Path(model).is_dir():
         return Path(model)
-    return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
@@ -269,8 +274,10 @@ def export(
     folder, target = find_weights(source), Path(out)
     check_new_folder(out)
     verify_weights(str(folder))
-    base, known = adapter_base(str(folder)), {"trust_remote_code": trust_remote_code}
-    beside = target.absolute().with_name(f"{target.name}.unfinished")
+    base = adapter_base(str(folder))
+    known = {"revision": base_revision(str(folder)), "trust_remote_code": trust_remote_code}
+    # Inside of a folder that is there: it may be the current one, a link, or a disk of its own.
+    beside = target / UNFINISHED if target.is_dir() else target.absolute().with_name(f"{target.name}{UNFINISHED}")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with safe_unpickling(trust=trust_checkpoint):
@@ -285,21 +292,25 @@ def export(
                     weights = Mxfp4Source(folder) if is_unpacked else SafetensorsSource(folder)
                 else:
                     config = load_model_config(described_in(str(folder)), **known)
-                    weights = ShardsSource(step_folder(folder) or folder, config, **known)
+                    weights = ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
                 _write_streamed(folder, beside, weights, dtype, max_shard_size=max_shard_size, **known)
             except NotStreamable as why:
                 say(f"the full model is loaded into memory: {why}")
                 _write_loaded(folder, beside, dtype, max_shard_size=max_shard_size, **known)
             place, gguf = located(tokenizer_folder(str(folder)))
             AutoTokenizer.from_pretrained(place, **gguf, **known).save_pretrained(beside)
+        share_files(beside)
+        if target.is_dir():
+            for path in [*beside.iterdir()]:
+                path.rename(target / path.name)
+        else:
+            beside.rename(target)
     except UserError:
         raise
     except (OSError, ValueError, struct.error) as error:  # the last: a GGUF file that is cut
         raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
-    if target.is_dir():
-        target.rmdir()  # it is empty
-    share_files(beside)
-    beside.rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # of what failed, gigabytes
     return target
 
 
@@ -308,8 +319,11 @@ def merge(source: str, out: str, **options: Any) -> Path:
     return export(str(find_adapter(source)), out, **options)
 
 
-def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, trust_remote_code: bool) -> None:
-    options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
+def _write_loaded(
+    folder: Path, out: Path, dtype: str, *, max_shard_size: str, revision: str | None, trust_remote_code: bool
+) -> None:
+    known = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), **known}
     base = adapter_base(str(folder))
     if is_gguf(str(folder)):  # transformers unpacks all of it to float32
         from gguf import GGUFReader
@@ -319,13 +333,13 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
     else:
-        needed = weight_bytes_in(str(local_folder(base) if base else folder)) or 0
+        needed = weight_bytes_in(str(local_folder(base, revision) if base else folder)) or 0
     free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
-    unpacking = base and unpacking_config(load_model_config(base, trust_remote_code=trust_remote_code))
+    unpacking = base and unpacking_config(load_model_config(base, **known))
     if unpacking:
         options["quantization_config"] = unpacking
     model = load_weights(str(folder), **options)
@@ -342,8 +356,8 @@ def _write_loaded(folder: Path, out: Path, dtype: str, *, max_shard_size: str, t
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
     if (folder / GENERATION).is_file():
-        shutil.copy(folder / GENERATION, out)
-    left_out = find_left_out(base or str(folder), model, trust_remote_code=trust_remote_code)
+        shutil.copyfile(folder / GENERATION, out / GENERATION)
+    left_out = find_left_out(base or str(folder), model, **known)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
@@ -383,19 +397,20 @@ def _write_streamed(
     dtype: str,
     *,
     max_shard_size: str,
+    revision: str | None,
     trust_remote_code: bool,
 ) -> None:
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
     known = {"trust_remote_code": trust_remote_code}
     out.mkdir(parents=True)
-    written_dtype = DTYPES.get(dtype, weights.dtype)
-    on_meta = {name: torch.empty(shape, dtype=written_dtype, device="meta") for name, shape in weights.shapes.items()}
+    dtypes = dict.fromkeys(weights.shapes, DTYPES[dtype]) if dtype in DTYPES else weights.kept_dtypes
+    on_meta = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in on_meta.values())
     with progress_bar(is_shown=True, total=num_bytes, desc="Writing weights", unit="B", unit_scale=True) as bar:
         for file, names in split.filename_to_tensors.items():
             # All at first: among the temporary tensors of a merge they would leave gaps.
-            tensors = {name: torch.empty(weights.shapes[name], dtype=written_dtype) for name in names}
+            tensors = {name: torch.empty(weights.shapes[name], dtype=dtypes[name]) for name in names}
             for name, tensor in tensors.items():
                 tensor.copy_(weights.read(name))
             save_file(tensors, out / file, metadata={"format": "pt"})
@@ -405,9 +420,12 @@ def _write_streamed(
     if split.is_sharded:
         write_index(out, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     base = adapter_base(str(folder))
-    described = local_folder(base) if base else Path(described_in(str(folder)))
+    described = local_folder(base, revision) if base else Path(described_in(str(folder)))
     config = load_model_config(str(described), **known)
-    config.dtype = written_dtype
+    elements: Counter[torch.dtype] = Counter()
+    for name, tensor in on_meta.items():
+        elements[dtypes[name]] += tensor.numel()
+    config.dtype = elements.most_common(1)[0][0]
     if isinstance(weights, Mxfp4Source):
         del config.quantization_config
     config.save_pretrained(out)
@@ -417,7 +435,7 @@ def _write_streamed(
     code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
     for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
         if file.is_file():
-            shutil.copy(file, out)
+            shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
     _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
     check_export(out, **known)
@@ -460,6 +478,8 @@ class LeftOut:
 
     package: str
     """Folder or hub id."""
+    revision: str | None
+    """Of a package on the hub."""
     config: PreTrainedConfig
     """Of the package."""
     files: dict[str, str]
@@ -526,7 +546,12 @@ def find_left_out(
         with safe_open(file, framework="pt") as tensors:
             num_bytes += sum(_num_bytes(tensors.get_slice(name)) for name in names)
     return LeftOut(
-        package=package, config=config, files={name: files[name] for name in left}, num_bytes=num_bytes, text_only=why
+        package=package,
+        revision=revision,
+        config=config,
+        files={name: files[name] for name in left},
+        num_bytes=num_bytes,
+        text_only=why,
     )
 
 
@@ -547,7 +572,7 @@ def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None
     """Copies what was left out into the folder of the saved `model`, with the package's config, file by file."""
     if left_out is None or left_out.text_only:
         return
-    copy_processor(left_out.package, folder)
+    copy_processor(left_out.package, folder, left_out.revision)
     if left_out.files:
         whole = folder / SAFE_WEIGHTS_NAME
         if whole.is_file():  # which transformers would take for all of the model
@@ -580,9 +605,9 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
 
-def copy_processor(package: str, folder: Path) -> None:
+def copy_processor(package: str, folder: Path, revision: str | None = None) -> None:
     """Copies what makes tensors of images and sound, where the package has it."""
     for name in PROCESSOR_FILES:
-        path = cached_file(package, name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(package, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if path and not (folder / name).exists():
-            shutil.copy(path, folder)
+            shutil.copyfile(path, folder / name)  # not its mode: a save could not sync what is read-only

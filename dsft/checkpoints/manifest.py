@@ -206,14 +206,20 @@ def clean_up(output_dir: str | Path) -> list[Path]:
     return removed
 
 
-def checkpoints(output_dir: str | Path) -> list[Path]:
-    """List folders with a Trainer's state or a manifest at a checkpoint's name, oldest step first, complete or not."""
-    folders = [
-        path
-        for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
-        if any((path / name).is_file() for name in (TRAINER_STATE, MANIFEST)) and path.name.rpartition("-")[2].isdigit()
-    ]
+def folders_of_steps(output_dir: str | Path) -> list[Path]:
+    """List folders at a checkpoint's name, oldest step first. checkpoint-8-copy is the user's."""
+    paths = Path(output_dir).glob(f"{CHECKPOINT}-*")
+    folders = [path for path in paths if re.fullmatch(rf"{CHECKPOINT}-[0-9]+", path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """List those of `folders_of_steps` with a Trainer's state or a manifest, complete or not."""
+    return [
+        path
+        for path in folders_of_steps(output_dir)
+        if any((path / name).is_file() for name in (TRAINER_STATE, MANIFEST))
+    ]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

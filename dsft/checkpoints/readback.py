@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,13 +36,14 @@ class SafetensorsFiles:
     def __init__(self, folder: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: Counter[str] = Counter()
+        self.dtypes: dict[str, str] = {}
+        """As safetensors names them: BF16."""
         for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     tensor = tensors.get_slice(name)
                     self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
-                    self.dtypes[tensor.get_dtype()] += 1
+                    self.dtypes[name] = tensor.get_dtype()
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], framework="pt") as tensors:

@@ -69,20 +69,16 @@ def changed_options(checkpoint: str, now: dict[str, Any]) -> list[str]:
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     """Compare a run with the one that saved `checkpoint`. One without a manifest is another tool's, and not compared.
-    Raises UserError with each difference, or where an earlier dsft wrote a manifest without an identity.
+    Raises UserError with each difference.
     """
-    manifest = read_manifest(Path(checkpoint))
-    weights_alone = "start from its weights alone with --resume_weights_only and a new output_dir"
-    if manifest and "run_identity" not in manifest:
-        raise UserError(f"resume_from_checkpoint: {checkpoint} is of an earlier dsft; {weights_alone}")
-    then = manifest["run_identity"] if manifest else {}
+    then = (read_manifest(Path(checkpoint)) or {}).get("run_identity", {})
     changed = [
         f"{name}: {then[name]} then, {value} now" for name, value in now.items() if name in then and then[name] != value
     ]
     if changed:
         raise UserError(
             f"resume_from_checkpoint: {checkpoint} is of another run ({'; '.join(changed)}); give the options of"
-            f" that run, or {weights_alone}"
+            " that run, or start from its weights alone with --resume_weights_only and a new output_dir"
         )
 
 

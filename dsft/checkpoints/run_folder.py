@@ -15,6 +15,7 @@ from dsft.checkpoints.manifest import (
     TRAINER_STATE,
     checkpoints,
     discard,
+    folders_of_steps,
     integrity_errors,
     last_good,
     read_trainer_state,
@@ -22,7 +23,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import CHECKPOINT, FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
+from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, check_writable
 from dsft.runtime.launcher_env import LAUNCH
@@ -50,6 +51,8 @@ OPTIONS_ON_THE_CARD = (
     *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
     *("lora_r", "lora_alpha", "lora_target_modules", "seed"),
 )
+UNFINISHED = ".unfinished"
+"""Where an export is written until it is whole: a name's ending, or in an empty folder a name."""
 WEIGHTS_ONLY = "resume_weights_only"
 """The option, as the reason of what follows from it."""
 
@@ -104,7 +107,7 @@ def clear_run(output_dir: str) -> None:
     Raises UserError where a checkpoint stays, which a resume would take for the new run's.
     """
     path = Path(output_dir)
-    for folder in (*path.glob(f"{CHECKPOINT}-*"), path / FINAL):
+    for folder in (*folders_of_steps(path), path / FINAL):
         try:
             for error in discard(folder) if folder.is_dir() else ():
                 say(f"warning: {error}: is left of the run that was replaced; a later save tries again")
@@ -293,7 +296,8 @@ def find_adapter(source: str) -> Path:
 def check_new_folder(out: str) -> None:
     """Check that `out` can become a folder. Raises UserError where it holds files, or is one."""
     path = Path(out)
-    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
+    # What a killed export left is written over.
+    if os.path.lexists(path) and (not path.is_dir() or any(inside.name != UNFINISHED for inside in path.iterdir())):
         raise UserError(f"{out}: exists and is not empty; choose a new folder")
 
 

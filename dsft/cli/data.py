@@ -126,7 +126,7 @@ def _preview(
 
     # ---- rows spread over the first of each source, then as many that are left out or trained otherwise
     for formatted in by_row:
-        batch = next(iter(formatted.batches()))
+        batch = formatted.source.first_batch()
         rules = dataclasses.replace(formatted.rules, bad_rows="drop")
         rows = batch.rows[:SHOWN_ROWS]
         made = [tokenise(dataclasses.replace(batch, rows=[row]), rules, tokenizer) for row in rows]

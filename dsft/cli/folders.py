@@ -14,7 +14,7 @@ from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, f
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import adapter_base, missing
+from dsft.models.model_folder import adapter_base, base_revision, missing
 from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
@@ -107,7 +107,9 @@ def chat(options: ChatOptions) -> None:
         from dsft.models.size import max_positions
         from dsft.models.tokenizer import chat_ids, generate, load_tokenizer
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
-    config = EvalConfig(model=source, **{name: getattr(options, name) for name in fields})
+    config = EvalConfig(
+        model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
+    )
     tokenizer = load_tokenizer(config)
     if not tokenizer.chat_template:
         raise UserError(

@@ -449,6 +449,9 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
         tools = _json(tools, "tools is no JSON") or []
     if not isinstance(tools, list):
         raise ValueError(f"tools must be a list; it is a {type(tools).__name__}")
+    tools = [_json(tool, "a tool is no JSON") if isinstance(tool, str) else tool for tool in tools]
+    if other := next((tool for tool in tools if not isinstance(tool, dict)), None):
+        raise ValueError(f"tools must be a list of objects; it holds {other!r:.80}")
     if not row.get("tools"):
         tools = [{"type": "function", "function": function} for function in tools]
     return Chat(messages=chat, tools=tools, answers_from=first_answer)

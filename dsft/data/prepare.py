@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -31,8 +32,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from multiprocessing.context import SpawnContext, SpawnProcess
 from os.path import getsize
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -60,7 +63,7 @@ weighted_tokens are trained ones of a weight other than 1.
 """
 MOST_SOURCES = 100  # each has a loss of its own in every line of the log
 TOO_MANY_SOURCES = f"source_column: it has more than {MOST_SOURCES:,} values; name another column"
-VERSION = 6  # of the folders; a change of code that changes tokens raises it
+VERSION = 7  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.
@@ -221,7 +224,8 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
     else:
         backend = json.dumps(sorted(tokenizer.get_vocab().items()))
     identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
-    identity += [type(tokenizer).__name__, backend, str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    identity += [type(tokenizer).__name__, backend, tokenizer.split_special_tokens]
+    identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
     if preparation != TRAINING:
         identity.append(repr(preparation))
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
@@ -326,8 +330,8 @@ def _tokenised(
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
     # This process has threads (of the process group, of tokenizers), which a fork would copy half.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
+    how = {"mp_context": _Spawn(), "initializer": _start_worker, "initargs": (tokenised,)}
+    with ProcessPoolExecutor(workers, **how) as pool:
         waiting: list[tuple[Batch, Future]] = []
         try:
             started = pool.submit(int)
@@ -345,6 +349,24 @@ def _tokenised(
             raise UserError(problem) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _WorkerProcess(SpawnProcess):
+    """A new process that does not run the user's program again from its top, as `spawn` lets it: one that evaluates
+    there, without `if __name__ == "__main__"`, would wait for the lock that is held for it.
+    """
+
+    @staticmethod
+    def _Popen(process: SpawnProcess) -> Any:
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Spawn(SpawnContext):
+    Process = _WorkerProcess
 
 
 _worker: Callable[[Batch], Tokens] | None = None

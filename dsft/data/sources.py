@@ -59,6 +59,11 @@ class Row(NamedTuple):
     starts_document: bool = True
     ends_document: bool = True  # both False in the middle of a long document
 
+    def label(self, column: str | None) -> str:
+        """The value of a column as the name of a source or group; a null and a missing one are alike."""
+        value = self.values.get(column)
+        return "(none)" if value is None else str(value)
+
 
 Rows = Iterator[tuple[Row, int]]
 """(row, bytes of the file read so far)."""
@@ -90,28 +95,32 @@ class Source:
     streaming: bool = False  # read from the hub without a copy on disk
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """The user's own, called with each row before anything else reads it."""
+    text_column: str = "text"  # the name of what a text file holds, as of a column
 
     @property
     def identity(self) -> list[Any]:
         """What changes when the content does: path, size and time of change of each file; on the hub name and split,
-        and the revision that is cached; the source of `map_row`.
+        and the revision that is cached or streamed; the source of `map_row`.
         """
         mapping = [user_code.digest(self.map_row)] if self.map_row else []
         if self.files:
             facts = [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
         else:
-            facts = [*self.hub, getattr(_load_from_hub(*self.hub, streaming=self.streaming), "_fingerprint", "")]
+            facts = [*self.hub, _load_from_hub(*self.hub, streaming=self.streaming)[1]]
         return facts + mapping
 
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
-        loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)
+        loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)[0]
         hub_rows = ((Row(without_filler(values), number), 0) for number, values in enumerate(loaded, start=1))
         before = 0
         for place in self.files or self.hub[:1]:
             batch: list[Row] = []
             size = position = left_out = 0
+            is_text = bool(self.files) and ending(place) == ".txt"
             for row, position in read_file(place) if self.files else hub_rows:
+                if is_text:
+                    row = row._replace(values={self.text_column: row.values["text"]})
                 if self.map_row:
                     where = functools.partial(Batch(rows=[], place=place).where, row)
                     if (values := user_code.mapped(self.map_row, row.values, where)) is None:
@@ -182,7 +191,7 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, split: str
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
         hub = None if files else (name, hub_config or config.data_name, hub_split or split)
-        how = {"streaming": getattr(config, "streaming", False), "map_row": map_row}
+        how = {"streaming": getattr(config, "streaming", False), "map_row": map_row, "text_column": config.text_column}
         sources.append(Source(name=entry, key=key, files=tuple(files), hub=hub, **how))
     return sources
 
@@ -201,12 +210,16 @@ def is_path(entry: str) -> bool:
 
 
 @functools.cache
-def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> Any:
-    """Loads a data set once for everyone in this process who reads it."""
+def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> tuple[Any, str]:
+    """Loads a data set once for everyone in this process who reads it; returns (rows, what changes when they do)."""
     import datasets  # takes a second, which files do not need
 
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+        if streaming:  # as load_dataset does, which does not tell the revision
+            builder = datasets.load_dataset_builder(name, config)
+            return builder.as_streaming_dataset(split=split), builder.hash
+        loaded = datasets.load_dataset(name, config, split=split)
+        return loaded, loaded._fingerprint
     except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
         raise UserError(
             f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
@@ -222,12 +235,12 @@ def without_filler(value: Any) -> Any:
 
 
 def _characters(value: Any) -> int:
-    """Counts the characters of all texts within a row."""
-    if isinstance(value, str):
+    """Counts the characters of all texts within a row, and the bytes of pictures."""
+    if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
         value = value.values()
-    return sum(map(_characters, value)) if isinstance(value, Iterable) and not isinstance(value, bytes) else 0
+    return sum(map(_characters, value)) if isinstance(value, Iterable) else 0
 
 
 # Files
@@ -304,9 +317,10 @@ def _parsed(text: str, place: str, *, line: int | None = None) -> Any:
     except json.JSONDecodeError as error:
         at, shown = (at, f": {text.strip()[:80]}") if line else (f"{place}, line {error.lineno}", "")
         raise UserError(f"{at}: not valid JSON ({error.msg} at column {error.colno}){shown}") from None
-    except RecursionError:
+    except (RecursionError, ValueError) as error:  # the second: a number of more than 4,300 digits
+        why = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         shown = f": {text.strip()[:80]}" if line else ""
-        raise UserError(f"{at}: not valid JSON (nested too deeply){shown}") from None
+        raise UserError(f"{at}: not valid JSON ({why}){shown}") from None
 
 
 def _read_json(path: str) -> Rows:
@@ -325,8 +339,12 @@ def _read_json(path: str) -> Rows:
         del text  # the rows hold its content
         rows = ((f"row {number}", number, row, size * number // len(listed)) for number, row in enumerate(listed, 1))
     else:
-        lines = ((number, line, position) for number, line, position in _lines(path) if line.strip())
-        rows = ((f"line {number}", number, _parsed(line, path, line=number), at) for number, line, at in lines)
+        # Messages about a .json count rows, of lines too (`Batch.where`).
+        by_line, lines = ending(path) == ".jsonl", (each for each in _lines(path) if each[1].strip())
+        rows = (
+            (f"line {line}", line if by_line else number, _parsed(text, path, line=line), position)
+            for number, (line, text, position) in enumerate(lines, start=1)
+        )
     for place, number, row, position in rows:
         if not isinstance(row, dict):
             raise UserError(f"{path}, {place}: expected a JSON object, got {type(row).__name__}")
@@ -341,7 +359,8 @@ def _read_csv(path: str) -> Rows:
         for number, line, position in _lines(path):  # noqa: B007
             yield line.removeprefix("\ufeff") if number == 1 else line
 
-    limit = csv.field_size_limit(1 << 30)  # by default 128 KiB, which a text column exceeds
+    # By default 128 KiB, which a text column exceeds. It stays: another file may be read at the same time.
+    csv.field_size_limit(1 << 30)
     reader = csv.reader(lines(), strict=True)
     try:
         header = next(reader, [])
@@ -356,8 +375,6 @@ def _read_csv(path: str) -> Rows:
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from None
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _check_columns(names: list[str], place: str) -> None:
@@ -367,8 +384,14 @@ def _check_columns(names: list[str], place: str) -> None:
 
 def _read_columnar(path: str) -> Rows:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
+    if Path(path).suffix in COMPRESSED:  # held in memory: neither is read from its beginning to its end
+        content, raw = _open(path)
+        with content, raw:
+            opened = pyarrow.BufferReader(content.read())
+    else:
+        opened = open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path)  # noqa: SIM115
     number_of_rows = None
-    with open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path) as file:
+    with opened as file:
         is_stream = False
         if ending(path) == ".parquet":
             parquet = pyarrow.parquet.ParquetFile(file)
@@ -387,12 +410,16 @@ def _read_columnar(path: str) -> Rows:
         for batch in batches:
             position = file.tell()
             for index in range(len(batch)):
-                number += 1
-                try:
-                    row = {name: batch.column(name)[index].as_py() for name in names}
-                except UnicodeDecodeError as error:
-                    problem = f"not valid UTF-8 ({error.reason} at byte {error.start})"
-                    raise UserError(f"{path}, row {number}: {problem}") from None
+                number, row = number + 1, {}
+                for name in names:
+                    try:
+                        row[name] = batch.column(name)[index].as_py()
+                    except UnicodeDecodeError as error:
+                        problem = f"not valid UTF-8 ({error.reason} at byte {error.start})"
+                        raise UserError(f"{path}, row {number}: {problem}") from None
+                    except (ArithmeticError, LookupError, ValueError) as error:  # a date after 9999, an unknown zone
+                        problem = f"column {name!r} holds a value that Python has not ({one_line(error)})"
+                        raise UserError(f"{path}, row {number}: {problem}; leave the column out") from None
                 yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
         if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
             raise EOFError(CUT_OFF)

@@ -168,7 +168,7 @@ class _TokensBuilder:
 
     def begin(self, row: Row) -> None:
         """Adds from now on what becomes of `row`."""
-        self.source = str(row.values.get(self.rules.source_column, "(none)"))
+        self.source, self.is_too_long = row.label(self.rules.source_column), False
 
     def note(self, name: str, why: str, number: int = 1) -> None:
         """Counts a row, and keeps the first reason."""
@@ -196,14 +196,14 @@ class _TokensBuilder:
             why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
             if policy == "error":
                 raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
+            kind = "truncated"
             if policy == "drop":
-                self.note("dropped_long", why)
-                trained, starts = np.zeros(len(array), bool), range(1 if self.rules.keep_all else 0)
+                kind, trained = "dropped_long", np.zeros(len(array), bool)
+                starts = range(1 if self.rules.keep_all else 0)
             elif policy == "split" and not self.rules.keep_all:
-                self.note("split", why)
-                starts = range(0, len(array), length)
-            else:
-                self.note("truncated", why)
+                kind, starts = "split", range(0, len(array), length)
+            self.note(kind, why, int(not self.is_too_long))  # a chat of several sequences is one row
+            self.is_too_long = True
         for start in starts:
             trained[start : start + 1] = 0  # nothing stands before it
             of_piece = trained[start : start + length]

@@ -349,8 +349,10 @@ def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
     short = [endings.sub("", source.rstrip("/").rpartition("/")[2]) for source in sources]
     names: list[str] = []
     for source, name in zip(sources, short, strict=True):
-        name = re.sub(r"[^\w./-]+", "_", name if short.count(name) == 1 else source)
-        names.append(f"{name}_{len(names) + 1}" if name in names else name)
+        name = re.sub(r"[^\w./-]+", "_", name if short.count(name) == 1 else source) or "_"  # an empty value
+        while name in names:
+            name += f"_{len(names) + 1}"
+        names.append(name)
     return tuple(names)
 
 

@@ -88,6 +88,11 @@ def adapter_base(folder: str) -> str | None:
     return content[BASE] if content else None
 
 
+def base_revision(folder: str) -> str | None:
+    """The revision of the base on the hub that an adapter was trained on; None for the newest, and of a model."""
+    return (adapter_description(folder) or {}).get("revision")
+
+
 def is_gguf(model: str) -> bool:
     """Whether `model` names a GGUF file, here or in a repository of the hub."""
     return model.endswith(".gguf")

@@ -85,7 +85,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def add_lora(
-    model: PreTrainedModel, options: LoraFields, *, adapter: str | None = None, rows: Sequence[int] = ()
+    model: PreTrainedModel, options: TrainConfig, *, adapter: str | None = None, rows: Sequence[int] = ()
 ) -> PeftModel:
     """Returns `model` with trainable adapters by the options and for new `rows` of its embedding, or with those of the
     folder `adapter`.
@@ -98,6 +98,7 @@ def add_lora(
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
         else:
             adapted = get_peft_model(model, lora_config(options, model, rows), autocast_adapter_dtype=False)
+    adapted.peft_config["default"].revision = options.revision  # of the base, for all that load the adapter
     if tokens_of(adapted.peft_config["default"]):  # their rows are all that is saved of the embedding
         patches.replace("adapter_embedding", lambda save: partial(save, save_embedding_layers=False), on=adapted)
     return adapted

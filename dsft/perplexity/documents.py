@@ -92,8 +92,9 @@ class Documents(Preparation):
                         first, pieces = first + 1, None
                 elif row.ends_document:
                     if len(waiting) > 1:
-                        text = "".join(each.values["text"] for each in waiting)
-                        row = waiting[0]._replace(values={"text": text}, ends_document=True)
+                        (column,) = row.values
+                        text = "".join(each.values[column] for each in waiting)
+                        row = waiting[0]._replace(values={column: text}, ends_document=True)
                     whole.append(row)
                     waiting, size = [], 0
                 if first + len(whole) == self.max_documents:
@@ -448,7 +449,7 @@ def grouping(
         of_document = []
         for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules, tokenizer):
             for row in batch.rows:
-                label = str(row.values.get(column, "(none)")) if column else batch.place
+                label = row.label(column) if column else batch.place
                 of_document.append(numbers.setdefault(label, len(numbers)))
                 if len(numbers) > MOST_GROUPS:
                     raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")

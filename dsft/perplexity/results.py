@@ -317,7 +317,7 @@ class Results:
                     self.documents[key] = rows.replace_schema_metadata(None)
             except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
                 raise UserError(
-                    f"output_dir: {self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be"
+                    f"{self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be"
                     f" read ({type(error).__name__}: {error}); remove both, or name another folder"
                 ) from None
 

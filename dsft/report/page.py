@@ -78,6 +78,8 @@ def write_report(report: Report, out: Path) -> list[Path]:
         raise UserError(
             f"dsft report: the package {error.name} is not installed; pip install vl-convert-python, or dsft[report]"
         ) from None
+    if not out.suffix:
+        raise UserError(f"--out {out}: needs an ending, such as {out}.html; its charts go to the folder {out}")
     folder = out.with_suffix("")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ A run that is still running, stopped early or was killed has less of it; nothing
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +16,7 @@ from dsft.checkpoints.manifest import TRAINER_STATE, checkpoints, read_trainer_s
 from dsft.checkpoints.run_folder import FINAL, METRICS, RUN, is_run, path_of, read_options_of_run, read_run
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.results import REPORTS, Results
+from dsft.runtime.console import say
 from dsft.runtime.disk import is_held
 
 ANSWERS = "answers.jsonl"
@@ -141,6 +143,8 @@ def read_report(folders: list[str]) -> Report:
             evaluated = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
             saved = []
             for path in checkpoints(folder):
+                if not (path / TRAINER_STATE).is_file():  # a checkpoint that is damaged, or was removed just now
+                    continue
                 state = read_trainer_state(path)
                 step, tokens_seen = state["global_step"], state.get("num_input_tokens_seen", 0)
                 entry = evaluated.get(step, {})
@@ -150,14 +154,20 @@ def read_report(folders: list[str]) -> Report:
         runs.append(Run(name=name, folder=folder, facts=facts, log=log, checkpoints=saved))
 
     named, evaluations, answers = [path.resolve() for path in named], [], []
-    beside = [
-        path.resolve()
-        for folder in run_folders
-        for path in (folder, *sorted(folder.iterdir()), *sorted(folder.resolve().parent.iterdir()))
-        if (path / REPORTS).is_file()
-    ]
+    beside = []
+    for folder in run_folders:
+        around = folder.resolve().parent  # where others may keep what this user may not read
+        siblings = sorted(around.iterdir()) if os.access(around, os.R_OK) else []
+        paths = (folder, *sorted(folder.iterdir()), *siblings)
+        beside += [path.resolve() for path in paths if os.path.isfile(path / REPORTS)]
     for folder in dict.fromkeys((*named, *beside)):
-        results, measured = Results(folder), []
+        try:
+            results, measured = Results(folder), []
+        except UserError as error:
+            if folder in named:
+                raise
+            say(f"note: the report is without what lies beside the runs: {error}")
+            continue
         for key, report in results.reports.items():
             name, model, tokens_seen = _model_of(report["model"], runs)
             rows = [row for row in results.documents[key].to_pylist() if row["tokens"]]

@@ -14,7 +14,7 @@ from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources, notes_on_columns
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype, with_bases
-from dsft.models.model_folder import adapter_base, described_in, has_only_shards, is_bare_config
+from dsft.models.model_folder import adapter_base, base_revision, described_in, has_only_shards, is_bare_config
 from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import check_positions, check_sharding, measure_model
@@ -104,7 +104,8 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
     try:
         for each in with_bases(config.model):
             raise_if_any([f"model={each}: {error}; it is damaged, use another" for error in damage(each)])
-        base = adapter_base(folder)
+        if base := adapter_base(folder):
+            config = replace(config, revision=config.revision or base_revision(folder))
         options = {name: getattr(config, name) for name in ("revision", "trust_remote_code", "attn_implementation")}
         facts = measure_model(
             TrainConfig(model=base or folder, **options),

@@ -1,16 +1,18 @@
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from quantized import write_gguf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from dsft.checkpoints.export import export, merge
+from dsft.checkpoints.export import copy_processor, export, merge
 from dsft.checkpoints.readback import SafetensorsFiles, check_export, readback_errors, trained_shapes
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
@@ -116,6 +118,62 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(UserError, match="neither a final model nor"):
         find_weights(str(tmp_path / "run"))
+
+
+def test_every_weight_keeps_its_own_dtype_unless_one_is_asked_for(adapter, tiny, tmp_path):
+    """Norms and routers of many models are float32 in a checkpoint of bfloat16."""
+    base, out, half, merged = (str(tmp_path / name) for name in ("base", "out", "half", "merged"))
+    shutil.copytree(tiny / "model", base)
+    torch.manual_seed(1)
+    kept = {
+        name: torch.rand(tensor.shape) if "norm" in name else tensor.bfloat16()
+        for name, tensor in load_file(f"{base}/model.safetensors").items()
+    }
+    save_file(kept, f"{base}/model.safetensors", metadata={"format": "pt"})
+    written = load_file(export(base, out) / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in written.items()} == {name: each.dtype for name, each in kept.items()}
+    assert all(torch.equal(written[name], tensor) for name, tensor in kept.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {each.dtype for each in load_file(export(base, half, dtype="float16") / "model.safetensors").values()} == {
+        torch.float16
+    }
+    _, folder = adapter
+    description = folder / "adapter_config.json"
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"base_model_name_or_path": base}))
+    written = load_file(merge(str(folder), merged) / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in kept.items() if "norm" in name)
+
+
+@pytest.mark.parametrize("kind", ["current", "link", "with what a killed export left"])
+def test_an_empty_folder_is_exported_into(tiny, tmp_path, monkeypatch, kind):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    out = {"current": ".", "link": str(tmp_path / "link")}.get(kind, str(tmp_path / "empty"))
+    if kind.startswith("with"):
+        (tmp_path / "empty" / ".unfinished").mkdir()
+        (tmp_path / "empty" / ".unfinished" / "model.safetensors").write_bytes(b"half")
+    export(str(tiny / "model"), out)
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "link"}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path().iterdir()}
+    assert not (tmp_path / "empty" / ".unfinished").exists()
+
+
+@pytest.mark.parametrize("out", ["new", "empty"])
+def test_a_failed_export_leaves_nothing(tiny, tmp_path, out):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="cannot be exported .*5 apples"):
+        export(str(tiny / "model"), str(tmp_path / out), max_shard_size="5 apples")
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_what_is_copied_of_a_read_only_model_is_not_read_only(tmp_path):
+    """A save of a user who is not root could not bring it to the disk."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "package" / "preprocessor_config.json").chmod(0o444)
+    copy_processor(str(tmp_path / "package"), tmp_path)
+    assert (tmp_path / "preprocessor_config.json").stat().st_mode & 0o200
 
 
 def test_an_adapter_of_another_base_is_refused(adapter, tmp_path):

@@ -19,12 +19,13 @@ from tiny import write_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.checkpoints.export import merge
-from dsft.config.options import EvalConfig
+from dsft.checkpoints.export import NotStreamable, merge
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.models.build import adapter_problems, load_weights
+from dsft.models.build import adapter_problems, build_model, load_weights
 from dsft.models.size import load_model_config
 from dsft.models.tokenizer import load_tokenizer
+from dsft.run_setup.evaluation_checks import candidate_of
 
 IDS = torch.arange(20)[None]
 BASES = {
@@ -303,6 +304,33 @@ def test_an_evaluation_of_any_adapter_gives_the_perplexity_of_peft(bases, tiny, 
     assert evaluated(adapters, data, tmp_path / "out", world=1, zero="0") == pytest.approx(expected, rel=1e-6)
     sharded = evaluated(adapters[:1], data, tmp_path / "sharded", world=2, zero="3")
     assert sharded == pytest.approx(expected[:1], rel=1e-6)
+
+
+def test_an_adapter_is_merged_and_scored_with_the_revision_of_its_base(tmp_path, monkeypatch):
+    """A base on the hub may have changed since."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached, old, new = tmp_path / "hub" / "models--ns--base", "a" * 40, "b" * 40
+    for commit in (old, new):
+        write_model(cached / "snapshots" / commit, chat=True)
+    expected = load_file(cached / "snapshots" / old / "model.safetensors")
+    others = {name: tensor + 1 for name, tensor in expected.items()}
+    save_file(others, cached / "snapshots" / new / "model.safetensors", metadata={"format": "pt"})
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(new)
+    known = {"model": "ns/base", "revision": old, "method": "lora"}
+    build_model(TrainConfig(**known), dtype="float32").save_pretrained(tmp_path / "adapter")
+
+    merged = load_file(merge(str(tmp_path / "adapter"), str(tmp_path / "merged")) / "model.safetensors")
+    monkeypatch.setattr("dsft.checkpoints.export.MergedSource", not_streamable)
+    loaded = load_file(merge(str(tmp_path / "adapter"), str(tmp_path / "loaded")) / "model.safetensors")
+    candidate = candidate_of(EvalConfig(model=str(tmp_path / "adapter"), data=["a"]), str(tmp_path / "adapter"), [])
+    scored = build_model(candidate.config, dtype="float32").get_base_model().state_dict()
+    for tensors in (merged, loaded, {name.replace(".base_layer", ""): tensor for name, tensor in scored.items()}):
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def not_streamable(*_, **__):
+    raise NotStreamable("of a test")
 
 
 def test_a_merge_that_memory_does_not_allow_is_refused_before_any_work(bases, tmp_path):

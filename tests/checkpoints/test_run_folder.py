@@ -2,12 +2,21 @@
 and the card of its model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dsft.checkpoints.manifest import MANIFEST, STAGING, TRAINER_STATE, hash_and_sync, integrity_errors, publish
+from dsft.checkpoints.manifest import (
+    MANIFEST,
+    STAGING,
+    TRAINER_STATE,
+    checkpoints,
+    hash_and_sync,
+    integrity_errors,
+    publish,
+)
 from dsft.checkpoints.run_folder import (
     clear_run,
     is_finished,
@@ -89,9 +98,15 @@ def test_an_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
     for name in ("final", "logs"):
         (tmp_path / name).mkdir()
     (tmp_path / "notes.txt").touch()
-    (tmp_path / "checkpoint-list").touch()  # a file of the user, by that name
+    # Of the user, by such names: a file, copies of a checkpoint.
+    (tmp_path / "checkpoint-list").touch()
+    for name in ("checkpoint-5-copy", "checkpoint-best-5"):
+        shutil.copytree(tmp_path / "checkpoint-5", tmp_path / name)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-5"]
     clear_run(str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-list", "logs", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("checkpoint-5-copy", "checkpoint-best-5", "checkpoint-list", "logs", "notes.txt")
+    ]
     clear_run(str(tmp_path))  # nothing is left to remove
 
 

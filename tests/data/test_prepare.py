@@ -129,9 +129,12 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
             formatted(path, rules), load_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatml"))
         )
     )
+    split = load_tokenizer(TrainConfig(model=str(tiny / "chat")))
+    split.split_special_tokens = True  # as tokenizer_config.json may have it, and tokenizer.json has not
+    others.add(fingerprint(formatted(path, rules), split))
     path.write_text(path.read_text().replace("the", "THE"))
     others.add(fingerprint(formatted(path, rules), tokenizer))
-    assert len(others | {first}) == 8
+    assert len(others | {first}) == 9
     texts = [fingerprint(formatted(path, rules_of("text", seq_len=length)), tokenizer) for length in (8, 16)]
     assert texts[0] == texts[1]  # windows are cut when they are read
 
@@ -164,6 +167,28 @@ from dsft.data import prepare
 prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 2
 main(sys.argv[1:])
 """
+
+
+RUNS_ONCE = """
+import sys
+from pathlib import Path
+
+if (runs := Path("runs")).exists():
+    runs.write_text("again, in a worker")
+    sys.exit(1)
+runs.write_text("once")
+"""
+
+
+def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
+    """One that evaluates at its top waited there for the lock that its first process held: for ever."""
+    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
+    write_jsonl(tmp_path / "chats.jsonl", rows)
+    (tmp_path / "program.py").write_text(RUNS_ONCE + PREPARES_WITH_WORKERS)
+    options = flags({"model": tiny / "chat", "data": "chats.jsonl", "data_cache": "cache"})
+    command = [sys.executable, "program.py", "prepare", *options]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
 
 
 @pytest.mark.launch
@@ -433,6 +458,23 @@ def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, t
     assert data.counts["rows"] == 7 and data.counts["dropped_bad"] == 1 and "line 2" in data.notes[0]
 
 
+def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_path, config):
+    """Trained and evaluated: the text is longer than a piece, so it comes in several."""
+    (tmp_path / "both").mkdir()
+    text = "the model\n" * 4000
+    (tmp_path / "both" / "a.txt").write_text(text)
+    write_jsonl(tmp_path / "both" / "b.jsonl", [{"content": "big"}])
+    made = config(data=[str(tmp_path / "both")], text_column="content")
+    counts = loaded(made, tokenizer).counts
+    assert counts["tokens"] == len(tokenizer(text)["input_ids"]) + len(tokenizer("big")["input_ids"]) + 2
+    problems: list[str] = []
+    options = EvalConfig(model="m", data=made.data, text_column="content", seq_len=32, data_cache=made.data_cache)
+    (data,) = check_sources(
+        options.data, options, tokenizer, key="data", split="test", problems=problems, keep_all=True
+    )
+    assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
+
+
 def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
     write_jsonl(
         tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
@@ -548,21 +590,20 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
 
 PREPARES_TRAINS_AND_PREPARES = """
 import json, sys
-if __name__ == "__main__":  # processes that tokenise read this file too
-    commands, url, home = sys.argv[1:]
-    import huggingface_hub.constants as hub
-    # What the libraries of a warm process have read from the environment.
-    hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
-    hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
-    import datasets.config
-    datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
-    datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
-    datasets.config.HF_DATASETS_CACHE = home + "/datasets"
-    import dsft.cli.main, dsft.train
-    first, training, second = json.loads(commands)
-    dsft.cli.main.main(first)
-    dsft.train.main(training)
-    dsft.cli.main.main(second)
+commands, url, home = sys.argv[1:]
+import huggingface_hub.constants as hub
+# What the libraries of a warm process have read from the environment.
+hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
+hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
+import datasets.config
+datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
+datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
+datasets.config.HF_DATASETS_CACHE = home + "/datasets"
+import dsft.cli.main, dsft.train
+first, training, second = json.loads(commands)
+dsft.cli.main.main(first)
+dsft.train.main(training)
+dsft.cli.main.main(second)
 """
 
 
@@ -662,6 +703,16 @@ def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out
         "note: warning: 20.0% of ",
     ):
         assert text in shown
+
+
+def test_preview_shows_rows_where_map_row_leaves_out_those_of_the_first_file(tiny, tmp_path, monkeypatch, capsys):
+    for name, completion in (("a", "the"), ("b", "model")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "big ", "completion": completion}])
+    (tmp_path / "rows_of_b.py").write_text("def keep(row):\n    return row if row['completion'] == 'model' else None\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--model", str(tiny / "model"), "--data", "*.jsonl", "--map_row", "rows_of_b:keep"]
+    data_command.run(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
+    assert "b.jsonl, line 1: 4 tokens, 2 trained" in capsys.readouterr().out
 
 
 def test_rows_too_long_are_a_share_in_the_data_line(tiny, tokenizer, tmp_path, config):

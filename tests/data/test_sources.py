@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import PIECE_BYTES, Source, find_sources, read_file
+from dsft.data.sources import PIECE_BYTES, Source, _load_from_hub, find_sources, read_file
 from dsft.errors import UserError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -68,6 +68,9 @@ def write(folder, name: str) -> str:
         "a.csv.zst",
         "a.jsonl.bz2",
         "a.csv.xz",
+        "a.parquet.gz",
+        "a.arrow.zst",
+        "stream.arrow.gz",
     ],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
@@ -180,6 +183,23 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
     assert [len(batch.rows) for batch in source.batches()] == [11, 11, 11, 11, 6]
 
 
+def test_files_of_long_fields_are_read_side_by_side(tmp_path):
+    """As a stream does that mixes sources, of which one ends before the other."""
+    for name, text in (("short", "a"), ("long", "x" * 200_000)):
+        (tmp_path / f"{name}.csv").write_text(f"text\n{text}\n{text}\n")
+    short, long = (read_file(str(tmp_path / f"{name}.csv")) for name in ("short", "long"))
+    next(short), next(long)
+    assert len(list(short)) == 1
+    assert [len(row.values["text"]) for row, _ in long] == [200_000]
+
+
+def test_batches_of_rows_with_pictures_are_bounded_too(tmp_path):
+    pictures = pyarrow.array([b"x" * (1 << 18)] * 12)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 12, "image": pictures}), tmp_path / "a.parquet")
+    (source,) = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", split="train", problems=[])
+    assert [len(batch.rows) for batch in source.batches()] == [4, 4, 4]
+
+
 def test_a_text_of_one_line_is_not_held_whole(tmp_path):
     (tmp_path / "a.txt").write_text("x" * (11 * PIECE_BYTES))
     assert [len(row.values["text"]) // PIECE_BYTES for row, _ in read_file(str(tmp_path / "a.txt"))] == [4] * 2 + [3]
@@ -192,6 +212,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid UTF-8"),
         ("a.jsonl", b"[1]\n", "a.jsonl, line 1: expected a JSON object, got list"),
         ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl, line 1: duplicate column 'text'"),
+        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "a.jsonl, line 1: not valid JSON (Exceeds the limit (4300 digits)"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (nested too deeply)"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json, line 2: not valid JSON"),
         ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: expected a JSON object, got int"),
@@ -206,6 +227,11 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.txt", b"", "a.txt is empty"),
         ("a.json", b"[" * 100_000, "a.json: not valid JSON (nested too deeply)"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
+        (
+            "a.parquet.gz",
+            gzip.compress(b"no parquet")[:-1],
+            "a.parquet.gz cannot be read as parquet: its end is missing",
+        ),
         ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read as jsonl"),
         ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst cannot be read as jsonl"),
@@ -225,6 +251,39 @@ def test_invalid_text_inside_arrow_names_its_row(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="a.parquet, row 2: not valid UTF-8"):
         list(read_file(str(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pyarrow.array([1 << 62], pyarrow.timestamp("us")),
+        pyarrow.array([1 << 30], pyarrow.date32()),
+        pyarrow.array([1 << 62], pyarrow.duration("s")),
+        pyarrow.array([0], pyarrow.timestamp("us", tz="Mars/Phobos")),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_a_value_that_python_has_not_names_its_row_and_column(tmp_path, values):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "when": values}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet, row 1: column 'when' holds a value that Python has not"):
+        list(read_file(str(tmp_path / "a.parquet")))
+
+
+@pytest.mark.parametrize(("name", "where"), [("a.jsonl", "line 4"), ("a.json", "row 2")])
+def test_rows_are_named_by_lines_where_the_format_has_lines(tmp_path, name, where):
+    (tmp_path / name).write_text('{"a": 1}\n\n\n{"a": 2}\n')
+    (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", split="train", problems=[])
+    (batch,) = source.batches()
+    assert batch.where(batch.rows[1]) == f"{tmp_path / name}, {where}"
+
+
+def test_a_source_that_is_null_is_none_in_every_format(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "domain": null}\n')
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a"], "domain": pyarrow.array([None], pyarrow.string())}), tmp_path / "a.parquet"
+    )
+    for name in ("a.jsonl", "a.parquet"):
+        assert [row.label("domain") for row, _ in read_file(str(tmp_path / name))] == ["(none)"]
 
 
 def test_folders_globs_and_names_on_the_hub(tmp_path):
@@ -271,7 +330,7 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
 def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
     loads = []
 
-    def load_dataset(name, config, *, split, streaming):
+    def load_dataset(name, config, *, split):
         loads.append(name)
         return datasets.Dataset.from_dict({"text": ["a", "b"]})
 
@@ -281,3 +340,24 @@ def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
         assert [row.values["text"] for batch in source.batches() for row in batch.rows] == ["a", "b"]
         assert source.first_batch().rows and source.identity
     assert loads == ["owner/once"]
+
+
+def test_a_streamed_data_set_is_another_once_its_revision_is(monkeypatch):
+    """Held-out tokens of a streamed training are kept."""
+    commit = ["a" * 40]
+
+    class Builder:
+        hash = property(lambda self: commit[0])
+
+        def as_streaming_dataset(self, split):
+            return datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
+    identities = []
+    for commit[0] in ("a" * 40, "b" * 40):
+        _load_from_hub.cache_clear()  # a later run
+        source = Source(name="owner/streamed", key="eval_data", hub=("owner/streamed", None, "test"), streaming=True)
+        assert [row.values for batch in source.batches() for row in batch.rows] == [{"text": "a"}]
+        identities.append(source.identity)
+    _load_from_hub.cache_clear()
+    assert identities[0] != identities[1]

@@ -262,10 +262,15 @@ def test_tools_reach_the_template(tokenizer):
             tokenizer,
         )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for tools in ([tool], json.dumps([tool])):
+    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], json.dumps([json.dumps(tool)])):
         assert tokenizer.decode(made([{"messages": CHAT, "tools": tools}], shows).ids).startswith("1<|system|>")
-    with pytest.raises(UserError, match="tools is no JSON"):
-        made([{"messages": CHAT, "tools": "[{"}], shows)
+    whole = with_template(tokenizer, "{{ tools[0].function.name if tools }}" + tokenizer.chat_template)
+    assert tokenizer.decode(made([{"messages": CHAT, "tools": [json.dumps(tool)]}], whole).ids).startswith(
+        f"{tool['function']['name']}<|system|>"
+    )
+    for tools, problem in (("[{", "tools is no JSON"), (["look_up"], "a tool is no JSON"), ([1], "a list of objects")):
+        with pytest.raises(UserError, match=problem):
+            made([{"messages": CHAT, "tools": tools}], shows)
 
 
 @pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
@@ -402,6 +407,21 @@ def test_too_long_can_be_an_error_and_what_teaches_nothing_is_counted(tokenizer)
     assert made(untrained, tokenizer, seq_len=16).counts == {"rows": 1, "dropped_long": 1}  # by default
     tokens = made(untrained, tokenizer, too_long="truncate", seq_len=16)
     assert tokens.counts == {"rows": 1, "truncated": 1, "dropped_untrained": 1} and not len(tokens.ids)
+
+
+@pytest.mark.parametrize(
+    ("policy", "counted"), [("truncate", "truncated"), ("drop", "dropped_long"), ("split", "split")]
+)
+def test_a_chat_of_several_sequences_that_are_too_long_is_one_row(tokenizer, policy, counted):
+    """Of which the template renders the reasoning of the last answer alone."""
+    template = (
+        "{% for m in messages %}{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+        f"{{% endif %}}{{{{ m.content }}}}{tokenizer.eos_token}{{% endfor %}}"
+    )
+    ask, answer = {"role": "user", "content": "the"}, {"role": "assistant", "content": "big " * 30}
+    chat = {"messages": [ask, answer | {"reasoning_content": "slow"}] * 3}
+    counts = made([chat], with_template(tokenizer, template), too_long=policy, seq_len=16).counts
+    assert (counts["rows"], counts["rendered_apart"], counts[counted]) == (1, 2, 1)
 
 
 GOOD = {"messages": CHAT}

@@ -6,7 +6,7 @@ from tiny import write_pairs
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import EpochSampler, PackedRows, PaddedToFullSteps, sequences_in
-from dsft.data.training_data import check_sources, load_training_data
+from dsft.data.training_data import _names_of, check_sources, load_training_data
 from dsft.models.tokenizer import load_tokenizer
 from dsft.units import IGNORED, Batch
 
@@ -110,3 +110,10 @@ def test_a_seed_of_the_data_of_0_is_a_seed(load):
         return sorted(tuple(item["input_ids"]) for item in items)
 
     assert held_out(data_seed=0, seed=5) == held_out(seed=0) != held_out(seed=5)
+
+
+def test_sources_have_names_that_differ_and_none_is_empty():
+    """A loss in the log has the name of its source."""
+    assert _names_of(["a/b.jsonl.gz", "c/b.json", "d.csv"]) == ("a/b.jsonl.gz", "c/b.json", "d")
+    assert _names_of(["a_b_3", "a b", "a_b"]) == ("a_b_3", "a_b", "a_b_3_3")
+    assert _names_of(["", "x"]) == ("_", "x")

@@ -144,3 +144,11 @@ def test_a_place_that_cannot_be_written_is_named(report, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--out .*file/page.html: cannot be written"):
         write_report(report, tmp_path / "file" / "page.html")
+
+
+def test_a_page_without_an_ending_is_refused_before_it_is_written(report, tmp_path):
+    """Its charts have a folder of the name without the ending."""
+    pytest.importorskip("vl_convert", reason="dsft[report] is not installed")
+    with pytest.raises(UserError, match=r"--out .*page: needs an ending, such as .*page\.html"):
+        write_report(report, tmp_path / "page")
+    assert not (tmp_path / "page").exists()

@@ -1,6 +1,7 @@
 """How runs are named in a report, and whose model an evaluation is of."""
 
 import json
+import os
 
 import pytest
 from test_report import logged, write_evaluation, write_run
@@ -64,6 +65,40 @@ def test_evaluations_beside_a_run_are_found_where_one_of_their_models_is_its_own
     assert {item.model for item in read_report([str(run)]).evaluations} == {"final"}
     named = read_report([str(run), str(run.parent / "other")]).evaluations
     assert [item.model for item in named] == ["ns/base", "ns/base", "final", "final"]
+
+
+@pytest.mark.parametrize("content", ['{"perplexity": 5.2}', "no JSON", '{"results": [{"model": "m", "data": "d"}]}'])
+def test_what_lies_beside_a_run_and_is_no_evaluation_is_noted_and_left_out(tmp_path, capsys, content):
+    run, other = write_run(tmp_path / "runs" / "run"), tmp_path / "runs" / "of another tool"
+    other.mkdir()
+    (other / "perplexity.json").write_text(content)
+    assert read_report([str(run)]).evaluations == []
+    assert f"without what lies beside the runs: {other} holds a perplexity.json" in capsys.readouterr().out
+    with pytest.raises(UserError, match="of another tool holds a perplexity.json .* cannot be read"):
+        read_report([str(run), str(other)])
+
+
+def test_folders_of_others_beside_a_run_are_not_looked_into(tmp_path, monkeypatch):
+    """A folder that many share, such as /tmp, holds some that only their owners may read."""
+    run = write_run(tmp_path / "runs" / "run")
+    (run.parent / "private").mkdir()
+    stat = os.stat
+
+    def refused(path, *args, **kwargs):
+        if "private/" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert len(read_report([str(run)]).runs) == 1
+
+
+def test_a_checkpoint_without_a_trainers_state_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", log=logged(4))
+    for step in (2, 4):
+        (write_checkpoint(run, step) / "manifest.json").write_text("{}")
+    (run / "checkpoint-4" / "trainer_state.json").unlink()
+    assert [saved.step for saved in read_report([str(run)]).runs[0].checkpoints] == [2]
 
 
 def test_a_checkpoint_has_the_perplexity_of_its_step_and_no_other(tmp_path):
