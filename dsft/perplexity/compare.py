@@ -27,8 +27,6 @@ RATIO = "perplexity, ratio"
 MOVED = 5
 """Documents shown at each end."""
 PICTURE = "context_curve.png"
-NO_BLOCKS = {"block_nats": np.zeros(0), "block_tokens": np.zeros(0, np.int64), "windows_per_block": 0}
-"""Fields of a Perplexity without blocks."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,9 @@ def _by_group(evaluation: Evaluation, group_by: str) -> dict[str, Evaluation]:
             document_words=np.where(is_whole & (tokens_D > 0), result.document_words, 0),
             document_pairs=np.zeros((0, result.documents)),
             reported_loss=group["nats"] / group["tokens"],
-            **NO_BLOCKS,
+            block_nats=np.zeros(0),
+            block_tokens=np.zeros(0, np.int64),
+            windows_per_block=0,
         )
         groups[group["group"]] = replace(evaluation, perplexity=in_group, groups={}, group_sums={})
     return groups
@@ -324,8 +324,6 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
                 if number != 1
             ]
             first, results = seeds[0], [each.perplexity for each in seeds]
-            if len({result.windows_per_block for result in results}) > 1:  # an earlier dsft kept more blocks
-                results = [replace(result, **NO_BLOCKS) for result in results]
             for each in seeds[1:]:
                 why = refusal(first, each)
                 if not why and any(each.hashes[name] != first.hashes[name] for name in ("texts", "tokens")):
@@ -367,16 +365,17 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
     """Return why two results on the same texts cannot be compared; empty where they can."""
+    same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
+    if same_tokens and base.hashes["windows"] == other.hashes["windows"] and base.protocol == other.protocol:
+        return ""  # options may be named or left out, and BOS be there or not: these tokens are in these windows
     names = f"{other.model} and {base.model} on {base.data}"
     decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
     differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]
     if differing:
         values = ", ".join(f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing)
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
-    if base.hashes["tokens"] == other.hashes["tokens"]:
-        if base.hashes["windows"] != other.hashes["windows"]:
-            return f"{names} were scored in other windows; evaluate both with this dsft"
-        return ""
+    if same_tokens:
+        return f"{names} were scored in other windows; evaluate both with this dsft"
     is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
     if not all(each.perplexity.document_bytes[is_scored_D].any() for each in (base, other)):
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
@@ -396,13 +395,12 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         nats_D = nats_D * np.divide(
             before.document_bytes, after.document_bytes, out=ones_D, where=after.document_bytes > 0
         )
-    change_D = nats_D - before.document_nats
+    change_D = np.where(is_scored_D, nats_D - before.document_nats, 0.0)
     for name in HOW_COMPUTED:
         if base.options.get(name) != other.options.get(name):
             notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
-    # Blocks of windows can be compared where both models have the same windows, and blocks: an earlier dsft kept more.
-    has_same_blocks = same_tokens and before.windows_per_block == after.windows_per_block
-    changed_blocks = after.block_nats - before.block_nats if has_same_blocks else None
+    # Blocks of windows can be compared where both models have the same windows.
+    changed_blocks = after.block_nats - before.block_nats if same_tokens else None
     sums_KU, units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
     nats_per_token = per_byte = None
     if same_tokens:

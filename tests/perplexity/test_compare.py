@@ -13,7 +13,7 @@ from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
-from dsft.perplexity.results import Evaluation, Results, groups_of
+from dsft.perplexity.results import DOCUMENT_COLUMNS, Evaluation, Results, groups_of
 from dsft.perplexity.sums import Perplexity
 
 HASHES = {"texts": "t", "tokens": "k", "windows": "w"}
@@ -102,7 +102,7 @@ def test_the_same_model_twice_differs_by_nothing():
 
 def test_results_of_two_lengths_of_sequences_have_a_table_each():
     results = [
-        grouped(evaluation(name, seed, options=OPTIONS | {"seq_len": length}))
+        grouped(evaluation(name, seed, options=OPTIONS | {"seq_len": length}, hashes=HASHES | {"windows": str(length)}))
         for length in (32, 64)
         for seed, name in enumerate(("base", "other"), length)
     ]
@@ -121,12 +121,6 @@ def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
         assert comparison.nats_per_token.low < comparison.nats_per_token.high
     # Four bytes to each token.
     assert single.bits_per_byte.low * math.log(2) * 4 == pytest.approx(single.nats_per_token.low)
-
-
-def test_a_result_of_an_earlier_dsft_with_blocks_of_windows_is_compared_with_one_without():
-    """It kept them of fewer than 30 documents."""
-    earlier, later = evaluation("a", 0, documents=3, blocks=50), evaluation("b", 1, documents=3)
-    assert comparison_of(earlier, later).units == comparison_of(later, earlier).units == "3 documents"
 
 
 def test_models_with_two_tokenizers_have_an_interval_over_few_documents():
@@ -206,6 +200,26 @@ def test_bytes_that_one_tokenizer_alone_scores_do_not_count():
     assert "mode windows also scores tokens" in comparison.note
 
 
+def test_a_document_that_one_tokenizer_makes_a_single_token_of_has_not_gained_most():
+    """It is context only, so it has no nats there."""
+    base, other = evaluation("base", 0), evaluation("other", 1, hashes=HASHES | {"tokens": "x", "windows": "y"})
+    unscored = {f"document_{name}": getattr(other.perplexity, f"document_{name}").copy() for name in DOCUMENT_COLUMNS}
+    for values_D in unscored.values():
+        values_D[7] = 0
+    other = dataclasses.replace(other, perplexity=dataclasses.replace(other.perplexity, **unscored))
+    for pair in ((base, other), (other, base)):
+        comparison = comparison_of(*pair)
+        assert 7 not in [item.document for item in comparison.moved]
+        assert comparison.better + comparison.worse + comparison.same == 39
+
+
+def test_an_option_that_changes_no_window_does_not_keep_results_apart():
+    """The default stride is half of seq_len, and a tokenizer may have no BOS."""
+    other = evaluation("other", 1, mode="sliding", options=OPTIONS | {"mode": "sliding", "stride": 16, "bos": "off"})
+    base = evaluation("base", 0, mode="sliding", options=OPTIONS | {"mode": "sliding"})
+    assert comparison_of(base, other).units == "40 documents"
+
+
 def test_two_tokenizers_without_a_scored_byte_in_common_are_refused():
     other = evaluation("other", 1, hashes=HASHES | {"tokens": "x"})
     without = dataclasses.replace(other.perplexity, document_bytes=np.zeros(40, np.int64))
@@ -233,10 +247,6 @@ def test_seeds_of_one_recipe_are_compared_as_their_mean():
     assert joined[1].perplexity.document_nats[7] == pytest.approx(
         sum(each.perplexity.document_nats[7] for each in results) / 3
     )
-    earlier = evaluation("runs/a-seed1", 1, blocks=50)
-    earlier = dataclasses.replace(earlier, perplexity=dataclasses.replace(earlier.perplexity, windows_per_block=1))
-    (mean,) = joined_seeds([earlier, *results[1:]], ["runs/a-*"])
-    assert not len(mean.perplexity.block_nats) and mean.seed_losses == tuple(losses)
     for seeds, pattern, part in (
         (results, "runs/b-*", "seeds=runs/b-.: matches 0 models of these results: runs/a-seed1"),
         (
@@ -345,7 +355,11 @@ def cut(original: Evaluation) -> Evaluation:
 
 REFUSED = {
     "texts": (evaluation("other", 1, hashes=HASHES | {"texts": "x"}), "no result on the texts of texts.jsonl"),
-    "windows": (evaluation("other", 1, options=OPTIONS | {"seq_len": 64}), r"other windows \(seq_len 64 and 32\)"),
+    "windows": (
+        evaluation("other", 1, options=OPTIONS | {"seq_len": 64}, hashes=HASHES | {"windows": "x"}),
+        r"other windows \(seq_len 64 and 32\)",
+    ),
+    "protocol": (evaluation("other", 1, protocol="hf", options=OPTIONS | {"protocol": "hf"}), "protocol hf and None"),
     "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), "other windows; evaluate both with this dsft"),
     "cut": (
         cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
