@@ -164,9 +164,10 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
     problems, evaluations = [], []
     for name in folders:
         path = Path(name).expanduser()
-        results = Results(path.parent if path.name == REPORTS else path)
+        folder = path.parent if path.name == REPORTS else path
+        results = Results(folder)
         if not results.reports:
-            problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {name}")
+            problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
         for key in results.reports:
             if not results.is_whole(key):
                 problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")

@@ -13,7 +13,7 @@ from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
-from dsft.perplexity.results import DOCUMENT_COLUMNS, Evaluation, Results, groups_of
+from dsft.perplexity.results import DOCUMENT_COLUMNS, Divergence, Evaluation, Results, groups_of
 from dsft.perplexity.sums import Perplexity
 
 HASHES = {"texts": "t", "tokens": "k", "windows": "w"}
@@ -416,6 +416,31 @@ def test_what_is_read_back_is_what_was_written(folders):
     assert report["units"] == "9 blocks of 2 windows" and report["perplexity"][0] < report["perplexity"][1]
 
 
+def test_a_result_with_an_infinite_perplexity_is_shown_as_it_was_once_it_is_read_back(tmp_path):
+    """Of a group, and of the reference: JSON has no infinite numbers."""
+    group = {"group": "rare", "nats": 9000.0, "tokens": 10, "perplexity": math.inf, "interval": [5.0, None]}
+    quantiles = {"0.01": 0.0, "0.5": 0.0, "0.99": 0.0}
+    numbers = {"reference_perplexity": math.inf, "kl": 0.1, "reverse_kl": 0.1, "same_top": 0.5}
+    divergence = Divergence(reference="other", change_quantiles=quantiles, **numbers)
+    written = evaluation("base", 0, groups={"frequency": [group]}, divergence=divergence)
+    pairs = np.ones((4, written.perplexity.documents))
+    written = dataclasses.replace(written, perplexity=dataclasses.replace(written.perplexity, document_pairs=pairs))
+    assert "inf (5.0000 to inf)  rare" in written.summary()["by frequency"]
+    Results(tmp_path).add(written)
+    (read,) = read_evaluations([str(tmp_path)])
+    assert read.summary() == written.summary() and read.divergence == divergence
+
+
+@pytest.mark.parametrize("lacking", ["verified_difference", "documents", "blocks"])
+def test_results_that_another_program_has_changed_are_named(tmp_path, lacking):
+    Results(tmp_path).add(evaluation("base", 0))
+    content = json.loads((path := tmp_path / "perplexity.json").read_text())
+    del content["results"][0][lacking]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{tmp_path}: holds a perplexity.json .*{lacking}"):
+        read_evaluations([str(tmp_path)])
+
+
 def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(folders, tmp_path, capsys):
     run_command("compare", [folders[2], "--base", "other", "--json"])
     (printed,) = json.loads(capsys.readouterr().out)["comparisons"]
@@ -424,8 +449,11 @@ def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(fo
     run_command("compare", [folders[2]])
     shown = capsys.readouterr().out
     assert "other against base on texts.jsonl" in shown and "sign test: p = " in shown and "gained most" in shown
-    with pytest.raises(UserError, match="no perplexity.json; write one with dsft eval"):
-        run_command("compare", [str(tmp_path)])
+    for name in (tmp_path, tmp_path / "perplexity.json"):
+        with pytest.raises(
+            UserError, match=f"no perplexity.json; write one with dsft eval ... --output_dir {tmp_path}$"
+        ):
+            run_command("compare", [str(name)])
     with pytest.raises(UserError, match="results: missing"):
         run_command("compare", [])
     (Path(folders[0]) / "documents.parquet").write_bytes((Path(folders[1]) / "documents.parquet").read_bytes())
