@@ -523,12 +523,12 @@ def draw_curves(curves: dict[tuple[str, str], list[Evaluation]], path: Path) -> 
         lengths = [evaluation.options["seq_len"] for evaluation in results]
         values = [evaluation.perplexity.perplexity for evaluation in results]
         bounds = [evaluation.intervals.perplexity for evaluation in results]
-        line = axes.plot(lengths, values, "o-", label=f"{Path(model).name}, {Path(data).name}")[0]
+        line = axes.plot(lengths, values, "o-", label=f"{model}, {data}")[0]
         if not any(math.isnan(low) for low, _ in bounds):
             axes.fill_between(lengths, *zip(*bounds, strict=True), color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="window, tokens", ylabel="perplexity of the last tokens")
-    axes.legend()
+    axes.legend(fontsize="small")  # with whole paths: models of two runs are both called final
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     return True

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from scipy import stats
 
 from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
-from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
+from dsft.perplexity.compare import compare_results, draw_curves, joined_seeds, read_evaluations
 from dsft.perplexity.results import DOCUMENT_COLUMNS, Divergence, Evaluation, Results, groups_of
 from dsft.perplexity.sums import Perplexity
 
@@ -396,6 +397,16 @@ def test_results_and_comparisons_are_frames_and_tables_of_a_notebook():
     assert list(frame.columns) == ["model", "data", "protocol", "document", "nats", "tokens", "bytes", "words"]
     assert frame["nats"].tolist() == base.perplexity.document_nats.tolist()
     assert f"{base.perplexity.perplexity:.4f}" in base._repr_html_() and "(95 %)" in base._repr_html_()
+
+
+def test_the_curves_of_two_runs_have_names_that_differ(tmp_path, monkeypatch):
+    labels, plot = [], Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda *args, label, **how: labels.append(label) or plot(*args, label=label, **how)
+    )
+    curves = {(f"runs/{name}/final", "a/test.jsonl"): [evaluation(name, 0)] for name in "ab"}
+    assert draw_curves(curves | {("runs/a/final", "b/test.jsonl"): [evaluation("a", 0)]}, tmp_path / "curve.png")
+    assert len(set(labels)) == 3
 
 
 @pytest.fixture
