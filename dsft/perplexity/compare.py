@@ -275,6 +275,7 @@ def _by_group(evaluation: Evaluation, group_by: str) -> dict[str, Evaluation]:
 
 def named_apart(evaluations: list[Evaluation], group_by: str | None = None) -> list[Evaluation]:
     """Name results of one model in two dtypes or attentions apart. Raises UserError where none has the grouping."""
+    evaluations = without_repeats(evaluations)
     groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
     if group_by and group_by not in groupings:
         known = f"have {', '.join(groupings)}" if groupings else "have none"
@@ -294,6 +295,16 @@ def named_apart(evaluations: list[Evaluation], group_by: str | None = None) -> l
     return evaluations
 
 
+def without_repeats(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Take a result that several folders hold, such as that of a base model beside each of its runs, once."""
+    unlike: dict[tuple, Evaluation] = {}
+    for each in evaluations:
+        how = tuple(each.options.get(option) for option in HOW_COMPUTED)
+        name = (each.model, each.data, each.protocol, how, *each.hashes.values(), each.perplexity.nats)
+        unlike.setdefault(name, each)
+    return list(unlike.values())
+
+
 def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list[Evaluation]:
     """Replace the results of models whose names match one pattern, such as runs/a-seed*, by their mean: of the nats of
     each document, so that intervals are over documents, and `seed_losses` has the spread over seeds.
@@ -302,7 +313,7 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
         UserError: where a pattern matches fewer than two models, one of these has no result on a set of another, or
             their results are of other texts or windows.
     """
-    problems = []
+    problems, evaluations = [], without_repeats(evaluations)
     for pattern in patterns:
         models = dict.fromkeys(each.model for each in evaluations if fnmatchcase(each.model, pattern))
         if len(models) < 2:

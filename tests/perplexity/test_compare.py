@@ -101,6 +101,14 @@ def test_the_same_model_twice_differs_by_nothing():
     assert (comparison.better, comparison.worse, comparison.p_value, comparison.moved) == (0, 0, 1.0, ())
 
 
+def test_a_result_that_two_folders_hold_counts_once():
+    """As of a base model that was evaluated beside each of its runs: p-values are corrected for two comparisons."""
+    base, one, other = (evaluation(name, seed) for seed, name in enumerate(("base", "a", "b")))
+    again = dataclasses.replace(base, fingerprint="of another node")
+    assert compare(base, one, again, other) == compare(base, one, other)
+    assert compare(base, one, one, other, seeds=["[ab]"]) == compare(base, one, other, seeds=["[ab]"])
+
+
 def test_results_of_two_lengths_of_sequences_have_a_table_each():
     results = [
         grouped(evaluation(name, seed, options=OPTIONS | {"seq_len": length}, hashes=HASHES | {"windows": str(length)}))
@@ -260,7 +268,7 @@ def test_seeds_of_one_recipe_are_compared_as_their_mean():
             "runs/a-*",
             "runs/a-seed2 has 0 results on the texts of",
         ),
-        ([*results, results[0]], "runs/a-*", "runs/a-seed1 has 2 results"),
+        ([*results, evaluation("runs/a-seed1", 9)], "runs/a-*", "runs/a-seed1 has 2 results"),
         (
             [results[0], evaluation("runs/a-seed2", 2, options=OPTIONS | {"dtype": "x"})],
             "runs/a-*",
