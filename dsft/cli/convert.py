@@ -58,7 +58,8 @@ def convert_file(options: ConvertOptions) -> None:
         show_text(f"dsft: {name}: {note}")
     for problem in converted.problems:
         show_text(f"dsft: to do: {problem}")
-    show_text(f"dsft: next: dsft preview --config {output}, then dsft plan --config {output}")
+    config = shlex.quote(str(output))
+    show_text(f"dsft: next: dsft preview --config {config}, then dsft plan --config {config}")
 
 
 def read_trainer_file(file: str) -> tuple[dict[str, Any], str]:
