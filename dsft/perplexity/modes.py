@@ -270,8 +270,8 @@ def mode_problems(config: EvalConfig) -> list[str]:
             reading = [f"{each.named_by} {mode}" for mode, each in MODES.items() if name in each.options]
             if getattr(config, name) != defaults[name] and not any(name in MODES[each].options for each in some):
                 # Else windows that do not slide are scored, whose perplexity is another one.
-                what = f"{name}={getattr(config, name)}: {named_by}={asked} does not read it"
-                problems.append(f"{what}; use {' or '.join(reading)}, or leave it out")
+                unread = f"{name}={getattr(config, name)}: {named_by}={asked} does not read it"
+                problems.append(f"{unread}; use {' or '.join(reading)}, or leave it out")
         return problems
     where = f"context_curve={config.context_curve}"
     try:

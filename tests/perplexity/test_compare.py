@@ -103,10 +103,10 @@ def test_the_same_model_twice_differs_by_nothing():
 
 def test_a_result_that_two_folders_hold_counts_once():
     """As of a base model that was evaluated beside each of its runs: p-values are corrected for two comparisons."""
-    base, one, other = (evaluation(name, seed) for seed, name in enumerate(("base", "a", "b")))
+    base, first, second = (evaluation(name, seed) for seed, name in enumerate(("base", "a", "b")))
     again = dataclasses.replace(base, fingerprint="of another node")
-    assert compare(base, one, again, other) == compare(base, one, other)
-    assert compare(base, one, one, other, seeds=["[ab]"]) == compare(base, one, other, seeds=["[ab]"])
+    assert compare(base, first, again, second) == compare(base, first, second)
+    assert compare(base, first, first, second, seeds=["[ab]"]) == compare(base, first, second, seeds=["[ab]"])
 
 
 def test_results_of_two_lengths_of_sequences_have_a_table_each():
