@@ -36,9 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     check_before_rendezvous(config, problems)
     if CHECKS_ALONE in os.environ:
         with quick_imports():
-            from dsft.perplexity.modes import mode_problems
             from dsft.run_setup.evaluation_checks import check_evaluation
-        check_evaluation(config, [*problems, *mode_problems(config)])
+        check_evaluation(config, problems)
         return
     say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()

@@ -29,6 +29,8 @@ from dsft.runtime.console import show_text
 SAME = {name: each for each in SAME_NAME for name in each.names.split()}
 END = "\n...\n"
 """Of YAML, behind a value that is no list."""
+OPERATORS = "<>|&;"
+"""Of a shell, between commands and before files."""
 COMMANDS = {"trl": "trl", "llamafactory-cli": "llamafactory", "axolotl": "axolotl"}
 """Program of a command line -> its trainer."""
 
@@ -56,7 +58,8 @@ def convert_file(options: ConvertOptions) -> None:
         show_text(f"dsft: {name}: {note}")
     for problem in converted.problems:
         show_text(f"dsft: to do: {problem}")
-    show_text(f"dsft: next: dsft preview --config {output}, then dsft plan --config {output}")
+    config = shlex.quote(str(output))
+    show_text(f"dsft: next: dsft preview --config {config}, then dsft plan --config {config}")
 
 
 def read_trainer_file(file: str) -> tuple[dict[str, Any], str]:
@@ -77,8 +80,17 @@ def read_trainer_file(file: str) -> tuple[dict[str, Any], str]:
     lines = [line for line in text.splitlines() if " --" in line and not line.lstrip().startswith("#")]
     if len(lines) != 1:
         raise UserError(f"{file}: expected a .yaml file, or one command line with options; found {len(lines)}")
+    words: list[str] = []
+    lexer = shlex.shlex(re.sub(r"\s\d(?=[<>])", " ", lines[0]), posix=True, punctuation_chars=OPERATORS)
+    lexer.whitespace_split, lexer.commenters = True, ""
     try:
-        words = shlex.split(lines[0])
+        for word in lexer:
+            if not set(word) <= set(OPERATORS):
+                words.append(word)
+            elif any(each.startswith("--") for each in words):
+                break  # > train.log 2>&1 | tee ...: no words of the training
+            else:
+                words = []  # cd folder && ...
     except ValueError as error:
         raise UserError(f"{file}: not a command line ({error})") from None
     trainer = next((COMMANDS[Path(word).name] for word in words if Path(word).name in COMMANDS), "")

@@ -127,7 +127,8 @@ def chat(options: ChatOptions) -> None:
         except TEMPLATE_ERRORS as error:
             raise UserError(f"the chat template raised: {error}") from None
         if positions and len(ids) >= positions:
-            raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; /reset it")
+            way_out = "/reset it" if options.prompt is None else "shorten --prompt"
+            raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; {way_out}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         how = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
         return generate(model, tokenizer, ids, streamer=streamer, **how)

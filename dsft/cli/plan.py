@@ -98,7 +98,10 @@ def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | 
                 problem = f"dollars_per_gpu_hour = {dollars!r} is no price; write a number, or leave it out"
             raise UserError(f"--prices {path}: machine {number}: {problem}")
         changes = {name: str(value) for name, value in entry.items()}
-        priced += [(machine, dollars) for machine in read_machines(dataclasses.replace(options, **changes))]
+        try:
+            priced += [(machine, dollars) for machine in read_machines(dataclasses.replace(options, **changes))]
+        except UserError as error:
+            raise UserError([f"--prices {path}: machine {number}: {each}" for each in error.problems]) from None
     return str(content.get("source", path)), priced
 
 

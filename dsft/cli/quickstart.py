@@ -72,8 +72,9 @@ def init(options: InitOptions) -> None:
         quoted[name] = yaml.safe_dump(value, **on_one_line).removesuffix("\n").removesuffix("\n...")
     text = (SHIPPED / "run.yaml").read_text(encoding="utf-8")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.format(path=path, method=options.method, rate=RATES[options.method], **quoted), "utf-8")
-    show_text(f"dsft: {path}: written; next: dsft preview --config {path}")
+    word = shlex.quote(str(path))
+    path.write_text(text.format(path=word, method=options.method, rate=RATES[options.method], **quoted), "utf-8")
+    show_text(f"dsft: {path}: written; next: dsft preview --config {word}")
 
 
 def _folder(options: FolderOptions | QuickstartOptions) -> Path:
@@ -88,7 +89,7 @@ def demo(options: FolderOptions) -> None:
     dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
     for name, rows in write_demo_data(_folder(options), dtype=dtype).items():
         show_text(f"dsft: {options.folder}/{name}.jsonl: {rows:,} rows")
-    show_text(f"dsft: next: dsft train --config {options.folder}/full.yaml")
+    show_text(f"dsft: next: dsft train --config {shlex.quote(f'{options.folder}/full.yaml')}")
 
 
 def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
@@ -151,9 +152,10 @@ def write_demo_data(folder: Path, *, dtype: str = "auto") -> dict[str, int]:
     tokenizer.save_pretrained(folder / "model")
     shutil.copy(SHIPPED / "config.json", folder / "model")
     accumulated = 2 if default_ranks() == 1 else 1  # one rank learns from as many tokens as two
+    quoted = json.dumps(str(folder), ensure_ascii=False)[1:-1]  # between the double quotes of YAML
     for name in ("full.yaml", "lora.yaml"):
         shipped = (SHIPPED / name).read_text(encoding="utf-8")
-        text = shipped.format(folder=folder, dtype=dtype, accumulated=accumulated)
+        text = shipped.format(folder=quoted, dtype=dtype, accumulated=accumulated)
         (folder / name).write_text(text, encoding="utf-8")
     return counts
 

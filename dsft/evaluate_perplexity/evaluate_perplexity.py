@@ -11,8 +11,10 @@ from pathlib import Path
 
 import datasets
 import evaluate
+import numpy as np
 
 from dsft.perplexity.results import frame, html_table
+from dsft.perplexity.sums import exp
 
 DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as dsft computes it"
 
@@ -41,9 +43,11 @@ class EvaluatePerplexity(evaluate.Measurement):
     def compute(self, *, nats=None, tokens=None, bytes=None, words=None, predictions=None, **options):
         """Return perplexity, nats and tokens; with `bytes` and `words` also those of words, bytes and bits per byte."""
         if nats is not None:
-            if tokens is None or not 0 < len(tokens) == len(nats) or not sum(tokens):
+            # Columns of pandas, numpy or Arrow come as often as lists.
+            nats, *sizes = (np.asarray([] if each is None else each) for each in (nats, tokens, bytes, words))
+            if not 0 < len(sizes[0]) == len(nats) or not sizes[0].sum():
                 raise ValueError("nats needs tokens: for each document how many of its tokens were scored")
-            return self._of_sums(math.fsum(nats), sum(tokens), sum(bytes or []), sum(words or []))
+            return self._of_sums(math.fsum(nats), *(int(each.sum()) for each in sizes))
         if predictions is None:
             raise ValueError("give predictions, the texts, with a model, or nats and tokens of each document")
         from dsft.api import evaluate_perplexity
@@ -52,15 +56,18 @@ class EvaluatePerplexity(evaluate.Measurement):
             path = Path(folder) / "texts.parquet"
             datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
             options = {"data_cache": folder} | options  # the texts are not seen again
-            result = evaluate_perplexity(data=str(path), progress=False, **options).perplexity
+            # A training that `run` names may have read its own data in another form.
+            form = {"data_format": "text", "text_column": "text"}
+            form |= dict.fromkeys(("prompt_template", "completion_template", "map_row"))
+            result = evaluate_perplexity(data=str(path), progress=False, **options | form).perplexity
         figures = self._of_sums(result.nats, result.tokens, result.bytes, result.words)
         figures["perplexity"] = result.perplexity  # as a protocol weighs it
         return figures
 
     def _of_sums(self, nats, tokens, num_bytes, words):
-        result = {"perplexity": math.exp(nats / tokens), "nats": nats, "tokens": tokens}
+        result = {"perplexity": exp(nats / tokens), "nats": nats, "tokens": tokens}
         if num_bytes:
-            result |= {"byte_perplexity": math.exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
+            result |= {"byte_perplexity": exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
         if words:
-            result["word_perplexity"] = math.exp(nats / words)
+            result["word_perplexity"] = exp(nats / words)
         return Result(result)

@@ -204,6 +204,13 @@ class Launcher:
         names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in os.environ else ())
         return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
 
+    def node_rank_below(self, number: int, named: str) -> int | None:
+        """As `node_rank`. Raises UserError where so many nodes, which `named` shows, have no node of this number."""
+        rank = self.node_rank()
+        if rank is not None and rank >= number:
+            raise UserError(f"node rank {rank}: nodes are numbered from 0 to {number - 1} ({named})")
+        return rank
+
 
 class DeepSpeed(Launcher):
     """`deepspeed`, on this machine or on the hosts of a file."""
@@ -252,7 +259,7 @@ class Local(DeepSpeed):
         options, visible = self.options, self.visible
         if self.ranks == 1:  # DeepSpeed's launcher would take as much CPU time as the rank's own start
             return [sys.executable, "-u", "-m", module, *script]
-        flags: dict[str, Any] = {}
+        flags: dict[str, Any] = {}  # DeepSpeed takes no --num_nodes, not even 1, beside the GPUs of that variable
         if self.ranks and not visible:
             flags = {"num_gpus": self.ranks}
         elif self.ranks:
@@ -270,7 +277,7 @@ class Local(DeepSpeed):
             flags = {"num_gpus": None, "include": None if chosen == visible else f"localhost:{','.join(chosen)}"}
         # DeepSpeed's default port fails when two jobs share a machine.
         port = options.master_port or free_port()
-        return self.start(module, script, **flags, master_addr=options.master_addr, master_port=port)
+        return self.start(module, script, **flags, num_nodes=None, master_addr=options.master_addr, master_port=port)
 
 
 class HostFile(DeepSpeed):
@@ -278,7 +285,7 @@ class HostFile(DeepSpeed):
         return None if self.options.no_ssh else self.options
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        options, address, rank = self.options, self.options.master_addr, self.node_rank()
+        options, address = self.options, self.options.master_addr
         if not options.no_ssh:
             if not shutil.which("pdsh"):
                 raise UserError(
@@ -293,6 +300,7 @@ class HostFile(DeepSpeed):
             port = options.master_port or free_port()
             return self.start(module, script, runner, master_addr=address, master_port=port)
         hosts, name = [node.name for node in hosts_of(options)], socket.gethostname()
+        rank = self.node_rank_below(len(hosts), f"--hostfile {options.hostfile}: {', '.join(hosts)}")
         if rank is None:
             names = {name, socket.getfqdn(), name.split(".")[0]}
             rank = next((place for place, host in enumerate(hosts) if host in names), None)
@@ -314,16 +322,14 @@ class Torchrun(Launcher):
     processes = processes.LAUNCHERS["torchrun"]
 
     def command(self, module: str, script: list[str]) -> list[str]:
-        options, rank = self.options, self.node_rank()
+        options = self.options
         address = options.master_addr or os.environ.get("MASTER_ADDR")
         if not address:
             raise UserError(
                 f"--nodes {options.nodes}: the first node's address is not known; set --master_addr or MASTER_ADDR, the"
                 " same on every node"
             )
-        if rank is not None and rank >= options.nodes:
-            numbered = f"nodes are numbered from 0 to {options.nodes - 1} (--nodes {options.nodes})"
-            raise UserError(f"node rank {rank}: {numbered}")
+        rank = self.node_rank_below(options.nodes, f"--nodes {options.nodes}")
         flags = {
             "nnodes": options.nodes,
             "nproc_per_node": options.num_gpus or default_ranks(),
@@ -507,6 +513,19 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     for name in ("include", "exclude", "num_nodes"):
         if getattr(options, name) is not None and not isinstance(launcher, DeepSpeed):
             problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
+    if isinstance(launcher, Local):
+        filters = {name: value for name in ("include", "exclude") if (value := getattr(options, name))}
+        names_hosts = {name for name, value in filters.items() if not re.fullmatch("localhost(:[0-9,]+)?", value)}
+        names_hosts |= {"num_nodes"} if (options.num_nodes or 1) > 1 else set()
+        problems += [
+            f"--{name} {getattr(options, name)}: it chooses from a host file; name one with --hostfile"
+            for name in sorted(names_hosts)
+        ]
+        if len({*filters, *(["num_gpus"] if options.num_gpus else [])}) > 1:
+            problems.append("--num_gpus, --include and --exclude cannot be combined; keep one")
+    if options.node_rank is not None and not options.accelerate and not launcher.is_given_on_every_node:
+        way = ", or give --no_ssh too where each node gets a command of its own" if options.hostfile else ""
+        problems.append(f"--node_rank {options.node_rank}: this one command starts all ranks; leave it out{way}")
     if options.bind_cores_to_rank and not isinstance(launcher, DeepSpeed):
         problems.append(f"--bind_cores_to_rank is of DeepSpeed's launcher, and --{options.ways[0]} takes another")
     elif options.bind_cores_to_rank and not shutil.which("numactl"):

@@ -27,8 +27,6 @@ RATIO = "perplexity, ratio"
 MOVED = 5
 """Documents shown at each end."""
 PICTURE = "context_curve.png"
-NO_BLOCKS = {"block_nats": np.zeros(0), "block_tokens": np.zeros(0, np.int64), "windows_per_block": 0}
-"""Fields of a Perplexity without blocks."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +164,10 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
     problems, evaluations = [], []
     for name in folders:
         path = Path(name).expanduser()
-        results = Results(path.parent if path.name == REPORTS else path)
+        folder = path.parent if path.name == REPORTS else path
+        results = Results(folder)
         if not results.reports:
-            problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {name}")
+            problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
         for key in results.reports:
             if not results.is_whole(key):
                 problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
@@ -266,7 +265,9 @@ def _by_group(evaluation: Evaluation, group_by: str) -> dict[str, Evaluation]:
             document_words=np.where(is_whole & (tokens_D > 0), result.document_words, 0),
             document_pairs=np.zeros((0, result.documents)),
             reported_loss=group["nats"] / group["tokens"],
-            **NO_BLOCKS,
+            block_nats=np.zeros(0),
+            block_tokens=np.zeros(0, np.int64),
+            windows_per_block=0,
         )
         groups[group["group"]] = replace(evaluation, perplexity=in_group, groups={}, group_sums={})
     return groups
@@ -274,6 +275,7 @@ def _by_group(evaluation: Evaluation, group_by: str) -> dict[str, Evaluation]:
 
 def named_apart(evaluations: list[Evaluation], group_by: str | None = None) -> list[Evaluation]:
     """Name results of one model in two dtypes or attentions apart. Raises UserError where none has the grouping."""
+    evaluations = without_repeats(evaluations)
     groupings = dict.fromkeys(name for evaluation in evaluations for name in evaluation.groups)
     if group_by and group_by not in groupings:
         known = f"have {', '.join(groupings)}" if groupings else "have none"
@@ -293,6 +295,16 @@ def named_apart(evaluations: list[Evaluation], group_by: str | None = None) -> l
     return evaluations
 
 
+def without_repeats(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Take a result that several folders hold, such as that of a base model beside each of its runs, once."""
+    unlike: dict[tuple, Evaluation] = {}
+    for each in evaluations:
+        how = tuple(each.options.get(option) for option in HOW_COMPUTED)
+        name = (each.model, each.data, each.protocol, how, *each.hashes.values(), each.perplexity.nats)
+        unlike.setdefault(name, each)
+    return list(unlike.values())
+
+
 def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list[Evaluation]:
     """Replace the results of models whose names match one pattern, such as runs/a-seed*, by their mean: of the nats of
     each document, so that intervals are over documents, and `seed_losses` has the spread over seeds.
@@ -301,7 +313,7 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
         UserError: where a pattern matches fewer than two models, one of these has no result on a set of another, or
             their results are of other texts or windows.
     """
-    problems = []
+    problems, evaluations = [], without_repeats(evaluations)
     for pattern in patterns:
         models = dict.fromkeys(each.model for each in evaluations if fnmatchcase(each.model, pattern))
         if len(models) < 2:
@@ -324,8 +336,6 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
                 if number != 1
             ]
             first, results = seeds[0], [each.perplexity for each in seeds]
-            if len({result.windows_per_block for result in results}) > 1:  # an earlier dsft kept more blocks
-                results = [replace(result, **NO_BLOCKS) for result in results]
             for each in seeds[1:]:
                 why = refusal(first, each)
                 if not why and any(each.hashes[name] != first.hashes[name] for name in ("texts", "tokens")):
@@ -367,16 +377,17 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
     """Return why two results on the same texts cannot be compared; empty where they can."""
+    same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
+    if same_tokens and base.hashes["windows"] == other.hashes["windows"] and base.protocol == other.protocol:
+        return ""  # options may be named or left out, and BOS be there or not: these tokens are in these windows
     names = f"{other.model} and {base.model} on {base.data}"
     decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
     differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]
     if differing:
         values = ", ".join(f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing)
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
-    if base.hashes["tokens"] == other.hashes["tokens"]:
-        if base.hashes["windows"] != other.hashes["windows"]:
-            return f"{names} were scored in other windows; evaluate both with this dsft"
-        return ""
+    if same_tokens:
+        return f"{names} were scored in other windows; evaluate both with this dsft"
     is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
     if not all(each.perplexity.document_bytes[is_scored_D].any() for each in (base, other)):
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
@@ -396,13 +407,12 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         nats_D = nats_D * np.divide(
             before.document_bytes, after.document_bytes, out=ones_D, where=after.document_bytes > 0
         )
-    change_D = nats_D - before.document_nats
+    change_D = np.where(is_scored_D, nats_D - before.document_nats, 0.0)
     for name in HOW_COMPUTED:
         if base.options.get(name) != other.options.get(name):
             notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
-    # Blocks of windows can be compared where both models have the same windows, and blocks: an earlier dsft kept more.
-    has_same_blocks = same_tokens and before.windows_per_block == after.windows_per_block
-    changed_blocks = after.block_nats - before.block_nats if has_same_blocks else None
+    # Blocks of windows can be compared where both models have the same windows.
+    changed_blocks = after.block_nats - before.block_nats if same_tokens else None
     sums_KU, units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
     nats_per_token = per_byte = None
     if same_tokens:
@@ -524,12 +534,12 @@ def draw_curves(curves: dict[tuple[str, str], list[Evaluation]], path: Path) -> 
         lengths = [evaluation.options["seq_len"] for evaluation in results]
         values = [evaluation.perplexity.perplexity for evaluation in results]
         bounds = [evaluation.intervals.perplexity for evaluation in results]
-        line = axes.plot(lengths, values, "o-", label=f"{Path(model).name}, {Path(data).name}")[0]
+        line = axes.plot(lengths, values, "o-", label=f"{model}, {data}")[0]
         if not any(math.isnan(low) for low, _ in bounds):
             axes.fill_between(lengths, *zip(*bounds, strict=True), color=line.get_color(), alpha=0.15)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="window, tokens", ylabel="perplexity of the last tokens")
-    axes.legend()
+    axes.legend(fontsize="small")  # with whole paths: models of two runs are both called final
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     return True

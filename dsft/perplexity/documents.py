@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -388,6 +388,8 @@ class Grouping:
     labels: list[str]
     groups_of: Callable[[int, np.ndarray], np.ndarray]
     """(window, places [N] of its scored tokens in `windows.tokens`) -> groups [N], numbers of labels."""
+    of_data: str = ""
+    """Hash of what decides the groups beside texts, tokens and windows: a column, or the mask of the answers."""
 
 
 class Breakdown:
@@ -447,18 +449,19 @@ def grouping(
     if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
-        for batch in Documents(max_documents=max_documents).batches(data.batches(), data.rules, tokenizer):
-            for row in batch.rows:
-                label = row.label(column) if column else batch.place
-                of_document.append(numbers.setdefault(label, len(numbers)))
-                if len(numbers) > MOST_GROUPS:
-                    raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
+        ends = ((batch, row) for batch in data.batches() for row in batch.rows if row.ends_document)
+        for batch, row in islice(ends, max_documents):
+            label = row.label(column) if column else batch.place
+            of_document.append(numbers.setdefault(label, len(numbers)))
+            if len(numbers) > MOST_GROUPS:
+                raise UserError(f"group_by={name}: the column has more than {MOST_GROUPS:,} values; name another")
         if len(of_document) != len(windows.document_ends):
             raise UserError(
                 f"group_by={name}: protocol={windows.mode} joins all documents; use protocol lm-eval or dsft"
             )
         group_D = np.array(of_document, dtype=np.int64)
-        return Grouping(name, list(numbers), lambda _, places: group_D[windows.documents_of(places)])
+        of_data = hashlib.sha256(json.dumps([*numbers]).encode() + group_D.tobytes()).hexdigest()
+        return Grouping(name, list(numbers), lambda _, places: group_D[windows.documents_of(places)], of_data)
 
     if name == "position":  # tokens before a token in its window, between powers of two
         starts_W = windows.spans[:, 0]
@@ -484,9 +487,10 @@ def grouping(
         raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
     rules = replace(data.rules, train_on="answers")  # whose mask marks the answers
     answers, masked = Answers(max_documents=max_documents), replace(data, rules=rules)
-    is_answer = prepare(masked, tokenizer, cache, preparation=answers, show_progress=False).trained
+    store = prepare(masked, tokenizer, cache, preparation=answers, show_progress=False)
+    is_answer, of_data = store.trained, store.facts["tokens_hash"]
     if name == "role":
-        return Grouping(name, ["prompt", "answer"], lambda _, places: is_answer[places].astype(np.int64))
+        return Grouping(name, ["prompt", "answer"], lambda _, places: is_answer[places].astype(np.int64), of_data)
 
     def turn_of(window: int, places: np.ndarray) -> np.ndarray:
         """Number the answers; a prompt counts with the answer after it."""
@@ -497,4 +501,4 @@ def grouping(
         return np.clip(turn_T[places - start], 1, LAST_TURN) - 1
 
     turns = [f"turn {number}" for number in range(1, LAST_TURN)]
-    return Grouping(name, [*turns, f"turn {LAST_TURN} and later"], turn_of)
+    return Grouping(name, [*turns, f"turn {LAST_TURN} and later"], turn_of, of_data)

@@ -218,6 +218,7 @@ def _jobs(
         if config.source_column and "source" in config.group_by:
             options["source_column"] = how["source_column"] = config.source_column
         groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
+        of_groups = {f"groups by {each.name}": each.of_data for each in groupings}
         about = {
             "model": candidate.name,
             "data": source,
@@ -227,7 +228,7 @@ def _jobs(
             "truncated_documents": windows.truncated_documents,
             "model_hash": identity["content"],
             "hashes": hashes,
-            "fingerprint": fingerprint(identity, hashes, options),
+            "fingerprint": fingerprint(identity, hashes | of_groups, options),
             "versions": versions(*PACKAGES) if options["quantization"] != UNQUANTISED else versions(),
         }
         breakdown = Breakdown(windows, groupings) if groupings else None
@@ -315,7 +316,7 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
 
 def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
     """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective. Args:
-    `model`: its `model_identity`; `windows`: their `hashes()`.
+    `model`: its `model_identity`; `windows`: their `hashes()`, and those of the groups of their tokens.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     quantizers = PACKAGES if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()

@@ -251,8 +251,8 @@ def mode_problems(config: EvalConfig) -> list[str]:
         for option, choices in CHOICES.items()
         if (value := getattr(config, option)) not in (None, *choices)
     ]
+    defaults = {field.name: field.default for field in fields(config)}
     if config.protocol:
-        defaults = {field.name: field.default for field in fields(config)}
         of_modes, of_protocols = (
             {name for mode in NAMED_BY[by] if MODES[mode].is_text for name in MODES[mode].options}
             for by in ("mode", "protocol")
@@ -263,6 +263,15 @@ def mode_problems(config: EvalConfig) -> list[str]:
             if getattr(config, name) != defaults[name]
         ]
     if config.context_curve is None:
+        named_by = "protocol" if config.protocol else "mode"
+        asked = getattr(config, named_by)
+        some = {"auto": ["windows", "answers"], "all": NAMED_BY["protocol"]}.get(asked, [asked])
+        for name in ("stride", "scope") if not problems else ():
+            reading = [f"{each.named_by} {mode}" for mode, each in MODES.items() if name in each.options]
+            if getattr(config, name) != defaults[name] and not any(name in MODES[each].options for each in some):
+                # Else windows that do not slide are scored, whose perplexity is another one.
+                unread = f"{name}={getattr(config, name)}: {named_by}={asked} does not read it"
+                problems.append(f"{unread}; use {' or '.join(reading)}, or leave it out")
         return problems
     where = f"context_curve={config.context_curve}"
     try:

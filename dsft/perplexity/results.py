@@ -16,7 +16,7 @@ import html
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -286,7 +286,9 @@ Key = tuple[str, str, str]
 
 
 def _bounds(low: float | None, high: float | None, spec: str) -> str:
-    return "" if low is None or math.isnan(low) else f" ({low:{spec}} to {high:{spec}})"
+    if low is None or math.isnan(low):
+        return ""
+    return f" ({low:{spec}} to {math.inf if high is None else high:{spec}})"  # None: infinite, as JSON has it
 
 
 class Results:
@@ -304,7 +306,7 @@ class Results:
             path = self.folder / REPORTS
             if not path.is_file():
                 return
-            try:
+            with self._damage_explained():
                 reports = finite(json.loads(path.read_text(encoding="utf-8"))["results"])  # other writers' may hold NaN
                 table = pyarrow.parquet.read_table(self.folder / DOCUMENTS)
                 self.reports = {
@@ -315,13 +317,18 @@ class Results:
                     for name, value in zip(("model", "data", "protocol"), key, strict=True):
                         rows = rows.filter(pyarrow.compute.equal(rows[name], value))
                     self.documents[key] = rows.replace_schema_metadata(None)
-            except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
-                raise UserError(
-                    f"{self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be"
-                    f" read ({type(error).__name__}: {error}); remove both, or name another folder"
-                ) from None
 
         distributed.on_rank_0(read)
+
+    @contextlib.contextmanager
+    def _damage_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+            raise UserError(
+                f"{self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be read"
+                f" ({type(error).__name__}: {error}); remove both, or name another folder"
+            ) from None
 
     def known(self, fingerprint: str, *, verified: bool) -> Evaluation | None:
         """Find a result that was the same in everything that counts, `verified` where that is asked for. Collective."""
@@ -329,7 +336,7 @@ class Results:
             self.evaluation(key)
             for key, report in self.reports.items()
             if report.get("fingerprint") == fingerprint
-            and (report["verified_difference"] is not None or not verified)
+            and (report.get("verified_difference") is not None or not verified)
             # The two files are written one after the other; a kill between them leaves other documents.
             and self.is_whole(key)
         )
@@ -360,35 +367,45 @@ class Results:
 
     def is_whole(self, key: Key) -> bool:
         """Return whether the documents of a result are those that its report counts. On rank 0."""
-        report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
-        return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
+        with self._damage_explained():
+            report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
+            return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
 
     def evaluation(self, key: Key) -> Evaluation:
         """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
         report, table = self.reports[key], self.documents[key]
-        pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["divergence"] else ())]
-        perplexity = Perplexity(
-            nats=report["nats"],
-            tokens=report["tokens"],
-            fed_tokens=report["fed_tokens"],
-            reported_loss=report["reported_loss"],
-            rows_alone=report["rows_alone"],
-            windows_per_block=report["blocks"]["windows"],
-            block_nats=np.array(report["blocks"]["nats"], np.float64),
-            block_tokens=np.array(report["blocks"]["tokens"], np.int64),
-            document_pairs=np.array(pairs).reshape(-1, len(table)),
-            **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
-        )
-        of_evaluation = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
-        of_evaluation["divergence"] = report["divergence"] and Divergence(**report["divergence"])
-        of_evaluation["group_sums"] = {
-            name: np.stack(
-                [table[f"{kind}_by_{name}"].combine_chunks().flatten().to_numpy() for kind in ("nats", "tokens")]
-            ).reshape(2, len(table), -1)
-            for name in report["groups"]
-            if f"nats_by_{name}" in table.column_names and not table[f"nats_by_{name}"].null_count
-        }
-        return Evaluation(**of_evaluation | {"perplexity": perplexity, "is_known": True})
+        with self._damage_explained():
+            pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["divergence"] else ())]
+            perplexity = Perplexity(
+                nats=report["nats"],
+                tokens=report["tokens"],
+                fed_tokens=report["fed_tokens"],
+                reported_loss=report["reported_loss"],
+                rows_alone=report["rows_alone"],
+                windows_per_block=report["blocks"]["windows"],
+                block_nats=np.array(report["blocks"]["nats"], np.float64),
+                block_tokens=np.array(report["blocks"]["tokens"], np.int64),
+                document_pairs=np.array(pairs).reshape(-1, len(table)),
+                **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
+            )
+            of_evaluation = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
+            # JSON has no infinite numbers, as perplexities may be.
+            if divergence := report["divergence"]:
+                if divergence["reference_perplexity"] is None:
+                    divergence = divergence | {"reference_perplexity": math.inf}
+                of_evaluation["divergence"] = Divergence(**divergence)
+            of_evaluation["groups"] = {
+                name: [group | {"perplexity": exp(group["nats"] / group["tokens"])} for group in groups]
+                for name, groups in report["groups"].items()
+            }
+            of_evaluation["group_sums"] = {
+                name: np.stack(
+                    [table[f"{kind}_by_{name}"].combine_chunks().flatten().to_numpy() for kind in ("nats", "tokens")]
+                ).reshape(2, len(table), -1)
+                for name in report["groups"]
+                if f"nats_by_{name}" in table.column_names and not table[f"nats_by_{name}"].null_count
+            }
+            return Evaluation(**of_evaluation | {"perplexity": perplexity, "is_known": True})
 
 
 class Recorder:

@@ -154,6 +154,14 @@ def test_a_shell_script_has_variables_and_lines_that_go_on(folder):
     )
     values, _ = convert(folder, script)
     assert values["model"] == "owner/name" and values["bf16"] is True and "packing" not in values
+    for before, after in (
+        ("", " > train.log 2>&1 &"),
+        ("cd work && X=1 nohup ", " 2>&1 | tee x.log"),
+        ("", "; echo --done"),
+    ):
+        line = f"{before}trl sft --model_name_or_path m --response_template '<|x|>' --dataset_name d --seed 2{after}"
+        values, text = convert(folder, line)
+        assert (values["data"], values["seed"]) == (["d"], 2) and "response_template: <|x|>" in text
     Path("more.yaml").write_text("packing: true\nlearning_rate: 1\n")
     values, _ = convert(folder, "trl sft --config more.yaml --model_name_or_path m --learning_rate 3e-4")
     assert values["packing"] is True and values["learning_rate"] == 3e-4

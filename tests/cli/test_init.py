@@ -49,6 +49,22 @@ def test_a_quickstart_replaces_what_an_earlier_one_made_and_nothing_else(tmp_pat
     assert files_of(tmp_path) == {*kept}
 
 
+def test_demo_data_can_lie_in_a_folder_of_any_name(tmp_path, monkeypatch, capsys):
+    """Its files name it, in YAML's own form of such a text."""
+    monkeypatch.setattr(quickstart, "topics", {"one": "a topic"})
+    monkeypatch.setattr(
+        quickstart, "standard_library_docs", lambda: [(name, [("f()", "What it does.")]) for name in "abc"]
+    )
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine: # 1", '"{2}"'):
+        main(["demo-data", folder])
+        assert f"dsft train --config '{folder}/full.yaml'" in capsys.readouterr().out
+        problems: list[str] = []
+        config = read_config(TrainConfig, ["--config", f"{folder}/full.yaml"], problems)
+        assert (problems, config.data) == ([], [f"{folder}/corpus/train.jsonl"])
+        assert config.training["output_dir"] == f"{folder}/runs/full"
+
+
 def test_a_quickstart_stops_at_the_step_that_fails_and_leaves_another_folder_alone(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(quickstart, "STEPS", {"good": "--version", "bad": "no-command", "never": "--version"})
     with pytest.raises(SystemExit) as ended:

@@ -153,6 +153,7 @@ def test_without_options_the_command_takes_this_machine_and_a_free_port():
     [
         ("", "deepspeed --master_port"),  # DeepSpeed takes all that are visible
         ("--num_gpus 2", "deepspeed --master_port"),
+        ("--num_nodes 1", "deepspeed --master_port"),
         ("--num_gpus 1", "python -u -m dsft.train"),  # its first GPU is number 4
     ],
 )
@@ -392,6 +393,16 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--nodes 2 --node_rank 2 --master_addr n0 train", "node rank 2: nodes are numbered from 0 to 1"),
         ("--no_ssh train", "--no_ssh: name the nodes"),
         ("--nodes 2 --include a train", "--include chooses from a host file"),
+        ("--num_nodes 2 train", "--num_nodes 2: it chooses from a host file; name one with --hostfile"),
+        ("--include worker-1:0 train", "--include worker-1:0: it chooses from a host file; name one with --hostfile"),
+        ("--exclude localhost:0@worker-1 train", "--exclude localhost:0@worker-1: it chooses from a host file"),
+        ("--include localhost:0 --num_gpus 1 train", "--num_gpus, --include and --exclude cannot be combined"),
+        (
+            "--hostfile hostfiles/2x8 --no_ssh --node_rank 2 train",
+            "node rank 2: nodes are numbered from 0 to 1 (--host",
+        ),
+        ("--hostfile hostfiles/2x8 --node_rank 1 train", "--node_rank 1: this one command starts all ranks; leave it"),
+        ("--slurm --node_rank 1 train", "--node_rank 1: this one command starts all ranks; leave it out"),
         ("--hostfile hostfiles/2x8 --no_ssh train", "name this node's number"),
     ],
 )

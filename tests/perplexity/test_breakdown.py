@@ -110,6 +110,23 @@ def test_groups_are_those_of_plain_sums_and_add_up_to_the_last_bit(tiny, data):
     assert groups["position"][0]["group"] == "1 token before" and "8 to 15 tokens before" in str(groups["position"])
 
 
+def test_a_result_is_known_with_the_labels_that_the_data_has_now(tiny, data, tmp_path):
+    """The text of the rows is the same, so texts, tokens and windows are too."""
+    write_jsonl(
+        path := tmp_path / "rows.jsonl", rows := [json.loads(line) for line in (data / "texts" / "a.jsonl").open()]
+    )
+    options = options_for(tiny, data, data=[str(path)], group_by=["domain"], output_dir=str(tmp_path / "out"))
+
+    def domains() -> tuple[bool, list[str]]:
+        evaluation = next(evaluate(EvalConfig(**options)))
+        return evaluation.is_known, [group["group"] for group in evaluation.groups["domain"]]
+
+    before = domains()[1]
+    assert domains() == (True, before)
+    write_jsonl(path, [row | {"domain": "one"} for row in rows])
+    assert domains() == (False, ["one"])
+
+
 def test_answers_are_split_by_role_and_by_turn(tiny, data):
     options = options_for(tiny, data, model=[str(tiny / "chat")], data=[str(data / "chats.jsonl")], mode="auto")
     options |= {"seq_len": 256, "batch_tokens": 256, "group_by": ["role", "turn"]}

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from scipy import stats
 
 from dsft.api import compare
 from dsft.cli.main import run_command
 from dsft.errors import UserError
-from dsft.perplexity.compare import compare_results, joined_seeds, read_evaluations
-from dsft.perplexity.results import Evaluation, Results, groups_of
+from dsft.perplexity.compare import compare_results, draw_curves, joined_seeds, read_evaluations
+from dsft.perplexity.results import DOCUMENT_COLUMNS, Divergence, Evaluation, Results, groups_of
 from dsft.perplexity.sums import Perplexity
 
 HASHES = {"texts": "t", "tokens": "k", "windows": "w"}
@@ -100,9 +101,17 @@ def test_the_same_model_twice_differs_by_nothing():
     assert (comparison.better, comparison.worse, comparison.p_value, comparison.moved) == (0, 0, 1.0, ())
 
 
+def test_a_result_that_two_folders_hold_counts_once():
+    """As of a base model that was evaluated beside each of its runs: p-values are corrected for two comparisons."""
+    base, first, second = (evaluation(name, seed) for seed, name in enumerate(("base", "a", "b")))
+    again = dataclasses.replace(base, fingerprint="of another node")
+    assert compare(base, first, again, second) == compare(base, first, second)
+    assert compare(base, first, first, second, seeds=["[ab]"]) == compare(base, first, second, seeds=["[ab]"])
+
+
 def test_results_of_two_lengths_of_sequences_have_a_table_each():
     results = [
-        grouped(evaluation(name, seed, options=OPTIONS | {"seq_len": length}))
+        grouped(evaluation(name, seed, options=OPTIONS | {"seq_len": length}, hashes=HASHES | {"windows": str(length)}))
         for length in (32, 64)
         for seed, name in enumerate(("base", "other"), length)
     ]
@@ -121,12 +130,6 @@ def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
         assert comparison.nats_per_token.low < comparison.nats_per_token.high
     # Four bytes to each token.
     assert single.bits_per_byte.low * math.log(2) * 4 == pytest.approx(single.nats_per_token.low)
-
-
-def test_a_result_of_an_earlier_dsft_with_blocks_of_windows_is_compared_with_one_without():
-    """It kept them of fewer than 30 documents."""
-    earlier, later = evaluation("a", 0, documents=3, blocks=50), evaluation("b", 1, documents=3)
-    assert comparison_of(earlier, later).units == comparison_of(later, earlier).units == "3 documents"
 
 
 def test_models_with_two_tokenizers_have_an_interval_over_few_documents():
@@ -206,6 +209,26 @@ def test_bytes_that_one_tokenizer_alone_scores_do_not_count():
     assert "mode windows also scores tokens" in comparison.note
 
 
+def test_a_document_that_one_tokenizer_makes_a_single_token_of_has_not_gained_most():
+    """It is context only, so it has no nats there."""
+    base, other = evaluation("base", 0), evaluation("other", 1, hashes=HASHES | {"tokens": "x", "windows": "y"})
+    unscored = {f"document_{name}": getattr(other.perplexity, f"document_{name}").copy() for name in DOCUMENT_COLUMNS}
+    for values_D in unscored.values():
+        values_D[7] = 0
+    other = dataclasses.replace(other, perplexity=dataclasses.replace(other.perplexity, **unscored))
+    for pair in ((base, other), (other, base)):
+        comparison = comparison_of(*pair)
+        assert 7 not in [item.document for item in comparison.moved]
+        assert comparison.better + comparison.worse + comparison.same == 39
+
+
+def test_an_option_that_changes_no_window_does_not_keep_results_apart():
+    """The default stride is half of seq_len, and a tokenizer may have no BOS."""
+    other = evaluation("other", 1, mode="sliding", options=OPTIONS | {"mode": "sliding", "stride": 16, "bos": "off"})
+    base = evaluation("base", 0, mode="sliding", options=OPTIONS | {"mode": "sliding"})
+    assert comparison_of(base, other).units == "40 documents"
+
+
 def test_two_tokenizers_without_a_scored_byte_in_common_are_refused():
     other = evaluation("other", 1, hashes=HASHES | {"tokens": "x"})
     without = dataclasses.replace(other.perplexity, document_bytes=np.zeros(40, np.int64))
@@ -233,10 +256,6 @@ def test_seeds_of_one_recipe_are_compared_as_their_mean():
     assert joined[1].perplexity.document_nats[7] == pytest.approx(
         sum(each.perplexity.document_nats[7] for each in results) / 3
     )
-    earlier = evaluation("runs/a-seed1", 1, blocks=50)
-    earlier = dataclasses.replace(earlier, perplexity=dataclasses.replace(earlier.perplexity, windows_per_block=1))
-    (mean,) = joined_seeds([earlier, *results[1:]], ["runs/a-*"])
-    assert not len(mean.perplexity.block_nats) and mean.seed_losses == tuple(losses)
     for seeds, pattern, part in (
         (results, "runs/b-*", "seeds=runs/b-.: matches 0 models of these results: runs/a-seed1"),
         (
@@ -249,7 +268,7 @@ def test_seeds_of_one_recipe_are_compared_as_their_mean():
             "runs/a-*",
             "runs/a-seed2 has 0 results on the texts of",
         ),
-        ([*results, results[0]], "runs/a-*", "runs/a-seed1 has 2 results"),
+        ([*results, evaluation("runs/a-seed1", 9)], "runs/a-*", "runs/a-seed1 has 2 results"),
         (
             [results[0], evaluation("runs/a-seed2", 2, options=OPTIONS | {"dtype": "x"})],
             "runs/a-*",
@@ -345,7 +364,11 @@ def cut(original: Evaluation) -> Evaluation:
 
 REFUSED = {
     "texts": (evaluation("other", 1, hashes=HASHES | {"texts": "x"}), "no result on the texts of texts.jsonl"),
-    "windows": (evaluation("other", 1, options=OPTIONS | {"seq_len": 64}), r"other windows \(seq_len 64 and 32\)"),
+    "windows": (
+        evaluation("other", 1, options=OPTIONS | {"seq_len": 64}, hashes=HASHES | {"windows": "x"}),
+        r"other windows \(seq_len 64 and 32\)",
+    ),
+    "protocol": (evaluation("other", 1, protocol="hf", options=OPTIONS | {"protocol": "hf"}), "protocol hf and None"),
     "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), "other windows; evaluate both with this dsft"),
     "cut": (
         cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
@@ -384,6 +407,16 @@ def test_results_and_comparisons_are_frames_and_tables_of_a_notebook():
     assert f"{base.perplexity.perplexity:.4f}" in base._repr_html_() and "(95 %)" in base._repr_html_()
 
 
+def test_the_curves_of_two_runs_have_names_that_differ(tmp_path, monkeypatch):
+    labels, plot = [], Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda *args, label, **how: labels.append(label) or plot(*args, label=label, **how)
+    )
+    curves = {(f"runs/{name}/final", "a/test.jsonl"): [evaluation(name, 0)] for name in "ab"}
+    assert draw_curves(curves | {("runs/a/final", "b/test.jsonl"): [evaluation("a", 0)]}, tmp_path / "curve.png")
+    assert len(set(labels)) == 3
+
+
 @pytest.fixture
 def folders(tmp_path) -> list[str]:
     for seed, name in enumerate(("base", "other")):
@@ -402,6 +435,31 @@ def test_what_is_read_back_is_what_was_written(folders):
     assert report["units"] == "9 blocks of 2 windows" and report["perplexity"][0] < report["perplexity"][1]
 
 
+def test_a_result_with_an_infinite_perplexity_is_shown_as_it_was_once_it_is_read_back(tmp_path):
+    """Of a group, and of the reference: JSON has no infinite numbers."""
+    group = {"group": "rare", "nats": 9000.0, "tokens": 10, "perplexity": math.inf, "interval": [5.0, None]}
+    quantiles = {"0.01": 0.0, "0.5": 0.0, "0.99": 0.0}
+    numbers = {"reference_perplexity": math.inf, "kl": 0.1, "reverse_kl": 0.1, "same_top": 0.5}
+    divergence = Divergence(reference="other", change_quantiles=quantiles, **numbers)
+    written = evaluation("base", 0, groups={"frequency": [group]}, divergence=divergence)
+    pairs = np.ones((4, written.perplexity.documents))
+    written = dataclasses.replace(written, perplexity=dataclasses.replace(written.perplexity, document_pairs=pairs))
+    assert "inf (5.0000 to inf)  rare" in written.summary()["by frequency"]
+    Results(tmp_path).add(written)
+    (read,) = read_evaluations([str(tmp_path)])
+    assert read.summary() == written.summary() and read.divergence == divergence
+
+
+@pytest.mark.parametrize("lacking", ["verified_difference", "documents", "blocks"])
+def test_results_that_another_program_has_changed_are_named(tmp_path, lacking):
+    Results(tmp_path).add(evaluation("base", 0))
+    content = json.loads((path := tmp_path / "perplexity.json").read_text())
+    del content["results"][0][lacking]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{tmp_path}: holds a perplexity.json .*{lacking}"):
+        read_evaluations([str(tmp_path)])
+
+
 def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(folders, tmp_path, capsys):
     run_command("compare", [folders[2], "--base", "other", "--json"])
     (printed,) = json.loads(capsys.readouterr().out)["comparisons"]
@@ -410,8 +468,11 @@ def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(fo
     run_command("compare", [folders[2]])
     shown = capsys.readouterr().out
     assert "other against base on texts.jsonl" in shown and "sign test: p = " in shown and "gained most" in shown
-    with pytest.raises(UserError, match="no perplexity.json; write one with dsft eval"):
-        run_command("compare", [str(tmp_path)])
+    for name in (tmp_path, tmp_path / "perplexity.json"):
+        with pytest.raises(
+            UserError, match=f"no perplexity.json; write one with dsft eval ... --output_dir {tmp_path}$"
+        ):
+            run_command("compare", [str(name)])
     with pytest.raises(UserError, match="results: missing"):
         run_command("compare", [])
     (Path(folders[0]) / "documents.parquet").write_bytes((Path(folders[1]) / "documents.parquet").read_bytes())

@@ -22,7 +22,7 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.compare import print_together
 from dsft.perplexity.documents import wikitext_rewritten
-from dsft.perplexity.modes import MODES, NAMED_BY, protocol_configs
+from dsft.perplexity.modes import MODES, NAMED_BY, mode_problems, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.windows import disjoint_spans
 
@@ -290,6 +290,25 @@ def test_names_are_checked_without_torch_and_transformers():
         "assert 'windows' in problem and not {'torch', 'transformers', 'pyarrow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"stride": 8}, "stride=8: mode=auto does not read it; use mode sliding or protocol hf, or leave it out"),
+        ({"mode": "rolling", "scope": "document"}, "scope=document: mode=rolling does not read it; use mode sliding"),
+        (
+            {"protocol": "gptq", "stride": 8},
+            "stride=8: protocol=gptq does not read it; use mode sliding or protocol hf",
+        ),
+        ({"mode": "sliding", "stride": 8, "scope": "document"}, ""),
+        ({"protocol": "all", "stride": 8}, ""),
+    ],
+)
+def test_a_stride_is_of_windows_that_slide(options, problem):
+    """An evaluation in other windows has another perplexity."""
+    assert all(each.startswith(problem) for each in mode_problems(EvalConfig(**options)))
+    assert len(mode_problems(EvalConfig(**options))) == bool(problem)
 
 
 def test_a_stride_beyond_the_window_that_a_protocol_takes_is_refused(tiny):

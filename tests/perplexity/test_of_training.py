@@ -9,9 +9,9 @@ from ranks import run_entry, train_all
 from tiny import write_jsonl, write_pairs
 
 from dsft.api import evaluate_perplexity
-from dsft.checkpoints.run_folder import FINAL, read_options_of_run, write_run
+from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.errors import UserError
-from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation, shared_options
+from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation
 
 TEMPLATES = {"prompt_template": "Q: {ask}\nA: ", "completion_template": "{answer}", "too_long": "truncate"}
 
@@ -108,8 +108,26 @@ def test_what_is_read_of_a_training(runs, tiny, tmp_path):
     assert problems == [] and (config.model, config.data, config.seq_len) == (["other"], ["a.jsonl"], 32)
     assert "holds no data out" in " ".join(read(eval_data=[])[1])
     assert "leraning_rate: unknown key" in " ".join(read(leraning_rate=1.0)[1])
-    options = shared_options(read_options_of_run(str(runs / "templates")), str(runs / "templates"))
-    assert {name: options[name] for name in ("train_on", *TEMPLATES)} == {"train_on": "all"} | TEMPLATES
+    config = evaluation_config({"run": str(runs / "templates")}, problems := [])
+    assert not problems and {name: getattr(config, name) for name in shared} == shared
+
+
+def test_a_model_of_a_run_has_the_tokenizer_that_it_was_trained_with(tmp_path):
+    """The final folder has it, with the tokens of add_tokens; the one that `tokenizer` names has them not."""
+    (tmp_path / "final").mkdir()
+    options = {"model": "base", "tokenizer": "theirs", "chat_template": "chatml", "output_dir": str(tmp_path)}
+    write_run(str(tmp_path), config=options | {"data": ["d.jsonl"], "eval_data": ["e.jsonl"], "add_tokens": ["<act>"]})
+
+    def names(**given) -> tuple:
+        config = evaluation_config({"run": str(tmp_path)} | given, problems := [])
+        assert not problems
+        return config.tokenizer, config.chat_template
+
+    assert (
+        names() == names(model=str(tmp_path / "checkpoint-10")) == names(model=["base", str(tmp_path)]) == (None, None)
+    )
+    assert names(model="base") == ("theirs", "chatml")
+    assert names(tokenizer="mine") == ("mine", None)
 
 
 def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):

@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate, evaluate_perplexity
+from dsft.checkpoints.run_folder import write_run
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config
 from dsft.data.batches import sequence
@@ -425,22 +426,28 @@ def test_problems_of_the_evaluator_come_together(tiny):
         evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}) | {"mode": "answers"})
 
 
-def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny):
+def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny, tmp_path):
     import evaluate as library
+    import pandas
+    import pyarrow
 
     metric = library.load(str(ROOT / "dsft" / "evaluate_perplexity"))
     result = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
-    from_sums = metric.compute(
-        nats=result.document_nats.tolist(),
-        tokens=result.document_tokens.tolist(),
-        bytes=result.document_bytes.tolist(),
-        words=result.document_words.tolist(),
-    )
-    assert from_sums["perplexity"] == result.perplexity and from_sums["bits_per_byte"] == result.bits_per_byte
+    columns = {name: getattr(result, f"document_{name}") for name in ("nats", "tokens", "bytes", "words")}
+    for kind in (list, np.asarray, pandas.Series, pyarrow.array):  # as documents.parquet is read
+        from_sums = metric.compute(**{name: kind(values) for name, values in columns.items()})
+        assert from_sums["perplexity"] == result.perplexity and from_sums["bits_per_byte"] == result.bits_per_byte
+    assert metric.compute(nats=[8000.0], tokens=[10])["perplexity"] == math.inf
     assert from_sums.to_pandas()["nats"][0] == result.nats and "bits per byte" in from_sums._repr_html_()
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
     assert from_texts["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
+    # Texts are texts, whatever the form of the data that a run was trained on.
+    shutil.copytree(tiny / "model", tmp_path / "final")
+    trained_on = {"model": "base", "data": "chats.jsonl", "text_column": "body", "completion_template": "{answer}"}
+    write_run(str(tmp_path), config=trained_on | {"output_dir": str(tmp_path)})
+    of_run = metric.compute(predictions=texts, run=str(tmp_path), mode="rolling", seq_len=32)
+    assert of_run["perplexity"] == from_texts["perplexity"]
     for sums in ({"nats": [1.0]}, {"nats": [1.0], "tokens": []}, {"nats": [1.0], "tokens": [0]}, {"tokens": [1]}):
         with pytest.raises(ValueError, match="nats"):
             metric.compute(**sums)

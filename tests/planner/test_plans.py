@@ -817,6 +817,7 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
         ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),
+        ("[[machine]]\nnodes = 0\ngpus = '1xH100'\n", (), "prices.toml: machine 1: --nodes 0: write a number"),
         *(
             (f"[[machine]]\ngpus = '1xH100'\ndollars_per_gpu_hour = {price}\n", (), "is no price; write a number")
             for price in ("nan", "inf", "-1", "true", "'2'")
