@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -32,10 +31,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from multiprocessing.context import SpawnContext, SpawnProcess
 from os.path import getsize
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -330,8 +327,8 @@ def _tokenised(
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
     # This process has threads (of the process group, of tokenizers), which a fork would copy half.
-    how = {"mp_context": _Spawn(), "initializer": _start_worker, "initargs": (tokenised,)}
-    with ProcessPoolExecutor(workers, **how) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
         waiting: list[tuple[Batch, Future]] = []
         try:
             started = pool.submit(int)
@@ -349,24 +346,6 @@ def _tokenised(
             raise UserError(problem) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _WorkerProcess(SpawnProcess):
-    """A new process that does not run the user's program again from its top, as `spawn` lets it: one that evaluates
-    there, without `if __name__ == "__main__"`, would wait for the lock that is held for it.
-    """
-
-    @staticmethod
-    def _Popen(process: SpawnProcess) -> Any:
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        try:
-            return SpawnProcess._Popen(process)
-        finally:
-            sys.modules["__main__"] = main
-
-
-class _Spawn(SpawnContext):
-    Process = _WorkerProcess
 
 
 _worker: Callable[[Batch], Tokens] | None = None

@@ -81,17 +81,23 @@ def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: t
     return config
 
 
+def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
+    """Return what an evaluation must share of a training; relative paths of a run start where that was started."""
+    shared = {name: options[name] for name in SHARED if options.get(name) not in (None, "")}
+    for flag, dtype in HALF_PRECISION.items():
+        if options.get(flag):
+            shared["dtype"] = dtype
+    if run_folder:
+        shared |= {name: path_of(shared[name], run_folder) for name in PATHS if name in shared}
+    return shared
+
+
 def _of_training(
     options: Mapping[str, Any], output_dir: str | None, problems: list[str], *, overridden: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the options of an evaluation that a training's options imply."""
     of_run = bool(output_dir) and is_run(output_dir)
-    values = {name: options[name] for name in SHARED if options.get(name) not in (None, "")}
-    for flag, dtype in HALF_PRECISION.items():
-        if options.get(flag):
-            values["dtype"] = dtype
-    if of_run:  # whose relative paths start where it was started
-        values |= {name: path_of(values[name], output_dir) for name in PATHS if name in values}
+    values = shared_options(options, output_dir if of_run else None)
     values |= {name: options[name] for name in ("seq_len", "data_name") if options.get(name) is not None}
     has_model = of_run and (Path(output_dir) / FINAL).is_dir()
     if has_model or options.get("model"):

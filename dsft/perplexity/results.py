@@ -326,7 +326,7 @@ class Results:
             yield
         except (OSError, ValueError, LookupError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UserError(
-                f"{self.folder} holds a {REPORTS} with {DOCUMENTS} beside it that cannot be read"
+                f"{self.folder}: holds a {REPORTS} with {DOCUMENTS} beside it that cannot be read"
                 f" ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 

@@ -244,10 +244,10 @@ def test_each_tensor_of_an_adapter_has_a_place_or_is_named(bases, adapter):
     (adapter / "adapter_config.json").write_text("[]")
     for message in errors_of(adapter, bases / "llama"):
         assert "adapter_config.json: describes no adapter of peft" in message
-    describe_base = write_adapter(adapter.with_name("second"), bases / "llama", lora(target_modules=["q_proj"]))
-    describe(describe_base, base_model_name_or_path=str(adapter))
-    (adapter / "adapter_config.json").write_text((describe_base / "adapter_config.json").read_text())
-    assert "is an adapter itself" in errors_of(describe_base, bases / "llama")[1]
+    second = write_adapter(adapter.with_name("second"), bases / "llama", lora(target_modules=["q_proj"]))
+    (adapter / "adapter_config.json").write_text((second / "adapter_config.json").read_text())
+    describe(second, base_model_name_or_path=str(adapter))
+    assert "is an adapter itself" in errors_of(second, bases / "llama")[1]
 
 
 def test_what_has_no_merged_form_is_scored_alone(bases, tmp_path):

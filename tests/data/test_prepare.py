@@ -169,28 +169,6 @@ main(sys.argv[1:])
 """
 
 
-RUNS_ONCE = """
-import sys
-from pathlib import Path
-
-if (runs := Path("runs")).exists():
-    runs.write_text("again, in a worker")
-    sys.exit(1)
-runs.write_text("once")
-"""
-
-
-def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
-    """One that evaluates at its top waited there for the lock that its first process held: for ever."""
-    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
-    write_jsonl(tmp_path / "chats.jsonl", rows)
-    (tmp_path / "program.py").write_text(RUNS_ONCE + PREPARES_WITH_WORKERS)
-    options = flags({"model": tiny / "chat", "data": "chats.jsonl", "data_cache": "cache"})
-    command = [sys.executable, "program.py", "prepare", *options]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
-
-
 @pytest.mark.launch
 @pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 17], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
@@ -590,20 +568,21 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
 
 PREPARES_TRAINS_AND_PREPARES = """
 import json, sys
-commands, url, home = sys.argv[1:]
-import huggingface_hub.constants as hub
-# What the libraries of a warm process have read from the environment.
-hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
-hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
-import datasets.config
-datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
-datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
-datasets.config.HF_DATASETS_CACHE = home + "/datasets"
-import dsft.cli.main, dsft.train
-first, training, second = json.loads(commands)
-dsft.cli.main.main(first)
-dsft.train.main(training)
-dsft.cli.main.main(second)
+if __name__ == "__main__":  # processes that tokenise read this file too
+    commands, url, home = sys.argv[1:]
+    import huggingface_hub.constants as hub
+    # What the libraries of a warm process have read from the environment.
+    hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
+    hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
+    import datasets.config
+    datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
+    datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
+    datasets.config.HF_DATASETS_CACHE = home + "/datasets"
+    import dsft.cli.main, dsft.train
+    first, training, second = json.loads(commands)
+    dsft.cli.main.main(first)
+    dsft.train.main(training)
+    dsft.cli.main.main(second)
 """
 
 
@@ -635,7 +614,7 @@ def test_data_sets_of_the_hub(tiny, options, tmp_path):
     assert "ns/name:small:train[:50%] (text): 20 rows" in done.stdout and "held out: 7 rows" in done.stdout, done.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file(), done.stderr
     assert done.returncode == 2 and "ns/nothing is neither a file here" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     hub.shutdown()
 
 

@@ -181,7 +181,6 @@ def test_the_trial_says_no_where_the_loss_or_the_head_is_another(tmp_path):
     assert not trains_the_same(IN_TILES, ALL["mixtral"][0](**(ALL["mixtral"][1] | balanced)))
     saved_head = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", modules_to_save=["lm_head"])
     assert not trains_the_same(IN_TILES, ALL["llama"][0](**GATED), adapters=saved_head)
-    assert not trains_the_same(IN_TILES, transformers.OPTConfig(**COMMON))
 
 
 def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):

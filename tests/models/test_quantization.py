@@ -95,7 +95,7 @@ def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
     """Half a byte is one of 16 numbers; 32 share a power of two. The experts of gpt-oss lie so."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
-    AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads), dtype=torch.bfloat16).save_pretrained(tmp_path)
     tensors, packed = load_file(tmp_path / "model.safetensors"), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape

@@ -73,8 +73,8 @@ def test_what_lies_beside_a_run_and_is_no_evaluation_is_noted_and_left_out(tmp_p
     other.mkdir()
     (other / "perplexity.json").write_text(content)
     assert read_report([str(run)]).evaluations == []
-    assert f"without what lies beside the runs: {other} holds a perplexity.json" in capsys.readouterr().out
-    with pytest.raises(UserError, match="of another tool holds a perplexity.json .* cannot be read"):
+    assert f"without what lies beside the runs: {other}: holds a perplexity.json" in capsys.readouterr().out
+    with pytest.raises(UserError, match="of another tool: holds a perplexity.json .* cannot be read"):
         read_report([str(run), str(other)])
 
 
