@@ -458,7 +458,9 @@ def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.T
     model.zero_grad()
     loss = model(use_cache=False, **batch).loss
     loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Experts that no token reached have none.
+    return [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained)]
 
 
 def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE) -> bool:

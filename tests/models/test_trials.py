@@ -267,3 +267,8 @@ def test_a_trial_is_not_answered_by_rounding(architecture):
         answers.append(trains_the_same(tile_loss, CONFIG_MAPPING[architecture]()))
         assert torch.equal(torch.get_rng_state(), state)
     assert answers == [True] * 3
+
+
+def test_experts_that_a_token_reaches_in_one_pass_alone_end_no_trial():
+    config = CONFIG_MAPPING["longcat_flash"]()
+    assert not needs_mask(config, "sdpa") and trains_the_same(tile_loss, config)
