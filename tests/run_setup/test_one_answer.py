@@ -63,6 +63,12 @@ def models(tmp_path_factory):
     return [str(write_model(folder / name, name)) for name in ("llama", "mixtral", "gpt2")]
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group(monkeypatch):
+    """Of another test of this process, with fewer ranks than the jobs have."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+
+
 # 200 jobs, twenty a test; the quick tier has twenty others, whose activations are made up.
 @pytest.mark.parametrize("first", grid(range(0, 220, 20), [0]))
 def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, request, first):

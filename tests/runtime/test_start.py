@@ -63,6 +63,7 @@ def test_variables_of_a_launcher_that_are_missing_are_named(monkeypatch, missing
     for name, value in (FIRST_OF_TWO | {"MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # by another test of this process
     with pytest.raises(UserError, match=f"WORLD_SIZE=2 is set but {missing} is not: start dsft through a launcher"):
         distributed.start_ranks()
 
