@@ -31,6 +31,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import chain, islice
 from os.path import getsize
 from pathlib import Path
 from typing import Any
@@ -317,7 +318,9 @@ def _tokenised(
     batches: Iterator[Batch], tokenised: Callable[[Batch], Tokens], *, workers: int
 ) -> Iterator[tuple[Batch, Tokens]]:
     """Tokenises in the order of the batches, with at most a few of them in memory."""
-    if workers == 1:
+    ahead = [*islice(batches, 2)]
+    batches = chain(ahead, batches)
+    if workers == 1 or len(ahead) < 2:  # one batch, of a data set of unknown size, is done before a worker has started
         # The tokenizer's threads are off elsewhere, for the processes that torch's loader forks (runtime/console.py).
         before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
         os.environ["TOKENIZERS_PARALLELISM"] = "true"

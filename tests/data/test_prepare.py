@@ -169,6 +169,15 @@ main(sys.argv[1:])
 """
 
 
+def test_one_batch_is_tokenised_without_other_processes(monkeypatch):
+    """A process that is still starting when its parent ends leaves a traceback, or waits for ever."""
+    monkeypatch.setattr(preparing, "ProcessPoolExecutor", None)
+    assert [*preparing._tokenised(iter(["batch"]), str.upper, workers=2)] == [("batch", "BATCH")]
+    assert [*preparing._tokenised(iter([]), str.upper, workers=2)] == []
+    with pytest.raises(TypeError):
+        next(preparing._tokenised(iter(["first", "second"]), str.upper, workers=2))
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 17], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
