@@ -154,8 +154,7 @@ def source_fields(file: str, class_name: str) -> tuple[FieldDoc, ...]:
         except ValueError:  # not a plain value
             return None
 
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    body = next(node.body for node in parsed(file).body if isinstance(node, ast.ClassDef) and node.name == class_name)
     docs = []
     for node, below in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
@@ -180,6 +179,11 @@ def source_fields(file: str, class_name: str) -> tuple[FieldDoc, ...]:
             )
         )
     return tuple(docs)
+
+
+@functools.cache  # a file of several classes of options is parsed once
+def parsed(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
 def _placeholder(annotation: ast.expr) -> str:
