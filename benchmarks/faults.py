@@ -1,7 +1,8 @@
 """Faults of a job of two hosts under each launcher: what the user reads, exit codes, seconds, and what is left running.
 
     python benchmarks/faults.py --results faults.jsonl --launchers dsft torchrun --faults kill_rank cut_20s
-    python benchmarks/faults.py --results faults.jsonl --table > benchmarks/results/faults.md
+    python benchmarks/faults.py --results faults.jsonl --out benchmarks/results/faults_cpu.json
+    python benchmarks/faults.py --results faults.jsonl --table
 
 Each case is a real training of a tiny model, one CPU rank on each of two test hosts (tests/cluster/hosts.py: namespaces
 of Linux with sshd), with the time-outs that a user gets. Needs root and the Debian packages named in hosts.py; all
@@ -300,6 +301,35 @@ def table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def cases(results: Path) -> dict:
+    """Exit codes, seconds until no process is left, and whether the weights are those of an undisturbed run, by fault
+    and launcher: the last try of each.
+    """
+    rows = {(row["fault"], row["launcher"]): row for row in map(json.loads, results.read_text().splitlines())}
+    undisturbed = {digest for (name, _), row in rows.items() if name == "none" for digest in row["bits"]}
+    names = [name for name in FAULTS if any(fault == name for fault, _ in rows)]
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "accelerate")}
+    return {
+        "made with": versions | {"cores": psutil.cpu_count()},
+        "cases": [
+            {
+                "fault": FAULTS[name].title,
+                **{
+                    launcher: {
+                        "exit_codes": " and ".join(sorted(map(joined, row["exit_codes"]))),  # either job may be first
+                        "seconds": round(row["clean_seconds"]),
+                        "left": len(row["left"]),
+                        "bit_identical": undisturbed == set(row["bits"]),
+                    }
+                    for launcher in LAUNCHERS
+                    if (row := rows.get((name, launcher)))
+                },
+            }
+            for name in names
+        ],
+    }
+
+
 def joined(values: list) -> str:
     """The commands of one job."""
     return ", ".join("none" if value is None else f"{value:.0f}" for value in values)
@@ -334,10 +364,14 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--results", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--keep", type=Path, help="folder for screens and logs")
-    parser.add_argument("--table", action="store_true", help="print the results and stop")
+    parser.add_argument("--table", action="store_true", help="print the results with what users read, and stop")
+    parser.add_argument("--out", type=Path, help="JSON file for the codes and seconds of the results; then stop")
     options = parser.parse_args()
     if options.table:
         print(table(options.results))
+        return
+    if options.out:
+        options.out.write_text(json.dumps(cases(options.results), indent=1) + "\n")
         return
     folder = Path(tempfile.mkdtemp(prefix="faults-", dir=options.keep))
     write_inputs(folder)
