@@ -82,6 +82,7 @@ class Sequences(Items):
 
     @property
     def lengths(self) -> np.ndarray:
+        """[N]. Takes a pass over all: ask once, not for each item."""
         return self.ends - self.starts
 
     @property
@@ -113,7 +114,8 @@ class PackedRows(Items):
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
         self.sequences, self.groups = sequences, groups
-        self.lengths = np.array([sequences.lengths[group].sum() for group in groups])
+        lengths = sequences.lengths
+        self.lengths = np.array([lengths[group].sum() for group in groups])
 
     def __getitem__(self, index: int) -> list[Sequence]:
         return [self.sequences[i] for i in self.groups[index]]

@@ -191,7 +191,8 @@ class TrainingData:
                 self.counts["padding_share"] = round(padding_share(order, steps.lengths, batch.micro), 4)
             longest = self.items.lengths
             if isinstance(self.items, PackedRows):  # those of one group may share a batch
-                longest = np.array([self.items.sequences.lengths[group].max() for group in self.items.groups])
+                lengths = self.items.sequences.lengths
+                longest = np.array([lengths[group].max() for group in self.items.groups])
             longest = np.append(longest, np.zeros(len(steps) - len(longest), np.int64))[order].reshape(-1, batch.micro)
             longest = np.where(longest, longest, longest.max(1, keepdims=True))  # blank ones train nothing
             is_mixed = self.rules.sides(longest.min(1)) != self.rules.sides(longest.max(1))
@@ -274,20 +275,20 @@ def load_training_data(
         require_agreement({SAME_FILES: {"content of data": content}})
         counts = count(sequences, stores, epochs=epochs)
         if pack or config.batch_tokens:  # sequences that the model computes otherwise stay among themselves
-            sides, groups = rules.sides(sequences.lengths), []
+            lengths, groups = sequences.lengths, []
+            sides = rules.sides(lengths)
             for indices in (np.flatnonzero(sides == side) for side in np.unique(sides)):
-                lengths = sequences.lengths[indices]
                 if pack:
-                    together = best_fit(lengths, config.seq_len)
+                    together = best_fit(lengths[indices], config.seq_len)
                 else:
-                    together = batches_by_token_budget(lengths, config.batch_tokens)
+                    together = batches_by_token_budget(lengths[indices], config.batch_tokens)
                 groups += [indices[group] for group in together]
-            items, tokens = PackedRows(sequences, groups), sequences.lengths.sum()
+            items, tokens = PackedRows(sequences, groups), lengths.sum()
             if pack:
                 counts["packed_rows"] = len(items)
                 counts["fill_rate"] = round(float(tokens / (len(items) * config.seq_len)), 4)
             else:
-                widths = np.array([rules.width(sequences.lengths[group].max()) * len(group) for group in groups])
+                widths = np.array([rules.width(lengths[group].max()) * len(group) for group in groups])
                 counts["filled_batches"] = len(items)
                 counts["padding_share"] = round(float(1 - tokens / widths.sum()), 4)
         else:

@@ -445,6 +445,7 @@ class Recorder:
                 for observer, of_observer in zip(observers, recorded if observers else [], strict=True):
                     observer.restore(of_observer)
         if tokens:
+            self._document_starts = windows.document_starts  # once: it takes a pass over all documents
             tokens.mkdir(parents=True, exist_ok=True)
             kept = {part for _, _, _, *parts in lines for part in parts}
             for path in tokens.iterdir():
@@ -464,7 +465,7 @@ class Recorder:
             documents = self.windows.documents_of(places)
             columns = {
                 "document": documents.astype(np.int64),
-                "position": (places - self.windows.document_starts[documents]).astype(np.int64),
+                "position": (places - self._document_starts[documents]).astype(np.int64),
                 "token": np.asarray(self.windows.tokens[places]).astype(np.int32),
                 "nats": columns_KN[0].numpy(),
             }

@@ -128,7 +128,8 @@ def evaluate_windows(
     for other in others:  # which rows may share a batch of all models, and how it is padded
         rules = rules.joined(other)
     rules = dataclasses.replace(rules, multiple=team.size)
-    batches = form_batches(windows.lengths, batch_tokens, rules)
+    lengths_W = windows.lengths  # once: it takes a pass over all windows
+    batches = form_batches(lengths_W, batch_tokens, rules)
     pieces = pieces_of(windows, batches)
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
     sums_KP = torch.zeros(len(COLUMNS) if others else 1, len(pieces.tokens), dtype=torch.float64)
@@ -156,7 +157,7 @@ def evaluate_windows(
     # the first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
     known = recorder.known if recorder else {}
     left = [index for index in range(len(batches)) if index not in known]
-    tokens = [int(windows.lengths[batches[index]].sum()) for index in left]
+    tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
     collated = _collated_ahead(windows, [batches[index] for index in left[number::teams]], rules, pad_token_id)
     nats, num_scored = 0.0, 0  # of this rank's team
@@ -194,7 +195,8 @@ def _collated_ahead(
     """
 
     def collate(batch: list[int]) -> dict[str, torch.Tensor]:
-        shape = (len(batch), rules.width(windows.lengths[batch[0]]))
+        start, end, _ = windows.spans[batch[0]]  # the longest
+        shape = (len(batch), rules.width(end - start - 1))
         ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         for row, window in enumerate(batch):
             ids, targets = windows.inputs_and_targets(window)

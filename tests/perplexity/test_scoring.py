@@ -16,7 +16,8 @@ from dsft.data.batches import sequence
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import windows_of_sequences
+from dsft.perplexity.results import Recorder
+from dsft.perplexity.windows import Windows, windows_of_sequences
 from dsft.units import IGNORED
 
 SLICE = 5000
@@ -123,3 +124,30 @@ def test_an_evaluation_multiplies_exactly_and_training_goes_on_as_before(everywh
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
+
+
+def test_passes_over_all_windows_and_documents_do_not_grow_with_the_batches(tiny, tmp_path, monkeypatch):
+    """A pass for each batch took minutes to the first batch of a corpus of 1 GiB."""
+    passes = []
+
+    def counted(name: str) -> property:
+        whole = getattr(Windows, name).fget
+        return property(lambda self: passes.append(name) or whole(self))
+
+    for name in ("lengths", "document_starts"):
+        monkeypatch.setattr(Windows, name, counted(name))
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    taken = {}
+    for number in (2, 12):
+        windows = windows_of_sequences([sequence(np.arange(8), np.ones(8, bool))] * number)
+        evaluate_windows(
+            model,
+            windows,
+            pad_token_id=0,
+            batch_tokens=8,
+            device=torch.device("cpu"),
+            collective_forward=False,
+            recorder=Recorder(windows, tokens=tmp_path / str(number)),
+        )
+        taken[number], passes[:] = sorted(passes), []
+    assert taken[2] == taken[12] and {*taken[2]} == {"lengths", "document_starts"}
