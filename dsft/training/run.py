@@ -29,7 +29,6 @@ from dsft.checkpoints.run_folder import (
     write_run,
 )
 from dsft.checkpoints.save import release_reserved_space, reserve_space
-from dsft.config import user_code
 from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
 from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
@@ -42,7 +41,7 @@ from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
-from dsft.models.trained import learning_rates, unwrapped
+from dsft.models.trained import unwrapped
 from dsft.models.trials import length_limits
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.planner.plans import checkpointing_flags
@@ -62,8 +61,8 @@ from dsft.runtime.hardware import (
 )
 from dsft.runtime.patches import active_patches
 from dsft.runtime.software import git_commit, versions
-from dsft.training.callbacks import EarlyStopping, compiling_limited
-from dsft.training.metrics import METRICS, Compute, TimedCollectives
+from dsft.training.callbacks import compiling_limited
+from dsft.training.metrics import METRICS, TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
 from dsft.watchdog import client as watchdog
@@ -224,26 +223,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         )
 
     return PerplexityTrainer(
-        model,
-        args,
-        tokenizer=run.tokenizer,
-        data=data,
-        plan=run.plan,
-        compute=Compute.of_run(run),
-        team=team_of(options.sequence_parallel),
-        disk=run.disk,
-        save_minutes=options.save_minutes,
-        async_save=options.async_save,
-        left_out=left_out,
-        frozen_weights=distributed.on_rank_0(frozen_weights),
-        most_skipped=options.max_skipped_steps,
-        early_stopping=EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
-        if options.early_stopping_patience
-        else None,
-        learning_rates=learning_rates(options),
-        compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
-        callbacks=[user_code.load("callbacks", each) for each in options.callbacks],
-        user_code=user_code.digests(options),
+        model, args, run=run, data=data, left_out=left_out, frozen_weights=distributed.on_rank_0(frozen_weights)
     )
 
 
