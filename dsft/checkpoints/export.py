@@ -47,7 +47,7 @@ from dsft.checkpoints.run_folder import (
     read_options_of_run,
 )
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import DTYPES, files_of_tensors, load_empty, load_weights, placed_adapter
+from dsft.models.build import DTYPES, load_empty, load_weights, placed_adapter
 from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
@@ -66,6 +66,7 @@ from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, u
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.trained import merge_problems, not_streamable
+from dsft.models.weight_files import files_of_tensors
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
