@@ -144,6 +144,7 @@ class MergedSource:
             )
         check_weight_files(adapter)
         config = load_model_config(base_name, revision=revision, trust_remote_code=trust_remote_code)
+        vocab_size = config.get_text_config().vocab_size
         try:
             tensors = load_peft_weights(str(adapter), device="cpu")
             # On the meta device, with the adapter's tensors by their names there.
@@ -157,6 +158,8 @@ class MergedSource:
         self.base = SafetensorsSource(local_folder(base_name, revision))
         self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
         inner = adapted.get_base_model()
+        if inner.config.get_text_config().vocab_size != vocab_size:
+            raise NotStreamable("the adapter has other rows than its base")
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
         if tied and any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):

@@ -123,7 +123,7 @@ def build_model(
             set_seed(seed)
             if config.adapter:
                 check_weight_files(Path(config.adapter))
-                grow_for(model, saved_lora_config(config.adapter))
+                grow_for(model, config.adapter)
             model = add_lora(model, config, adapter=config.adapter, rows=rows)
     if isinstance(config, TrainConfig):
         raise_if_any(select_trained(model, config.trainable, config.frozen))
@@ -167,7 +167,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     check_weight_files(folder)
     if base := adapter_base(name):
         model = load_weights(base, **options)
-        grow_for(model, saved_lora_config(name))
+        grow_for(model, name)
         with patches.replaced("token_rows", lambda _: gathered_rows):
             return PeftModel.from_pretrained(model, name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
@@ -219,7 +219,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     if base := adapter_base(str(checkpoint)):
         adapters, model = saved_lora_config(str(checkpoint)), load_weights(base, **options)
-        grow_for(model, adapters)
+        grow_for(model, str(checkpoint))
         with patches.replaced("token_rows", lambda _: gathered_rows):
             model = get_peft_model(model, adapters)
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -377,7 +377,7 @@ def placed_adapter(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base = empty_model(config, trust_remote_code=trust_remote_code)
-            grow_for(base, peft_config)
+            grow_for(base, adapter)
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             with patches.replaced("adapter_tensors", lambda _: receive, on=model):
                 set_peft_model_state_dict(model, tensors)
@@ -392,7 +392,9 @@ def placed_adapter(
     trained = {name for name, parameter in state.items() if id(parameter) in wanted}
     if missing := trained - placed.keys():
         problems.append(_tensors(missing, "of the adapter missing from its weights"))
-    if unexpected := placed.keys() - state.keys():
+    # Beside an embedding as a whole peft saves again what of it, or of a tied head, is trained, and does not read that.
+    repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in shared}
+    if unexpected := placed.keys() - state.keys() - repeated:
         problems.append(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
     problems += [
         f"does not fit its base: {name} is {list(placed[name].shape)}, and this base needs {list(state[name].shape)};"

@@ -42,10 +42,11 @@ from dsft.models.trained import (
     adapters_of,
     check_lora_options,
     grow_embeddings,
+    grow_for,
     learning_rates,
     saved_lora_config,
     select_trained,
-    tokens_of,
+    unsaved_ends,
     without_rows,
 )
 from dsft.runtime import patches
@@ -248,7 +249,7 @@ def measure_model(
     options: TrainConfig,
     *,
     scored: bool = False,
-    with_adapter: bool = False,
+    adapter: str | None = None,
     config: PreTrainedConfig | None = None,
     new_tokens: Sequence[int] = (),
 ) -> ModelFacts:
@@ -257,9 +258,9 @@ def measure_model(
 
     Args:
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
-        with_adapter: scored below a trained adapter: its format is that of the training.
+        adapter: a saved one, below which it is scored: with the rows of it, and in the format of its training.
         config: of the model, where it is known; else it is read.
-        new_tokens: that it gets rows for, beside those of a saved adapter.
+        new_tokens: that it gets rows for, beside those of the adapter.
     """
     name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
@@ -280,19 +281,21 @@ def measure_model(
         raise UserError(no_model(name, error)) from error
     if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))
-    as_loaded, saved = copy.deepcopy(model.config), []
+    as_loaded = copy.deepcopy(model.config)
     try:
         if options.adapter and method != "full":
             shape = saved_lora_config(options.adapter)
-            raise_if_any(without_rows(options.adapter, shape, new_tokens))
-            saved = tokens_of(shape)
-        rows = grow_embeddings(model, [*new_tokens, *saved])  # those of a new adapter: then none are saved
+            raise_if_any(without_rows(options.adapter, shape, new_tokens) + unsaved_ends(model, options.adapter, shape))
+            grow_for(model, options.adapter)
+        elif adapter:
+            grow_for(model, adapter)
+        rows = grow_embeddings(model, new_tokens)
         adapters, head = adapters_of(options, model, rows), model.get_output_embeddings()
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
         on_disk = GGUF if is_gguf(name) else None
         if not on_disk and not name.endswith(".json"):  # a config alone has random weights
-            trained = with_adapter or not scored
+            trained = adapter is not None or not scored
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
         if scored or (on_disk and method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
