@@ -48,6 +48,7 @@ from dsft.models.trained import (
     gathered_rows,
     grow_embeddings,
     grow_for,
+    lost_ends,
     saved_lora_config,
     select_trained,
     unwrapped,
@@ -377,6 +378,7 @@ def placed_adapter(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base = empty_model(config, trust_remote_code=trust_remote_code)
+            raise_if_any(lost_ends(base, adapter))
             grow_for(base, adapter)
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             with patches.replaced("adapter_tensors", lambda _: receive, on=model):

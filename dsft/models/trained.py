@@ -413,6 +413,22 @@ def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
     }
 
 
+def lost_ends(model: PreTrainedModel, adapter: str) -> list[str]:
+    """Says that an adapter over a grown vocabulary was saved without a head or embedding that it needs: peft leaves out
+    what it does not adapt where it adapts the other. Empty where all is there.
+    """
+    vocab_size, held = model.config.get_text_config().vocab_size, whole_ends(model, adapter)
+    ends = {name: module.weight for name, module in model.named_modules() if module in _ends(model)}
+    kept = {id(ends[name]) for name in held}  # a tied one is held with the other
+    lost = [name for name, weight in ends.items() if id(weight) not in kept]
+    if not lost or max(held.values(), default=0) <= vocab_size:
+        return []
+    return [
+        f"was trained over {max(held.values()):,} tokens, and was saved without its {lost[0]}, of which the base has"
+        f" {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in modules_to_save"
+    ]
+
+
 def unsaved_ends(model: PreTrainedModel, adapter: str, adapters: PeftConfig) -> list[str]:
     """Says that a training of a saved adapter would lose a frozen embedding or head of its own; empty where it has
     none.

@@ -185,7 +185,10 @@ RESIZED = [
     ("tied", 380, {"trainable_token_indices": [3]}),
     ("tied", 448, {"trainable_token_indices": [384]}),
     ("tied", 386, {}),
+    ("llama", 386, {"modules_to_save": ["lm_head"]}),
+    ("tied", 386, {"modules_to_save": ["embed_tokens"]}),
     ("llama", 386, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    ("gemma3", 386, {"trainable_token_indices": [385]}),
 ]
 """Bases, rows of the embedding and head that the adapter was trained with, and options of the adapter."""
 
@@ -202,6 +205,12 @@ def test_an_adapter_over_a_resized_vocabulary_brings_its_embedding(bases, tmp_pa
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6 * max(1.0, expected.abs().max().item()))
     candidate = candidate_of(EvalConfig(model=str(tmp_path / "adapter"), data=["a"]), str(tmp_path / "adapter"), [])
     assert candidate.facts.size.vocab_size == rows
+
+
+def test_an_adapter_that_was_saved_without_its_grown_head_is_refused(bases, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", bases / "llama", lora(target_modules=["embed_tokens"]), rows=386)
+    scored, merged = errors_of(adapter, bases / "llama")
+    assert scored.endswith(merged.removeprefix(f"{adapter}")) and "saved without its lm_head" in merged
 
 
 def test_an_embedding_that_a_training_of_the_adapter_would_lose_is_refused(bases, tmp_path):
