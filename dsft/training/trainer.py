@@ -48,11 +48,9 @@ from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, P
 from dsft.training.engine import answers_to, averaged_weights, import_muon, patch_engine, swap_in
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import (
-    LEAST_INTERVAL,
-    BoundBy,
+    Bottlenecks,
     Compute,
     Line,
-    SlowRanks,
     Work,
     complete,
     count_experts,
@@ -157,8 +155,7 @@ class PerplexityTrainer(Trainer):
         num_experts = (len(routers), num_experts_of(text_config)) if routers else (0, 0)
         self.work, self.line = Work(args.device, len(data.sources), num_experts), Line(peak_gib={})
         count_experts(routers, self.work)
-        waits = is_deepspeed_zero3_enabled() or team.size > 1
-        self.slow_ranks, self.bound_by = SlowRanks(waits_in_forward=waits), BoundBy()
+        self.bottlenecks = Bottlenecks(waits_in_forward=is_deepspeed_zero3_enabled() or team.size > 1)
 
         deepspeed_config = args.hf_deepspeed_config.config
         self.topology = {
@@ -452,7 +449,7 @@ class PerplexityTrainer(Trainer):
             if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
                 self.is_stopping = control.should_save = control.should_training_stop = True
         if control.should_log:
-            self.line = gather(self.work, self.slow_ranks)
+            self.line = gather(self.work)
             self.line.skipped_steps = self.skipped_steps.number
             self.line.trained_tokens = self.totals["trained_tokens"]
             self.work.begin_interval()
@@ -469,8 +466,8 @@ class PerplexityTrainer(Trainer):
         save_seconds = self.saves.seconds if self.saves.number else None
         line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
         logs = complete(line, self.sources)
-        if line.seconds > LEAST_INTERVAL:
-            self.bound_by.note(logs, line.ranks)
+        if line.ranks:
+            self.bottlenecks.note(logs, line.ranks, interval=line.seconds)
         super().log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
