@@ -356,7 +356,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
-        before = (read_manifest(Path(run.checkpoint)) or {}).get("world_size")
+        before = read_manifest(run.checkpoint).get("world_size")
         if before not in (None, distributed.world_size()):
             say(
                 f"note: {plural(distributed.world_size(), 'rank')} now, {before} before; a step has"
@@ -368,7 +368,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting from scratch")
     if run.weights_of:
-        then = (read_manifest(Path(run.weights_of)) or {}).get("run_identity", {}).get("sequences per step")
+        then = read_manifest(run.weights_of).get("run_identity", {}).get("sequences per step")
         now = trainer.run_identity["sequences per step"]
         if then not in (None, now):
             # Malladi et al. 2022, arXiv 2205.10287: Adam's rate goes with the square root of the batch.
