@@ -71,8 +71,6 @@ OWN_OPTIONS = {
     **{name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")},
 }
 """Field of peft.LoraConfig -> the option of dsft that sets it."""
-PATTERNS = ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters")
-"""Fields that name modules or parameters."""
 ROWS_MULTIPLE = 64
 """Of a grown vocabulary: products of other widths take GPUs up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
@@ -316,7 +314,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     named, others, towers = dict(model.named_modules()), tuple(_not_linear(model)), unreached(model)
     text = model.config.get_text_config()
     everything = [*named, *(name for name, _ in model.named_parameters())]
-    for field in PATTERNS:
+    for field in ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters"):
         value = given.get(field) or ()
         for pattern in [value] if isinstance(value, str) else value:
             try:
