@@ -81,7 +81,7 @@ class Sums:
     positions: float = 0.0
     """With padding."""
     weighted: float = 0.0
-    """Nats of the trained tokens, or their losses of `compute_loss`, times their weights."""
+    """Nats of the trained tokens, with label smoothing, or their losses of `compute_loss`, times their weights."""
     nats: float = 0.0
     """Of the trained tokens, without."""
     objective: float = 0.0
@@ -342,8 +342,8 @@ class Bottlenecks:
                 f"note: the network: {network:.0%} of the time; more accumulation, a lower ZeRO stage or hpZ send less;"
                 " dsft doctor measures the links"
             )
-        for what, message in seen.items():
-            if what in self._before - self._reported:
+        for cause, message in seen.items():
+            if cause in self._before - self._reported:
                 say(message)
         self._reported |= seen.keys() & self._before
         self._before = {*seen}

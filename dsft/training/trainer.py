@@ -144,9 +144,10 @@ class PerplexityTrainer(Trainer):
         self.early_stopping = None
         if options.early_stopping_patience:
             self.early_stopping = EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
-        own = [] if shows_table else [ProgressLog]
-        own += [MetricsFile, self.learning, self.plan_check, *([self.early_stopping] if self.early_stopping else [])]
-        for callback in (*own, *(user_code.load("callbacks", each) for each in options.callbacks)):
+        callbacks = [] if shows_table else [ProgressLog]
+        callbacks += [MetricsFile, self.learning, self.plan_check]
+        callbacks += [self.early_stopping] if self.early_stopping else []
+        for callback in (*callbacks, *(user_code.load("callbacks", each) for each in options.callbacks)):
             self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
