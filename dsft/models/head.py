@@ -170,11 +170,9 @@ class ChunkedHead:
             self.model(**inputs, use_cache=False, **options)
         return kept[-1]  # the backbone's comes last; IndexError where this architecture calls none of them
 
-    @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self) -> contextlib.AbstractContextManager[None]:
         """Gather the head's weights on every rank under ZeRO-3. Collective: every rank enters once per batch."""
-        with gather_params_ctx(list(self.linear.parameters()), modifier_rank=None):
-            yield
+        return gather_params_ctx(list(self.linear.parameters()), modifier_rank=None)
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield [N, W] in fp32, after the architecture's softcap or scale, tile by tile; the next overwrites it."""

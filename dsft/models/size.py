@@ -9,7 +9,7 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,13 +190,11 @@ class ModelFacts:
     linear_inputs: frozenset[int]  # inputs of the linear layers without the head, which a format quantises in groups
 
 
-@contextlib.contextmanager
-def without_zero_init() -> Iterator[None]:
+def without_zero_init() -> contextlib.AbstractContextManager[None]:
     """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
     shard them by collectives, which the other ranks do not join.
     """
-    with patches.replaced("no_zero_init", lambda _: None):
-        yield
+    return patches.replaced("no_zero_init", lambda _: None)
 
 
 def empty_model(
@@ -223,11 +221,8 @@ def load_model_config(name: str, *, revision: str | None = None, trust_remote_co
 
 
 def _check_files(model: str) -> None:
-    """Looks at what of a model's files would fail only while its weights load, or builds modules without end.
-
-    Raises:
-        UserError: naming the number of layers or experts.
-        OSError, ValueError, TypeError: where generation_config.json holds something else.
+    """Looks at what of a model's files would fail only while its weights load, or builds modules without end. Raises
+    UserError, naming that number, or what transformers does where generation_config.json holds something else.
     """
     folder, too_many = Path(model), []
     path = folder / "config.json" if folder.is_dir() else folder
@@ -486,9 +481,8 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
 
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:
-    """The first of the names that this architecture's config has and sets: each family has names of its own.
-
-    The largest of the layers' values where they differ (Gemma 4's head_dim).
+    """The first of the names that this architecture's config has and sets: each family has names of its own. The
+    largest of the layers' values where they differ (Gemma 4's head_dim).
     """
     for name in names:
         if text.is_heterogeneous and name in text.per_layer_attributes:

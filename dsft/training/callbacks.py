@@ -56,31 +56,30 @@ class LearningCheck(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs.get("grad_norm") == 0 and "loss" in logs and not self.warnings:
-            self.warnings.append(
+            self._warn(
                 f"the gradient norm is 0 at step {state.global_step}: no gradient reaches the trained parameters."
                 " Usual causes: weights that are all zero, frozen parameters, or rows whose answers are all cut off"
             )
-            say(f"warning: {self.warnings[-1]}")
         if "loss" in logs:
             self.losses.append(logs["loss"])
 
     def on_train_end(self, args, state, control, **kwargs):
         uniform = math.log(self.vocab_size)
         if len(self.losses) > 1 and all(abs(loss / uniform - 1) < CLOSE_TO_UNIFORM for loss in self.losses):
-            self.warnings.append(
+            self._warn(
                 f"the loss stays at {uniform:.4g}, no better than uniform over {self.vocab_size} tokens: nothing is"
                 " learnt. Usual causes: a learning rate too low, too few steps, or random weights where trained ones"
                 " were meant"
             )
-            say(f"warning: {self.warnings[-1]}")
+
+    def _warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        say(f"warning: {warning}")
 
 
 class SkippedSteps:
-    """Counts the optimizer steps that DeepSpeed skips in silence: a gradient is infinite or NaN.
-
-    Args:
-        in_fp16: now and then that is no fault, but the search for the loss's scale.
-        most: that may be skipped in a row.
+    """Counts the optimizer steps that DeepSpeed skips in silence: a gradient is infinite or NaN. In fp16 that is now
+    and then no fault, but the search for the loss's scale. `most` may be skipped in a row.
     """
 
     def __init__(self, *, in_fp16: bool = False, most: int | None = None):

@@ -462,10 +462,8 @@ def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
 
 def _held_out(logs: dict[str, float]) -> str:
     """Write the perplexity of an evaluation, and its interval where there is one."""
-    perplexity, bounds = (
-        in_digits(logs["eval_perplexity"]),
-        [logs.get(f"eval_perplexity_{end}") for end in ("low", "high")],
-    )
+    perplexity = in_digits(logs["eval_perplexity"])
+    bounds = [logs.get(f"eval_perplexity_{end}") for end in ("low", "high")]
     return perplexity if None in bounds else f"{perplexity}, {in_words(bounds)}"
 
 

@@ -216,12 +216,9 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         if is_bare_config(options.model):
             return f"random of seed {args.seed}"
         digest = weights_digest(options.model, options.revision)
-        # Adapters that are frozen keep what the seed has drawn.
-        return (
-            f"{digest} seed {args.seed}"
-            if options.method != "full" and (options.trainable or options.frozen)
-            else digest
-        )
+        if options.method != "full" and (options.trainable or options.frozen):
+            return f"{digest} seed {args.seed}"  # adapters that are frozen keep what it has drawn
+        return digest
 
     return PerplexityTrainer(
         model, args, run=run, data=data, left_out=left_out, frozen_weights=distributed.on_rank_0(frozen_weights)

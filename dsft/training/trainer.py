@@ -533,12 +533,11 @@ class PerplexityTrainer(Trainer):
             answers = answers_to(self.prompts, self.model, self.processing_class) if self.prompts else []
         set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
+        bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # one window has none
         metrics = {
             "loss": result.loss,
             "perplexity": result.perplexity,
-            **(
-                {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}
-            ),  # one window has no interval
+            **bounds,
             "tokens": result.tokens,
             **of_sets(result, self.held_out_sets, set_D),
             "runtime": time.perf_counter() - start,
