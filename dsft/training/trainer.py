@@ -126,10 +126,8 @@ class PerplexityTrainer(Trainer):
         )
         # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.strategy, self.prompts = data.strategy, data.prompts
-        self.team, self.sequences_per_step = team, per_step
+        self.data, self.team, self.sequences_per_step = data, team, per_step
         self.compute = Compute.of_run(run)
-        self.sources, self.held_out_sets = data.sources, data.held_out_sets
         self.token_loss = TokenLoss(
             model,
             label_smoothing=args.label_smoothing_factor,
@@ -238,7 +236,7 @@ class PerplexityTrainer(Trainer):
             seed=shuffle_seed(self.args.data_seed, self.args.seed),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
-            strategy=self.strategy,
+            strategy=self.data.strategy,
             micro_batch=self.args.per_device_train_batch_size,
             shared_by=self.team.size,
         )
@@ -436,8 +434,8 @@ class PerplexityTrainer(Trainer):
                 self.state.num_input_tokens_seen += int(sums.tokens)
             self.totals["trained_tokens"] += int(sums.trained)
             self.totals["nats"] += sums.nats
-            of_sources = self.totals.setdefault("sources", {}) if self.sources else {}
-            for source, tokens, nats in zip(self.sources, *by_source.tolist(), strict=True):
+            of_sources = self.totals.setdefault("sources", {}) if self.data.sources else {}
+            for source, tokens, nats in zip(self.data.sources, *by_source.tolist(), strict=True):
                 if math.isnan(nats):  # Liger's loss tells none of them apart
                     continue
                 before = of_sources.get(source, {"trained_tokens": 0, "nats": 0.0})
@@ -466,7 +464,7 @@ class PerplexityTrainer(Trainer):
             logs |= speed_metrics("train", start_time, num_tokens=tokens)
         save_seconds = self.saves.seconds if self.saves.number else None
         line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
-        logs = complete(line, self.sources)
+        logs = complete(line, self.data.sources)
         if line.ranks:
             self.bottlenecks.note(logs, line.ranks, interval=line.seconds)
         super().log(logs)
@@ -498,7 +496,7 @@ class PerplexityTrainer(Trainer):
             **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
             "best_checkpoint": self.state.best_model_checkpoint,
             **({"stopped_early": self.early_stopping.stopped} if self.early_stopping else {}),
-            **({"sources": self.totals.get("sources", {})} if self.sources else {}),
+            **({"sources": self.totals.get("sources", {})} if self.data.sources else {}),
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
@@ -530,7 +528,7 @@ class PerplexityTrainer(Trainer):
                 team=self.team,
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
-            answers = answers_to(self.prompts, self.model, self.processing_class) if self.prompts else []
+            answers = answers_to(self.data.prompts, self.model, self.processing_class) if self.data.prompts else []
         set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
         bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # one window has none
@@ -539,13 +537,13 @@ class PerplexityTrainer(Trainer):
             "perplexity": result.perplexity,
             **bounds,
             "tokens": result.tokens,
-            **of_sets(result, self.held_out_sets, set_D),
+            **of_sets(result, self.data.held_out_sets, set_D),
             "runtime": time.perf_counter() - start,
         }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         samples = {
             name.format(number): text
-            for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True), start=1)
+            for number, (prompt, answer) in enumerate(zip(self.data.prompts, answers, strict=True), start=1)
             for name, text in zip(SAMPLE, (prompt.text, answer), strict=True)
         }
         self.line = gather()
