@@ -343,12 +343,12 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     if stage < 3:
         return []
     if (quantization := size.quantization) and (quantization.lies_on_disk or not size.lora_r):
-        unpacked = ", or dsft export, which writes a folder of unpacked weights"
+        way_out = (
+            ", or dsft export, which writes a folder of unpacked weights" if quantization.unpacked_by_export else ""
+        )
         return [
             f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model"
-            " whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"
-            + unpacked
-            * quantization.unpacked_by_export
+            f" whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto{way_out}"
         ]
     if size.model_type == "rwkv":
         return [
@@ -412,7 +412,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     is_looped = any(isinstance(module, nn.ModuleList) for module in lists)
     looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    base_params = sum(p.numel() for p in model.parameters()) - other_params
+    base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # In a step ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
     blocks = {
         id(block)

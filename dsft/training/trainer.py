@@ -438,11 +438,9 @@ class PerplexityTrainer(Trainer):
             for source, tokens, nats in zip(self.data.sources, *by_source.tolist(), strict=True):
                 if math.isnan(nats):  # Liger's loss tells none of them apart
                     continue
-                before = of_sources.get(source, {"trained_tokens": 0, "nats": 0.0})
-                of_sources[source] = {
-                    "trained_tokens": before["trained_tokens"] + int(tokens),
-                    "nats": before["nats"] + nats,
-                }
+                total = of_sources.setdefault(source, {"trained_tokens": 0, "nats": 0.0})
+                total["trained_tokens"] += int(tokens)
+                total["nats"] += nats
             if sums.due:
                 control.should_save = True
             if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
