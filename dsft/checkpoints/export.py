@@ -47,7 +47,7 @@ from dsft.checkpoints.run_folder import (
     read_options_of_run,
 )
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.build import DTYPES, files_of_tensors, load_empty, load_weights, placed_adapter
+from dsft.models.build import DTYPES, load_empty, load_weights, placed_adapter
 from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
@@ -66,6 +66,7 @@ from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, u
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.trained import merge_problems, not_streamable
+from dsft.models.weight_files import files_of_tensors
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
@@ -143,6 +144,7 @@ class MergedSource:
             )
         check_weight_files(adapter)
         config = load_model_config(base_name, revision=revision, trust_remote_code=trust_remote_code)
+        vocab_size = config.get_text_config().vocab_size
         try:
             tensors = load_peft_weights(str(adapter), device="cpu")
             # On the meta device, with the adapter's tensors by their names there.
@@ -156,6 +158,8 @@ class MergedSource:
         self.base = SafetensorsSource(local_folder(base_name, revision))
         self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
         inner = adapted.get_base_model()
+        if inner.config.get_text_config().vocab_size != vocab_size:
+            raise NotStreamable("the adapter has other rows than its base")
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
         tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
         if tied and any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):

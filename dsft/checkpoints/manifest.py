@@ -222,11 +222,11 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     ]
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest, None where there is none. Raises ValueError where it is not what was written."""
-    path = folder / MANIFEST
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """Return the manifest, empty where there is none. Raises ValueError where it is not what was written."""
+    path = Path(folder) / MANIFEST
     if not path.is_file():
-        return None
+        return {}
     manifest = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(manifest, dict):
         raise ValueError(f"{path} holds no JSON object")
@@ -265,7 +265,7 @@ def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = 
     """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are no tensors."""
     try:
         manifest = read_manifest(folder)
-        if manifest is None:
+        if not manifest:
             return [f"it has no {MANIFEST}"]
         files = {name: listed["size"] for name, listed in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -283,7 +283,7 @@ def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = 
 
 def content_errors(folder: Path, files: list[Path]) -> list[str]:
     """Read those `files` of a checkpoint that its manifest lists, and name each whose content is another."""
-    listed, errors = (read_manifest(folder) or {"files": {}})["files"], []
+    listed, errors = read_manifest(folder).get("files", {}), []
     for path in files:
         if (name := str(path.relative_to(folder))) in listed:
             with path.open("rb") as file:

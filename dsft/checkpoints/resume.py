@@ -63,7 +63,7 @@ def optimizer_kind(name: str) -> str:
 
 def changed_options(checkpoint: str, now: dict[str, Any]) -> list[str]:
     """List which of the options TAKEN differ from those that saved `checkpoint`."""
-    then = (read_manifest(Path(checkpoint)) or {}).get("options", {})
+    then = read_manifest(checkpoint).get("options", {})
     return [f"{name} {value} ({then[name]} before)" for name, value in now.items() if then.get(name, value) != value]
 
 
@@ -71,7 +71,7 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     """Compare a run with the one that saved `checkpoint`. One without a manifest is another tool's, and not compared.
     Raises UserError with each difference.
     """
-    then = (read_manifest(Path(checkpoint)) or {}).get("run_identity", {})
+    then = read_manifest(checkpoint).get("run_identity", {})
     changed = [
         f"{name}: {then[name]} then, {value} now" for name, value in now.items() if name in then and then[name] != value
     ]
@@ -95,8 +95,8 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
     """Describe how `now` (keys of TOPOLOGY and GROUPS) differs from a checkpoint's; empty where DeepSpeed reads it
     itself.
     """
-    then = read_manifest(Path(checkpoint))
-    if then is None:
+    then = read_manifest(checkpoint)
+    if not then:
         return "it has no manifest: it is another tool's"
     if then["zero_stage"] == now["zero_stage"] == 0:
         return ""  # nothing is cut into shards

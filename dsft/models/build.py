@@ -9,9 +9,7 @@ exceptions; what it reports is an error. A file that cannot be read is named.
 """
 
 import contextlib
-import hashlib
 import io
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,14 +21,10 @@ import torch
 import transformers
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils.integrations import gather_params_ctx
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.modeling_utils import load_state_dict
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
@@ -54,22 +48,18 @@ from dsft.models.trained import (
     gathered_rows,
     grow_embeddings,
     grow_for,
+    lost_ends,
     saved_lora_config,
     select_trained,
     unwrapped,
 )
+from dsft.models.weight_files import ADAPTER_FILES, WEIGHT_FILES, empty_tensors, files_of_tensors, find_files
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""What a file of weights, or its index, raises that was cut, or holds something else."""
-WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-SAMPLE_BYTES = 2**12
-"""Of a block of a tensor that `weights_digest` reads."""
 NO_PLACE = "of its weights have no place in the model"
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -134,7 +124,7 @@ def build_model(
             set_seed(seed)
             if config.adapter:
                 check_weight_files(Path(config.adapter))
-                grow_for(model, saved_lora_config(config.adapter))
+                grow_for(model, config.adapter)
             model = add_lora(model, config, adapter=config.adapter, rows=rows)
     if isinstance(config, TrainConfig):
         raise_if_any(select_trained(model, config.trainable, config.frozen))
@@ -178,7 +168,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     check_weight_files(folder)
     if base := adapter_base(name):
         model = load_weights(base, **options)
-        grow_for(model, saved_lora_config(name))
+        grow_for(model, name)
         with patches.replaced("token_rows", lambda _: gathered_rows):
             return PeftModel.from_pretrained(model, name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
@@ -230,7 +220,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     if base := adapter_base(str(checkpoint)):
         adapters, model = saved_lora_config(str(checkpoint)), load_weights(base, **options)
-        grow_for(model, adapters)
+        grow_for(model, str(checkpoint))
         with patches.replaced("token_rows", lambda _: gathered_rows):
             model = get_peft_model(model, adapters)
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -263,10 +253,10 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
     if is_quantised or model.endswith((".json", ".gguf")) or has_only_shards(model):
         return []
     try:
-        files = _files(model, WEIGHT_FILES, revision)
+        files = find_files(model, WEIGHT_FILES, revision)
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
-        tensors = _empty_tensors(files)
+        tensors = empty_tensors(files)
         _, info = _load_empty(facts.architecture, facts.architecture_config, tensors)
         if info["unexpected_keys"] and (whole := whole_class(facts.config)) not in (None, facts.architecture):
             # What the text model leaves out is known to the class that loads the towers too.
@@ -318,7 +308,7 @@ def load_empty(package: str, *, revision: str | None = None, trust_remote_code: 
     """Returns the model of a package on the meta device, with the names on disk that its loading reports."""
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
     empty = empty_model(config, trust_remote_code=trust_remote_code)
-    tensors = _empty_tensors(_files(package, WEIGHT_FILES, revision))
+    tensors = empty_tensors(find_files(package, WEIGHT_FILES, revision))
     model, _ = _load_empty(type(empty), empty.config, tensors)
     save_as_on_disk(model, tensors)
     return model
@@ -360,10 +350,10 @@ def adapter_problems(
     if has_only_shards(adapter):
         return []
     try:
-        files = _files(adapter, ADAPTER_FILES)
+        files = find_files(adapter, ADAPTER_FILES)
         if not files:
             return [f"{key}={adapter}: holds no {ADAPTER_FILES[0]}"]
-        tensors = _empty_tensors(files)
+        tensors = empty_tensors(files)
         _raise_of_integers(tensors)
         placed_adapter(adapter, config, tensors, trust_remote_code=trust_remote_code)
     except UserError as error:
@@ -388,7 +378,8 @@ def placed_adapter(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base = empty_model(config, trust_remote_code=trust_remote_code)
-            grow_for(base, peft_config)
+            raise_if_any(lost_ends(base, adapter))
+            grow_for(base, adapter)
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             with patches.replaced("adapter_tensors", lambda _: receive, on=model):
                 set_peft_model_state_dict(model, tensors)
@@ -403,7 +394,9 @@ def placed_adapter(
     trained = {name for name, parameter in state.items() if id(parameter) in wanted}
     if missing := trained - placed.keys():
         problems.append(_tensors(missing, "of the adapter missing from its weights"))
-    if unexpected := placed.keys() - state.keys():
+    # Beside an embedding as a whole peft saves again what of it, or of a tied head, is trained, and does not read that.
+    repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in shared}
+    if unexpected := placed.keys() - state.keys() - repeated:
         problems.append(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
     problems += [
         f"does not fit its base: {name} is {list(placed[name].shape)}, and this base needs {list(state[name].shape)};"
@@ -430,87 +423,6 @@ def _tensors(names: Iterable[str], predicate: str) -> str:
     """Counts tensors, and names the first."""
     first, *others = sorted(names)
     return f"{plural(1 + len(others), 'tensor')} {predicate}, {f'the first is {first}' if others else first}"
-
-
-def _files(name: str, candidates: tuple[str, ...], revision: str | None = None) -> list[str]:
-    """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
-    Raises UserError, naming the index that cannot be read, or the file that it names and that is not there.
-    """
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    with _named(name):
-        path = next(filter(None, (cached_file(name, file, **options) for file in candidates)), None)
-    if path is None or not path.endswith(".json"):
-        return [path] if path else []
-    with _named(path):
-        files, _ = get_checkpoint_shard_files(name, path, revision=revision)
-    if lost := [Path(file).name for file in files if not Path(file).is_file()]:
-        raise UserError(f"{lost[0]} is not there, which {Path(path).name} names; copy or download it again")
-    return files
-
-
-def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
-    """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
-    names = {}
-    for file in _files(model, WEIGHT_FILES[:2], revision):
-        with _named(file), safe_open(file, framework="pt") as tensors:
-            names |= dict.fromkeys(tensors.keys(), file)
-    return names
-
-
-def weights_digest(model: str, revision: str | None = None) -> str | None:
-    """Hash a package's weights by samples: of safetensors name, dtype, shape and 3 x SAMPLE_BYTES of every tensor, the
-    same however they are split into files; of other formats evenly spread blocks of every file. None where there are no
-    such files, as in a folder with DeepSpeed's shards alone.
-    """
-    folder, gguf = located(model)
-    candidates = ([gguf["gguf_file"]],) if gguf else (WEIGHT_FILES[:2], WEIGHT_FILES[2:])
-    files = next(filter(None, (_files(folder, tuple(names), revision) for names in candidates)), [])
-    samples = {}
-    for path in files:
-        with _named(path), open(path, "rb") as file:
-            size, blocks = Path(path).stat().st_size, 256
-            spans = {f"{Path(path).name} {size}": (0, size)}
-            if path.endswith(".safetensors"):
-                blocks = 3
-                start = 8 + int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(start - 8))
-                header.pop("__metadata__", None)
-                spans = {
-                    f"{name} {tensor['dtype']} {tensor['shape']}": [start + offset for offset in tensor["data_offsets"]]
-                    for name, tensor in header.items()
-                }
-            for key, (first, last) in spans.items():  # evenly spread blocks, both ends among them
-                digest, length = hashlib.sha256(), min(SAMPLE_BYTES, last - first)
-                for block in range(blocks):
-                    file.seek(first + (last - first - length) * block // (blocks - 1))
-                    digest.update(file.read(length))
-                samples[key] = digest.hexdigest()
-    if not samples:
-        return None
-    return hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest()[:16]
-
-
-def _empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the files on the meta device. Raises UserError, naming the file that cannot be read."""
-    tensors = {}
-    for file in files:
-        with _named(file):
-            if file.endswith(".bin"):
-                tensors |= {name: tensor.to("meta") for name, tensor in load_pickle(Path(file)).items()}
-            else:
-                tensors |= load_state_dict(file, map_location="meta")
-    return tensors
-
-
-@contextlib.contextmanager
-def _named(file: str) -> Iterator[None]:
-    """Turns what reading a file raises into an error that names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except FILE_ERRORS as error:
-        raise UserError(f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again") from error
 
 
 @contextlib.contextmanager

@@ -170,11 +170,9 @@ class ChunkedHead:
             self.model(**inputs, use_cache=False, **options)
         return kept[-1]  # the backbone's comes last; IndexError where this architecture calls none of them
 
-    @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self) -> contextlib.AbstractContextManager[None]:
         """Gather the head's weights on every rank under ZeRO-3. Collective: every rank enters once per batch."""
-        with gather_params_ctx(list(self.linear.parameters()), modifier_rank=None):
-            yield
+        return gather_params_ctx(list(self.linear.parameters()), modifier_rank=None)
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield [N, W] in fp32, after the architecture's softcap or scale, tile by tile; the next overwrites it."""
@@ -244,15 +242,17 @@ def nats_of(
     num_sources: int = 0,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Sums the negative log-likelihood of all labels, [2 + num_sources]: times their weights, without, and of the
-    labels of each source. The first two are the same where there are no weights.
+    """Sums over all labels, [2 + num_sources]: what is trained, their negative log-likelihood with weights and label
+    smoothing; their negative log-likelihood alone; that of the labels of each source.
     """
-    how = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
-    if weights_N is None and sources_N is None:
-        return functional.cross_entropy(logits_NV, labels_N, reduction="sum", **how).expand(2)
-    nats_N = functional.cross_entropy(logits_NV, labels_N, reduction="none", **how)
-    weighted_N, nats_N = nats_N if weights_N is None else nats_N * weights_N, nats_N.detach()
-    sums = torch.stack([weighted_N.sum(), nats_N.sum()])
+    cross_entropy = functools.partial(functional.cross_entropy, logits_NV, labels_N, ignore_index=IGNORED)
+    if weights_N is None and sources_N is None and not label_smoothing:
+        return cross_entropy(reduction="sum").expand(2)
+    trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
+    with torch.no_grad():  # takes no more memory than the backward
+        nats_N = cross_entropy(reduction="none") if label_smoothing else trained_N.detach()
+    trained_N = trained_N if weights_N is None else trained_N * weights_N
+    sums = torch.stack([trained_N.sum(), nats_N.sum()])
     if sources_N is None:
         return sums
     return torch.cat([sums, nats_N.new_zeros(num_sources).index_add(0, sources_N, nats_N)])

@@ -30,8 +30,6 @@ from dsft.runtime import patches
 if TYPE_CHECKING:
     import torch
 
-NEVER_READ = ("training_args.bin",)
-"""What transformers' Trainer writes for people alone."""
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """The first makes `torch.load(weights_only=False)` a weights-only load too (torch/serialization.py)."""
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:function|got) <class '([^']+)'>|unrecognized function (.+?)(?: which|$)")
@@ -85,7 +83,8 @@ def load_pickle(file: Path) -> Any:
 
 def is_read_pickle(file: Path) -> bool:
     """Return whether `file` is a pickle that some load of a model or a checkpoint reads."""
-    return file.suffix in (".pt", ".pth", ".bin") and file.name not in NEVER_READ
+    is_for_people = file.name == "training_args.bin"  # of transformers' Trainer
+    return file.suffix in (".pt", ".pth", ".bin") and not is_for_people
 
 
 def check_weight_files(folder: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,11 @@ from dsft.models.trained import (
     adapters_of,
     check_lora_options,
     grow_embeddings,
+    grow_for,
     learning_rates,
     saved_lora_config,
     select_trained,
-    tokens_of,
+    unsaved_ends,
     without_rows,
 )
 from dsft.runtime import patches
@@ -189,13 +190,11 @@ class ModelFacts:
     linear_inputs: frozenset[int]  # inputs of the linear layers without the head, which a format quantises in groups
 
 
-@contextlib.contextmanager
-def without_zero_init() -> Iterator[None]:
+def without_zero_init() -> contextlib.AbstractContextManager[None]:
     """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
     shard them by collectives, which the other ranks do not join.
     """
-    with patches.replaced("no_zero_init", lambda _: None):
-        yield
+    return patches.replaced("no_zero_init", lambda _: None)
 
 
 def empty_model(
@@ -222,11 +221,8 @@ def load_model_config(name: str, *, revision: str | None = None, trust_remote_co
 
 
 def _check_files(model: str) -> None:
-    """Looks at what of a model's files would fail only while its weights load, or builds modules without end.
-
-    Raises:
-        UserError: naming the number of layers or experts.
-        OSError, ValueError, TypeError: where generation_config.json holds something else.
+    """Looks at what of a model's files would fail only while its weights load, or builds modules without end. Raises
+    UserError, naming that number, or what transformers does where generation_config.json holds something else.
     """
     folder, too_many = Path(model), []
     path = folder / "config.json" if folder.is_dir() else folder
@@ -248,7 +244,7 @@ def measure_model(
     options: TrainConfig,
     *,
     scored: bool = False,
-    with_adapter: bool = False,
+    adapter: str | None = None,
     config: PreTrainedConfig | None = None,
     new_tokens: Sequence[int] = (),
 ) -> ModelFacts:
@@ -257,9 +253,9 @@ def measure_model(
 
     Args:
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
-        with_adapter: scored below a trained adapter: its format is that of the training.
+        adapter: a saved one, below which it is scored: with the rows of it, and in the format of its training.
         config: of the model, where it is known; else it is read.
-        new_tokens: that it gets rows for, beside those of a saved adapter.
+        new_tokens: that it gets rows for, beside those of the adapter.
     """
     name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
@@ -280,19 +276,21 @@ def measure_model(
         raise UserError(no_model(name, error)) from error
     if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))
-    as_loaded, saved = copy.deepcopy(model.config), []
+    as_loaded = copy.deepcopy(model.config)
     try:
         if options.adapter and method != "full":
             shape = saved_lora_config(options.adapter)
-            raise_if_any(without_rows(options.adapter, shape, new_tokens))
-            saved = tokens_of(shape)
-        rows = grow_embeddings(model, [*new_tokens, *saved])  # those of a new adapter: then none are saved
+            raise_if_any(without_rows(options.adapter, shape, new_tokens) + unsaved_ends(model, options.adapter, shape))
+            grow_for(model, options.adapter)
+        elif adapter:
+            grow_for(model, adapter)
+        rows = grow_embeddings(model, new_tokens)
         adapters, head = adapters_of(options, model, rows), model.get_output_embeddings()
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
         on_disk = GGUF if is_gguf(name) else None
         if not on_disk and not name.endswith(".json"):  # a config alone has random weights
-            trained = with_adapter or not scored
+            trained = adapter is not None or not scored
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
         if scored or (on_disk and method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)
@@ -345,12 +343,12 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     if stage < 3:
         return []
     if (quantization := size.quantization) and (quantization.lies_on_disk or not size.lora_r):
-        unpacked = ", or dsft export, which writes a folder of unpacked weights"
+        way_out = (
+            ", or dsft export, which writes a folder of unpacked weights" if quantization.unpacked_by_export else ""
+        )
         return [
             f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model"
-            " whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto"
-            + unpacked
-            * quantization.unpacked_by_export
+            f" whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto{way_out}"
         ]
     if size.model_type == "rwkv":
         return [
@@ -414,7 +412,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     is_looped = any(isinstance(module, nn.ModuleList) for module in lists)
     looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    base_params = sum(p.numel() for p in model.parameters()) - other_params
+    base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # In a step ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
     blocks = {
         id(block)
@@ -483,9 +481,8 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
 
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:
-    """The first of the names that this architecture's config has and sets: each family has names of its own.
-
-    The largest of the layers' values where they differ (Gemma 4's head_dim).
+    """The first of the names that this architecture's config has and sets: each family has names of its own. The
+    largest of the layers' values where they differ (Gemma 4's head_dim).
     """
     for name in names:
         if text.is_heterogeneous and name in text.per_layer_attributes:

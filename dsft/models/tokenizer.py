@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils.hub import cached_file
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
 from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, missing, model_inside
 from dsft.models.size import CONFIG_ERRORS, max_positions
+from dsft.models.trained import adapter_folder
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"
@@ -35,13 +37,11 @@ def check_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
     try:
-        name, gguf = located(config.tokenizer or tokenizer_folder(config.model))
-        # An adapter that trained rows of new tokens lies beside the only tokenizer that has these.
         adapter = getattr(config, "adapter", None)
-        if adapter and not config.tokenizer and _has_tokenizer(adapter):
-            trains_rows = (adapter_description(adapter) or {}).get("trainable_token_indices")
-            name, gguf = (adapter, {}) if trains_rows else (name, gguf)
-        revision = config.revision if not config.tokenizer else None
+        if config.tokenizer or (adapter and _has_own_tokens(adapter)):
+            (name, gguf), revision = located(config.tokenizer or adapter), None
+        else:
+            (name, gguf), revision = located(tokenizer_folder(config.model)), config.revision
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
         )
@@ -85,6 +85,18 @@ def tokenizer_folder(model: str) -> str:
 
 def _has_tokenizer(folder: str) -> bool:
     return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
+def _has_own_tokens(adapter: str) -> bool:
+    """Whether a saved adapter trained rows of tokens, and lies beside a tokenizer: the only one that has new ones."""
+    try:
+        content = adapter_description(adapter_folder(adapter)) or {}
+    except OSError:  # `measure_model` reports it
+        return False
+    if not content.get("trainable_token_indices") and not content.get("modules_to_save"):
+        return False
+    options = {"_raise_exceptions_for_missing_entries": False}
+    return any(cached_file(adapter, file, **options) for file in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:

@@ -27,6 +27,7 @@ from dsft.config.reader import convert
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
 from dsft.models.package import unreached
+from dsft.models.weight_files import ADAPTER_FILES, empty_tensors, find_files
 from dsft.runtime import patches
 from dsft.units import plural
 
@@ -70,8 +71,6 @@ OWN_OPTIONS = {
     **{name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")},
 }
 """Field of peft.LoraConfig -> the option of dsft that sets it."""
-PATTERNS = ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters")
-"""Fields that name modules or parameters."""
 ROWS_MULTIPLE = 64
 """Of a grown vocabulary: products of other widths take GPUs up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
@@ -119,6 +118,11 @@ def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: in
         return weight[rows].clone()
 
 
+def adapter_folder(adapter: str) -> str:
+    """Returns the folder of a saved adapter, of a hub id that in the cache. Raises OSError where there is none."""
+    return adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
+
+
 def saved_lora_config(adapter: str) -> PeftConfig:
     """Reads the shape of a saved adapter of any type, to be trained on, scored or merged.
 
@@ -126,7 +130,7 @@ def saved_lora_config(adapter: str) -> PeftConfig:
         UserError: where its type or a field of it is unknown, or dsft cannot compute with it.
         OSError, ValueError: where there is none.
     """
-    folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
+    folder = adapter_folder(adapter)
     content = adapter_description(folder)
     if content is None:
         raise ValueError(f"it has no {ADAPTER_CONFIG}")
@@ -310,7 +314,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     named, others, towers = dict(model.named_modules()), tuple(_not_linear(model)), unreached(model)
     text = model.config.get_text_config()
     everything = [*named, *(name for name, _ in model.named_parameters())]
-    for field in PATTERNS:
+    for field in ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters"):
         value = given.get(field) or ()
         for pattern in [value] if isinstance(value, str) else value:
             try:
@@ -389,10 +393,68 @@ def without_rows(adapter: str, adapters: PeftConfig, tokens: Iterable[int]) -> l
     return [f"add_tokens: {adapter} has no rows for {plural(len(lost), 'token')}; train a new one"] if lost else []
 
 
-def grow_for(model: PreTrainedModel, adapters: PeftConfig) -> None:
-    """Gives a base the rows that its adapter trains and it has not. Collective."""
+def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
+    """Returns the rows of embedding and head, by name, where a saved adapter holds these as a whole: peft saves both
+    once they were resized, whatever of them is trained.
+    """
+    try:
+        tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
+    except UserError:  # `adapter_problems` reports it
+        return {}
+    ends = [name for name, module in model.named_modules() if module in _ends(model)]
+    whole = r"((base_layer|token_adapter|original_module)\.)*weight"
+    return {
+        end: len(tensor)
+        for end in ends
+        for name, tensor in tensors.items()
+        if re.fullmatch(rf"base_model\.model\.{re.escape(end)}\.{whole}", name)
+    }
+
+
+def lost_ends(model: PreTrainedModel, adapter: str) -> list[str]:
+    """Says that an adapter over a grown vocabulary was saved without a head or embedding that it needs: peft leaves out
+    what it does not adapt where it adapts the other. Empty where all is there.
+    """
+    vocab_size, held = model.config.get_text_config().vocab_size, whole_ends(model, adapter)
+    ends = {name: module.weight for name, module in model.named_modules() if module in _ends(model)}
+    kept = {id(ends[name]) for name in held}  # a tied one is held with the other
+    lost = [name for name, weight in ends.items() if id(weight) not in kept]
+    if not lost or max(held.values(), default=0) <= vocab_size:
+        return []
+    return [
+        f"was trained over {max(held.values()):,} tokens, and was saved without its {lost[0]}, of which the base has"
+        f" {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in modules_to_save"
+    ]
+
+
+def unsaved_ends(model: PreTrainedModel, adapter: str, adapters: PeftConfig) -> list[str]:
+    """Says that a training of a saved adapter would lose a frozen embedding or head of its own; empty where it has
+    none.
+    """
+    vocab_size, trained = model.config.get_text_config().vocab_size, getattr(adapters, "modules_to_save", None) or ()
+    lost = [
+        f"a {end} of {rows:,} rows"
+        for end, rows in whole_ends(model, adapter).items()
+        if rows != vocab_size and not any(f".{end}".endswith(f".{name}") for name in trained)
+    ]
+    if not lost:
+        return []
+    return [
+        f"adapter={adapter}: has {lost[0]}, its base one of {vocab_size:,}, and a training would not save it; merge"
+        " both first (dsft merge), and train a new adapter of the result"
+    ]
+
+
+def grow_for(model: PreTrainedModel, adapter: str) -> None:
+    """Gives a base as many rows as a saved adapter holds, or else those that it trains and the base has not.
+    Collective.
+    """
     vocab_size = model.config.get_text_config().vocab_size
-    grow_embeddings(model, [token for token in tokens_of(adapters) if token >= vocab_size])
+    if ends := whole_ends(model, adapter):  # their content comes with the adapter
+        if (rows := max(ends.values())) != vocab_size:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+    else:
+        grow_embeddings(model, [token for token in tokens_of(saved_lora_config(adapter)) if token >= vocab_size])
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import check_positions, check_sharding, measure_model
 from dsft.models.tokenizer import check_tokenizer
-from dsft.models.trained import saved_lora_config, tokens_of
 from dsft.models.trials import architecture_problems
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -110,8 +109,7 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
         facts = measure_model(
             TrainConfig(model=base or folder, **options),
             scored=True,
-            with_adapter=base is not None,
-            new_tokens=tokens_of(saved_lora_config(folder)) if base else (),
+            adapter=folder if base else None,
         )
     except UserError as error:
         faults += error.problems

@@ -36,23 +36,12 @@ from dsft.watchdog import client as watchdog
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
-BAR_COLUMNS = 40
-"""Of the progress line, for what stands before the metrics."""
-NO_SIZE_COLUMNS = 80
-"""Of a terminal that does not know its own."""
-
-SHOWN_PROMPT = 60
-"""Characters of a sample's prompt on the screen, its last ones."""
-
 CLOSE_TO_UNIFORM = 0.01
 """A loss within this share of ln(vocabulary) is no better than uniform."""
-
 MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
 """Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
-
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
-
 AGAIN_SECONDS = 5.0
 """After the limit: a library may have caught the first exception."""
 
@@ -67,31 +56,30 @@ class LearningCheck(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs.get("grad_norm") == 0 and "loss" in logs and not self.warnings:
-            self.warnings.append(
+            self._warn(
                 f"the gradient norm is 0 at step {state.global_step}: no gradient reaches the trained parameters."
                 " Usual causes: weights that are all zero, frozen parameters, or rows whose answers are all cut off"
             )
-            say(f"warning: {self.warnings[-1]}")
         if "loss" in logs:
             self.losses.append(logs["loss"])
 
     def on_train_end(self, args, state, control, **kwargs):
         uniform = math.log(self.vocab_size)
         if len(self.losses) > 1 and all(abs(loss / uniform - 1) < CLOSE_TO_UNIFORM for loss in self.losses):
-            self.warnings.append(
+            self._warn(
                 f"the loss stays at {uniform:.4g}, no better than uniform over {self.vocab_size} tokens: nothing is"
                 " learnt. Usual causes: a learning rate too low, too few steps, or random weights where trained ones"
                 " were meant"
             )
-            say(f"warning: {self.warnings[-1]}")
+
+    def _warn(self, warning: str) -> None:
+        self.warnings.append(warning)
+        say(f"warning: {warning}")
 
 
 class SkippedSteps:
-    """Counts the optimizer steps that DeepSpeed skips in silence: a gradient is infinite or NaN.
-
-    Args:
-        in_fp16: now and then that is no fault, but the search for the loss's scale.
-        most: that may be skipped in a row.
+    """Counts the optimizer steps that DeepSpeed skips in silence: a gradient is infinite or NaN. In fp16 that is now
+    and then no fault, but the search for the loss's scale. `most` may be skipped in a row.
     """
 
     def __init__(self, *, in_fp16: bool = False, most: int | None = None):
@@ -178,7 +166,7 @@ class ProgressLog(TrainerCallback):
             steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
             self.bar = tqdm(desc="Training", dynamic_ncols=True, leave=False, bar_format=BAR, **steps)
             if (self.bar.ncols or 0) <= 0:  # some containers and remote shells give a terminal no size
-                self.bar.dynamic_ncols, self.bar.ncols = None, NO_SIZE_COLUMNS
+                self.bar.dynamic_ncols, self.bar.ncols = None, 80
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -190,12 +178,12 @@ class ProgressLog(TrainerCallback):
         shown = [*on_screen(logs)]
         parts = [f"step {state.global_step:>6}", *(text for text, _ in shown)]
         samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
-        samples = [f"  {prompt[-SHOWN_PROMPT:]} => {answer}" for prompt, answer in samples]
+        samples = [f"  {prompt[-60:]} => {answer}" for prompt, answer in samples]
         if self.bar is not None:
             self.bar.write("\n".join([_fitting(parts, self.bar.ncols), *samples]))
             if "loss" in logs:
                 in_bar = [text for text, is_in_bar in shown if is_in_bar]
-                self.bar.set_postfix_str(_fitting(in_bar, self.bar.ncols - BAR_COLUMNS))
+                self.bar.set_postfix_str(_fitting(in_bar, self.bar.ncols - 40))  # before it stand steps and times
             return
         start, first = self.begin
         done, left = state.global_step - first, state.max_steps - state.global_step

@@ -70,8 +70,8 @@ class TokenLoss:
 
         Returns:
             The loss, of which the sum over all micro batches and ranks is the step's: weighted nats per trained token,
-            and what the model adds. And the micro batch's nats alone, detached: with the weights, or of `compute_loss`,
-            without, and of each source, NaN where they are not known.
+            and what the model adds. And the micro batch's nats alone, detached: with weights and label smoothing, or of
+            `compute_loss`; without; and of each source, NaN where they are not known.
 
         Raises:
             UserError: where the model has neither a loss that is replaced nor logits for each token.

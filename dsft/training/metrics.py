@@ -81,7 +81,7 @@ class Sums:
     positions: float = 0.0
     """With padding."""
     weighted: float = 0.0
-    """Nats of the trained tokens, or their losses of `compute_loss`, times their weights."""
+    """Nats of the trained tokens, with label smoothing, or their losses of `compute_loss`, times their weights."""
     nats: float = 0.0
     """Of the trained tokens, without."""
     objective: float = 0.0
@@ -300,73 +300,53 @@ class RankTimes:
     """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
 
 
-class Repeated:
-    """Tells what is seen in two lines of the log in a row: once alone is chance. Each is told once."""
-
-    def __init__(self):
-        self._before: Any = None
-        self._told: set[Any] = set()
-
-    def is_new(self, seen: Any) -> bool:
-        """Whether `seen`, of this line, is to be told; None where there is nothing."""
-        is_new = seen is not None and seen == self._before and seen not in self._told
-        self._before = seen
-        if is_new:
-            self._told.add(seen)
-        return is_new
-
-
-class SlowRanks:
-    """Names a rank that is much slower than the others.
+class Bottlenecks:
+    """Reports what holds a training up: a rank that is much slower than the others, waiting for data, the network. Each
+    once, and only what two lines of the log in a row show: once alone is chance.
     `waits_in_forward`: ranks wait for each other in forward passes, as in ZeRO-3.
     """
 
     def __init__(self, *, waits_in_forward: bool):
-        self.waits_in_forward, self._slow = waits_in_forward, Repeated()
+        self.waits_in_forward = waits_in_forward
+        self._before: set[Any] = set()
+        self._reported: set[Any] = set()
 
-    def note(self, ranks: list[RankTimes], *, interval: float) -> None:
-        """Note the times of all ranks over `interval` seconds."""
-        least, slow = SLOW_SHARE * interval, None
+    def note(self, logs: dict[str, float], ranks: Sequence[RankTimes], *, interval: float) -> None:
+        """Note a line of the log, and the times of all ranks over its `interval` seconds."""
+        seen: dict[Any, str] = {}
+        least = SLOW_SHARE * interval
         kinds = [("reading its data", [rank.data for rank in ranks], least)]
         if not self.waits_in_forward:
             kinds.append(("forward passes", [rank.forward for rank in ranks], least))
-        products = [rank.product for rank in ranks]
-        for work, seconds, least in (*kinds, ("a product of matrices that each rank computes alone", products, 0.0)):
+        kinds.append(("a product of matrices that each rank computes alone", [rank.product for rank in ranks], 0.0))
+        for work, seconds, least in kinds:
             slowest, fastest = max(seconds), min(seconds)
             if slowest - fastest > least and slowest > SLOW * fastest:
-                slow = seconds.index(slowest), work
+                rank = seconds.index(slowest)
+                seen[rank, work] = (
+                    f"warning: rank {rank} on {ranks[rank].host} holds up the others: {work} took it {slowest:.3g} s,"
+                    f" the fastest rank {fastest:.3g} s. Look there for other programs, a GPU that is hot or throttled,"
+                    " and a slow disk"
+                )
                 break
-        if self._slow.is_new(slow):
-            say(
-                f"warning: rank {slow[0]} on {ranks[slow[0]].host} holds up the others: {slow[1]} took it"
-                f" {slowest:.3g} s, the fastest rank {fastest:.3g} s. Look there for other programs, a GPU that is hot"
-                " or throttled, and a slow disk"
-            )
-
-
-class BoundBy:
-    """Reports what binds a training: what most of the time goes to."""
-
-    def __init__(self):
-        self._binding = Repeated()
-
-    def note(self, logs: dict[str, float], ranks: Sequence[RankTimes]) -> None:
-        """Note the shares of a line of the log."""
         data, network = logs.get("data_wait_share", 0), logs.get("network_share", 0)
-        binding = "data" if data > MOST_DATA_WAIT else "network" if network > MOST_NETWORK else None
-        if not self._binding.is_new(binding):
-            return
-        if binding == "data":
+        is_long = interval > LEAST_INTERVAL
+        if is_long and data > MOST_DATA_WAIT:
             slowest = max(ranks, key=lambda rank: rank.data).host
-            say(
+            seen["data"] = (
                 f"note: waiting for data: {data:.0%} of the time (longest on {slowest}); raise dataloader_num_workers,"
                 " or prepare the data on a faster disk (data_cache)"
             )
-        else:
-            say(
+        elif is_long and network > MOST_NETWORK:
+            seen["network"] = (
                 f"note: the network: {network:.0%} of the time; more accumulation, a lower ZeRO stage or hpZ send less;"
                 " dsft doctor measures the links"
             )
+        for cause, message in seen.items():
+            if cause in self._before - self._reported:
+                say(message)
+        self._reported |= seen.keys() & self._before
+        self._before = {*seen}
 
 
 @dataclass(kw_only=True)
@@ -394,8 +374,8 @@ class Line:
     """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
 
 
-def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Line:
-    """Gather peaks of memory and, of `work`, sums and what ranks waited for; name a slow rank. Collective."""
+def gather(work: Work | None = None) -> Line:
+    """Gather peaks of memory and, of `work`, sums and what ranks waited for. Collective."""
     mine = None
     if work is not None:
         # A product of small matrices, a millisecond or less, shows a throttled device: the least of five counts.
@@ -421,8 +401,6 @@ def gather(work: Work | None = None, slow_ranks: SlowRanks | None = None) -> Lin
     if work is None or not work.sums.positions:
         return Line(peak_gib=peak_gib)
     seconds = time.perf_counter() - work.begun
-    if len(ranks) > 1:
-        slow_ranks.note(list(ranks), interval=seconds)
     of_work = {"sums": work.sums, "by_source": work.by_source, "by_expert": work.by_expert[:, :-1]}
     return Line(peak_gib=peak_gib, seconds=seconds, ranks=ranks, **of_work)
 
@@ -484,10 +462,8 @@ def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
 
 def _held_out(logs: dict[str, float]) -> str:
     """Write the perplexity of an evaluation, and its interval where there is one."""
-    perplexity, bounds = (
-        in_digits(logs["eval_perplexity"]),
-        [logs.get(f"eval_perplexity_{end}") for end in ("low", "high")],
-    )
+    perplexity = in_digits(logs["eval_perplexity"])
+    bounds = [logs.get(f"eval_perplexity_{end}") for end in ("low", "high")]
     return perplexity if None in bounds else f"{perplexity}, {in_words(bounds)}"
 
 

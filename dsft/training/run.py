@@ -29,12 +29,11 @@ from dsft.checkpoints.run_folder import (
     write_run,
 )
 from dsft.checkpoints.save import release_reserved_space, reserve_space
-from dsft.config import user_code
 from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
 from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
-from dsft.models.build import build_model, weights_digest
+from dsft.models.build import build_model
 from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import tile_loss
 from dsft.models.model_folder import is_bare_config
@@ -42,8 +41,9 @@ from dsft.models.package import unreached
 from dsft.models.pickles import safe_unpickling
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
-from dsft.models.trained import learning_rates, unwrapped
+from dsft.models.trained import unwrapped
 from dsft.models.trials import length_limits
+from dsft.models.weight_files import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.planner.plans import checkpointing_flags
 from dsft.run_setup.arguments import training_arguments
@@ -62,8 +62,8 @@ from dsft.runtime.hardware import (
 )
 from dsft.runtime.patches import active_patches
 from dsft.runtime.software import git_commit, versions
-from dsft.training.callbacks import EarlyStopping, compiling_limited
-from dsft.training.metrics import METRICS, Compute, TimedCollectives
+from dsft.training.callbacks import compiling_limited
+from dsft.training.metrics import METRICS, TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
 from dsft.watchdog import client as watchdog
@@ -216,34 +216,12 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         if is_bare_config(options.model):
             return f"random of seed {args.seed}"
         digest = weights_digest(options.model, options.revision)
-        # Adapters that are frozen keep what the seed has drawn.
-        return (
-            f"{digest} seed {args.seed}"
-            if options.method != "full" and (options.trainable or options.frozen)
-            else digest
-        )
+        if options.method != "full" and (options.trainable or options.frozen):
+            return f"{digest} seed {args.seed}"  # adapters that are frozen keep what it has drawn
+        return digest
 
     return PerplexityTrainer(
-        model,
-        args,
-        tokenizer=run.tokenizer,
-        data=data,
-        plan=run.plan,
-        compute=Compute.of_run(run),
-        team=team_of(options.sequence_parallel),
-        disk=run.disk,
-        save_minutes=options.save_minutes,
-        async_save=options.async_save,
-        left_out=left_out,
-        frozen_weights=distributed.on_rank_0(frozen_weights),
-        most_skipped=options.max_skipped_steps,
-        early_stopping=EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
-        if options.early_stopping_patience
-        else None,
-        learning_rates=learning_rates(options),
-        compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
-        callbacks=[user_code.load("callbacks", each) for each in options.callbacks],
-        user_code=user_code.digests(options),
+        model, args, run=run, data=data, left_out=left_out, frozen_weights=distributed.on_rank_0(frozen_weights)
     )
 
 
@@ -375,7 +353,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
-        before = (read_manifest(Path(run.checkpoint)) or {}).get("world_size")
+        before = read_manifest(run.checkpoint).get("world_size")
         if before not in (None, distributed.world_size()):
             say(
                 f"note: {plural(distributed.world_size(), 'rank')} now, {before} before; a step has"
@@ -387,7 +365,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting from scratch")
     if run.weights_of:
-        then = (read_manifest(Path(run.weights_of)) or {}).get("run_identity", {}).get("sequences per step")
+        then = read_manifest(run.weights_of).get("run_identity", {}).get("sequences per step")
         now = trainer.run_identity["sequences per step"]
         if then not in (None, now):
             # Malladi et al. 2022, arXiv 2205.10287: Adam's rate goes with the square root of the batch.

@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
@@ -28,32 +28,29 @@ from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_e
 from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
 from dsft.checkpoints.run_folder import FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
+from dsft.config import user_code
 from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.config.user_code import KEYS
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.pickles import mapped_resume
-from dsft.models.sequence_parallel import ALONE, Team
+from dsft.models.sequence_parallel import team_of
 from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
-from dsft.models.trained import rate_factors
+from dsft.models.trained import learning_rates, rate_factors
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
-from dsft.planner.plans import Plan
-from dsft.run_setup.arguments import CheckpointSize
+from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime import distributed, patches
 from dsft.runtime.console import say
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
 from dsft.training.engine import answers_to, averaged_weights, import_muon, patch_engine, swap_in
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import (
-    LEAST_INTERVAL,
-    BoundBy,
+    Bottlenecks,
     Compute,
     Line,
-    SlowRanks,
     Work,
     complete,
     count_experts,
@@ -99,34 +96,17 @@ class PerplexityTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments,
         *,
-        tokenizer: PreTrainedTokenizerBase,
+        run: TrainingRun,
         data: TrainingData,
-        plan: Plan,
-        compute: Compute,
-        disk: CheckpointSize,
-        team: Team = ALONE,
-        save_minutes: float | None = None,
-        async_save: bool = False,
-        left_out: LeftOut | None = None,
-        frozen_weights: str | None = None,
-        early_stopping: EarlyStopping | None = None,
-        most_skipped: int | None = None,
-        learning_rates: Mapping[str, float] | None = None,
-        compute_loss: Callable | None = None,
-        callbacks: Sequence[TrainerCallback] = (),
-        user_code: Mapping[str, str] | None = None,
+        left_out: LeftOut | None,
+        frozen_weights: str | None,
     ):
         """
         Args:
-            disk: what the run writes.
-            team: of the ranks that share each micro batch, and each window of an evaluation.
             left_out: parts of the model's package that were not loaded, for `final/`.
             frozen_weights: a digest of the files that hold them, for the run's identity.
-            most_skipped: optimizer steps in a row that may be skipped.
-            learning_rates: pattern of parameters' names -> factor of the learning rate (models/trained.py).
-            compute_loss, callbacks: the user's own.
-            user_code: names and digests of all code of the user's, by option; a resume notes what has changed.
         """
+        options, team = run.options, team_of(run.options.sequence_parallel)
         micro_batch = args.per_device_train_batch_size
         per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
         if isinstance(items := data.items, Stream):
@@ -141,40 +121,40 @@ class PerplexityTrainer(Trainer):
             args=args,
             train_dataset=items,
             eval_dataset=data.held_out,
-            processing_class=tokenizer,
+            processing_class=run.tokenizer,
             data_collator=data.collator,
         )
         # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.strategy, self.prompts = data.strategy, data.prompts
-        self.team, self.sequences_per_step = team, per_step
-        self.compute = compute
-        self.sources, self.held_out_sets = data.sources, data.held_out_sets
+        self.data, self.team, self.sequences_per_step = data, team, per_step
+        self.compute = Compute.of_run(run)
         self.token_loss = TokenLoss(
             model,
             label_smoothing=args.label_smoothing_factor,
             num_sources=len(data.sources),
-            compute_loss=compute_loss,
+            compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
         )
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         # In a notebook transformers' table and bar stay, unless disable_tqdm asks for lines.
         shows_table = any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks)
-        self.learning, self.plan_check = LearningCheck(text_config.vocab_size), PlanCheck(plan)
-        self.early_stopping = early_stopping
-        printers = () if shows_table else (ProgressLog,)
-        for callback in (*printers, MetricsFile, self.learning, self.plan_check, early_stopping, *callbacks):
-            if callback is not None:
-                self.add_callback(callback)
+        self.learning, self.plan_check = LearningCheck(text_config.vocab_size), PlanCheck(run.plan)
+        self.early_stopping = None
+        if options.early_stopping_patience:
+            self.early_stopping = EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
+        callbacks = [] if shows_table else [ProgressLog]
+        callbacks += [MetricsFile, self.learning, self.plan_check]
+        callbacks += [self.early_stopping] if self.early_stopping else []
+        for callback in (*callbacks, *(user_code.load("callbacks", each) for each in options.callbacks)):
+            self.add_callback(callback)
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
-        self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=most_skipped)
+        self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
         routers = routers_of(model)
         num_experts = (len(routers), num_experts_of(text_config)) if routers else (0, 0)
         self.work, self.line = Work(args.device, len(data.sources), num_experts), Line(peak_gib={})
         count_experts(routers, self.work)
-        waits = is_deepspeed_zero3_enabled() or team.size > 1
-        self.slow_ranks, self.bound_by = SlowRanks(waits_in_forward=waits), BoundBy()
+        self.bottlenecks = Bottlenecks(waits_in_forward=is_deepspeed_zero3_enabled() or team.size > 1)
 
         deepspeed_config = args.hf_deepspeed_config.config
         self.topology = {
@@ -188,11 +168,11 @@ class PerplexityTrainer(Trainer):
             mapped_resume, on_gpu=args.device.type == "cuda" and not self.topology["offload"]
         )
         self.saves, self.final_save = Saves(), Saves()
-        self.save_minutes, self.learning_rates = save_minutes, learning_rates or {}
+        self.save_minutes, self.learning_rates = options.save_minutes, learning_rates(options)
         self.left_out = None if isinstance(model, PeftModel) else left_out
-        self._disk = disk
+        self._disk = run.disk
         self._saved_at = time.monotonic()
-        self._async_save = async_save
+        self._async_save = options.async_save
         self._staged_save: StagedSave | None = None
         self._unpublished: tuple[StagedSave, int, dict[str, Any]] | None = None
         """What was begun and not published yet, at which step, and the facts for its manifest."""
@@ -221,8 +201,8 @@ class PerplexityTrainer(Trainer):
             options=unchangeable,
         )
         # As JSON has them, to be compared with those of a checkpoint.
-        taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(KEYS) | dict(user_code or {})
-        self.taken_options = json.loads(json.dumps(taken))
+        of_code = dict.fromkeys(user_code.KEYS) | user_code.digests(options)
+        self.taken_options = json.loads(json.dumps({name: getattr(args, name) for name in TAKEN} | of_code))
 
     @property
     def totals(self) -> dict[str, float]:
@@ -256,7 +236,7 @@ class PerplexityTrainer(Trainer):
             seed=shuffle_seed(self.args.data_seed, self.args.seed),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
-            strategy=self.strategy,
+            strategy=self.data.strategy,
             micro_batch=self.args.per_device_train_batch_size,
             shared_by=self.team.size,
         )
@@ -454,21 +434,19 @@ class PerplexityTrainer(Trainer):
                 self.state.num_input_tokens_seen += int(sums.tokens)
             self.totals["trained_tokens"] += int(sums.trained)
             self.totals["nats"] += sums.nats
-            of_sources = self.totals.setdefault("sources", {}) if self.sources else {}
-            for source, tokens, nats in zip(self.sources, *by_source.tolist(), strict=True):
+            of_sources = self.totals.setdefault("sources", {}) if self.data.sources else {}
+            for source, tokens, nats in zip(self.data.sources, *by_source.tolist(), strict=True):
                 if math.isnan(nats):  # Liger's loss tells none of them apart
                     continue
-                before = of_sources.get(source, {"trained_tokens": 0, "nats": 0.0})
-                of_sources[source] = {
-                    "trained_tokens": before["trained_tokens"] + int(tokens),
-                    "nats": before["nats"] + nats,
-                }
+                total = of_sources.setdefault(source, {"trained_tokens": 0, "nats": 0.0})
+                total["trained_tokens"] += int(tokens)
+                total["nats"] += nats
             if sums.due:
                 control.should_save = True
             if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
                 self.is_stopping = control.should_save = control.should_training_stop = True
         if control.should_log:
-            self.line = gather(self.work, self.slow_ranks)
+            self.line = gather(self.work)
             self.line.skipped_steps = self.skipped_steps.number
             self.line.trained_tokens = self.totals["trained_tokens"]
             self.work.begin_interval()
@@ -484,9 +462,9 @@ class PerplexityTrainer(Trainer):
             logs |= speed_metrics("train", start_time, num_tokens=tokens)
         save_seconds = self.saves.seconds if self.saves.number else None
         line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
-        logs = complete(line, self.sources)
-        if line.seconds > LEAST_INTERVAL:
-            self.bound_by.note(logs, line.ranks)
+        logs = complete(line, self.data.sources)
+        if line.ranks:
+            self.bottlenecks.note(logs, line.ranks, interval=line.seconds)
         super().log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -516,7 +494,7 @@ class PerplexityTrainer(Trainer):
             **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
             "best_checkpoint": self.state.best_model_checkpoint,
             **({"stopped_early": self.early_stopping.stopped} if self.early_stopping else {}),
-            **({"sources": self.totals.get("sources", {})} if self.sources else {}),
+            **({"sources": self.totals.get("sources", {})} if self.data.sources else {}),
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
@@ -548,23 +526,22 @@ class PerplexityTrainer(Trainer):
                 team=self.team,
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
-            answers = answers_to(self.prompts, self.model, self.processing_class) if self.prompts else []
+            answers = answers_to(self.data.prompts, self.model, self.processing_class) if self.data.prompts else []
         set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
+        bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # one window has none
         metrics = {
             "loss": result.loss,
             "perplexity": result.perplexity,
-            **(
-                {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}
-            ),  # one window has no interval
+            **bounds,
             "tokens": result.tokens,
-            **of_sets(result, self.held_out_sets, set_D),
+            **of_sets(result, self.data.held_out_sets, set_D),
             "runtime": time.perf_counter() - start,
         }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         samples = {
             name.format(number): text
-            for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True), start=1)
+            for number, (prompt, answer) in enumerate(zip(self.data.prompts, answers, strict=True), start=1)
             for name, text in zip(SAMPLE, (prompt.text, answer), strict=True)
         }
         self.line = gather()

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -23,7 +24,7 @@ from dsft.checkpoints.export import NotStreamable, merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import adapter_problems, build_model, load_weights
-from dsft.models.size import load_model_config
+from dsft.models.size import load_model_config, measure_model
 from dsft.models.tokenizer import load_tokenizer
 from dsft.run_setup.evaluation_checks import candidate_of
 
@@ -125,12 +126,21 @@ def lora(**options) -> LoraConfig:
     return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"} | options)
 
 
-def write_adapter(folder: Path, base: Path, config, *, std: float = 0.05) -> Path:
+def base_of(folder: Path, rows: int | None):
+    """The base as an adapter's owner has it: with other `rows` of its embedding and head."""
+    torch.manual_seed(2)
+    model = base_model(folder)
+    if rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    return model
+
+
+def write_adapter(folder: Path, base: Path, config, *, std: float = 0.05, rows: int | None = None) -> Path:
     """Saves an adapter whose trained weights are not those of its start; no tokenizer lies beside it."""
     torch.manual_seed(1)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        model = get_peft_model(base_model(base), config)
+        model = get_peft_model(base_of(base, rows), config)
         for _, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter) * std)
@@ -139,9 +149,9 @@ def write_adapter(folder: Path, base: Path, config, *, std: float = 0.05) -> Pat
 
 
 @torch.no_grad()
-def assert_as_in_peft(adapter: Path, base: Path, out: Path) -> None:
+def assert_as_in_peft(adapter: Path, base: Path, out: Path, rows: int | None = None) -> None:
     """dsft scores and merges what a plain `PeftModel.from_pretrained` computes, and the adapter changes the model."""
-    plain = base_model(base)
+    plain = base_of(base, rows)
     without = plain(IDS).logits
     expected = PeftModel.from_pretrained(plain, adapter).eval()(IDS).logits
     assert (expected - without).abs().max() > 1e-3
@@ -164,6 +174,68 @@ def test_lora_that_reaches_beyond_a_weight_is_merged_by_peft(bases, tmp_path, ba
     write_adapter(tmp_path / "adapter", bases / base, lora(**options))
     assert_as_in_peft(tmp_path / "adapter", bases / base, tmp_path / "out")
     assert "full model is loaded into memory" in capsys.readouterr().out
+
+
+RESIZED = [
+    ("tied", 386, {"trainable_token_indices": [3, 385]}),
+    ("llama", 380, {}),
+    ("llama", 386, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("llama", 386, {"trainable_token_indices": {"embed_tokens": [384, 385], "lm_head": [384, 385]}}),
+    ("llama", 386, {"trainable_token_indices": [384, 385]}),
+    ("tied", 380, {"trainable_token_indices": [3]}),
+    ("tied", 448, {"trainable_token_indices": [384]}),
+    ("tied", 386, {}),
+    ("llama", 386, {"modules_to_save": ["lm_head"]}),
+    ("tied", 386, {"modules_to_save": ["embed_tokens"]}),
+    ("llama", 386, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    ("gemma3", 386, {"trainable_token_indices": [385]}),
+]
+"""Bases, rows of the embedding and head that the adapter was trained with, and options of the adapter."""
+
+
+@pytest.mark.parametrize(("base", "rows", "options"), grid(RESIZED, quick=RESIZED[:3]))
+def test_an_adapter_over_a_resized_vocabulary_brings_its_embedding(bases, tmp_path, base, rows, options):
+    """peft saves embedding and head as a whole then, of a tied head the trained rows twice."""
+    write_adapter(tmp_path / "adapter", bases / base, lora(**options), rows=rows)
+    assert_as_in_peft(tmp_path / "adapter", bases / base, tmp_path / "out", rows)
+    with torch.no_grad():  # also what the resized rows compute
+        ids = torch.tensor([[rows - 1, 5, rows - 2]])
+        expected = PeftModel.from_pretrained(base_of(bases / base, rows), tmp_path / "adapter").eval()(ids).logits
+        merged = base_model(tmp_path / "out")(ids).logits
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6 * max(1.0, expected.abs().max().item()))
+    candidate = candidate_of(EvalConfig(model=str(tmp_path / "adapter"), data=["a"]), str(tmp_path / "adapter"), [])
+    assert candidate.facts.size.vocab_size == rows
+
+
+def test_an_adapter_that_was_saved_without_its_grown_head_is_refused(bases, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", bases / "llama", lora(target_modules=["embed_tokens"]), rows=386)
+    scored, merged = errors_of(adapter, bases / "llama")
+    assert scored.endswith(merged.removeprefix(f"{adapter}")) and "saved without its lm_head" in merged
+
+
+def test_an_embedding_that_a_training_of_the_adapter_would_lose_is_refused(bases, tmp_path):
+    known = {"model": str(bases / "llama"), "method": "lora"}
+    for name, options in {"frozen": {}, "trained": {"modules_to_save": ["embed_tokens", "lm_head"]}}.items():
+        write_adapter(tmp_path / name, bases / "llama", lora(**options), rows=386)
+    measure_model(TrainConfig(**known, adapter=str(tmp_path / "trained")))
+    with pytest.raises(UserError, match=r"has a model.embed_tokens of 386 rows, its base one of 384"):
+        measure_model(TrainConfig(**known, adapter=str(tmp_path / "frozen")))
+
+
+def test_an_adapter_of_the_hub_that_trained_tokens_takes_its_own_tokenizer(bases, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--ns--adapter"
+    folder = cached / "snapshots" / ("a" * 40)
+    write_adapter(folder, bases / "tied", lora(trainable_token_indices=[384]), rows=385)
+    tokenizer = AutoTokenizer.from_pretrained(bases / "tied")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(folder)
+    for file in (cached / "refs" / "main", cached / ".no_exist" / folder.name / "config.json"):
+        file.parent.mkdir(parents=True)
+        file.write_text(folder.name)
+    options = TrainConfig(model=str(bases / "tied"), method="lora", adapter="ns/adapter")
+    for each in (options, replace(options, adapter=str(folder))):
+        assert load_tokenizer(each).get_vocab()["<new>"] == len(tokenizer) - 1
 
 
 def of_type(name: str, options: dict):
@@ -266,6 +338,7 @@ def test_an_adapter_takes_the_tokenizer_of_its_base(bases, adapter):
 EVALUATED = {
     **{start: ("llama", "LoraConfig", SOME | {"init_lora_weights": start}) for start in ("pissa", "olora")},
     "tokens": ("tied", "LoraConfig", SOME | {"trainable_token_indices": [3, 5]}),
+    "resized": ("tied", "LoraConfig", SOME | {"trainable_token_indices": [3, 5]}),
     "tied embedding": ("tied", "LoraConfig", {"target_modules": ["embed_tokens", "q_proj"]}),
     **{
         name: ("llama", name, TYPES[name])
@@ -276,9 +349,10 @@ EVALUATED = {
 
 
 @torch.no_grad()
-def perplexity_in_peft(adapter: Path, base: Path, data: Path) -> float:
+def perplexity_in_peft(adapter: Path, base: Path, data: Path, rows: int | None) -> float:
     """Of windows of 64 tokens over all texts joined, the first token of each is context."""
-    model, tokenizer = PeftModel.from_pretrained(base_model(base), adapter).eval(), AutoTokenizer.from_pretrained(base)
+    model = PeftModel.from_pretrained(base_of(base, rows), adapter).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base)
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     windows = torch.tensor(tokenizer("".join(texts), add_special_tokens=False).input_ids).split(64)
     nats = [functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in windows]
@@ -299,11 +373,13 @@ def evaluated(adapters: list[Path], data: Path, out: Path, *, world: int, zero: 
 def test_an_evaluation_of_any_adapter_gives_the_perplexity_of_peft(bases, tiny, tmp_path):
     data, adapters, expected = tiny / "held_out.jsonl", [], []
     for name, (base, config, options) in EVALUATED.items():
-        adapters.append(write_adapter(tmp_path / name.replace(" ", "-"), bases / base, of_type(config, options)))
-        expected.append(perplexity_in_peft(adapters[-1], bases / base, data))
+        folder, rows = tmp_path / name.replace(" ", "-"), 386 if name == "resized" else None
+        adapters.append(write_adapter(folder, bases / base, of_type(config, options), rows=rows))
+        expected.append(perplexity_in_peft(folder, bases / base, data, rows))
     assert evaluated(adapters, data, tmp_path / "out", world=1, zero="0") == pytest.approx(expected, rel=1e-6)
-    sharded = evaluated(adapters[:1], data, tmp_path / "sharded", world=2, zero="3")
-    assert sharded == pytest.approx(expected[:1], rel=1e-6)
+    some = [number for number, name in enumerate(EVALUATED) if name in ("pissa", "resized")]
+    sharded = evaluated([adapters[number] for number in some], data, tmp_path / "sharded", world=2, zero="3")
+    assert sharded == pytest.approx([expected[number] for number in some], rel=1e-6)
 
 
 def test_an_adapter_is_merged_and_scored_with_the_revision_of_its_base(tmp_path, monkeypatch):

@@ -16,8 +16,9 @@ from transformers.integrations import HfDeepSpeedConfig
 from dsft.api import build_model, evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.models.build import weight_problems, weights_digest
+from dsft.models.build import weight_problems
 from dsft.models.size import measure_model
+from dsft.models.weight_files import weights_digest
 
 LOST = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, trainer
 import dsft
 from dsft.config.deepspeed import read_zero_file
 from dsft.data.batches import Collator
-from dsft.training.metrics import RankTimes, SlowRanks
+from dsft.training.metrics import Bottlenecks, RankTimes
 
 pytestmark = pytest.mark.launch
 READS = ("item", "tolist", "cpu", "__int__", "__float__", "__bool__")
@@ -197,10 +197,10 @@ def test_a_slow_device_is_named_in_two_lines_of_the_log_in_a_row_and_one_alone_i
     def line(*products: float) -> list[RankTimes]:
         return [RankTimes(host=f"n{rank}", data=0.0, forward=1.0, product=p) for rank, p in enumerate(products)]
 
-    slow_ranks = SlowRanks(waits_in_forward=True)
+    bottlenecks = Bottlenecks(waits_in_forward=True)
     for products in ((1e-3, 1e-2), (1e-3, 1e-3), (1e-3, 1e-2), (1e-2, 1e-3)):
-        slow_ranks.note(line(*products), interval=1.0)
+        bottlenecks.note({}, line(*products), interval=1.0)
     assert capsys.readouterr().out == ""
     for _ in range(3):
-        slow_ranks.note(line(1e-3, 1e-2), interval=1.0)
+        bottlenecks.note({}, line(1e-3, 1e-2), interval=1.0)
     assert capsys.readouterr().out.count("rank 1 on n1 holds up the others") == 1

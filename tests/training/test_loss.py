@@ -196,10 +196,10 @@ def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, caps
             *(x.split(rows) for x in (IDS_BT, LABELS_BT, WEIGHTS_BT)), strict=True
         ):
             outputs = model(input_ids=ids_BT, use_cache=False)
-            nats_BT = functional.cross_entropy(
-                outputs.logits[:, :-1].transpose(1, 2), labels_BT[:, 1:], reduction="none", label_smoothing=smoothing
-            )
-            loss = (nats_BT * weights_BT[:, 1:]).sum() / trained
+            of_labels = outputs.logits[:, :-1].transpose(1, 2), labels_BT[:, 1:]
+            nats_BT = functional.cross_entropy(*of_labels, reduction="none")  # the log's: they stay nats
+            smoothed_BT = functional.cross_entropy(*of_labels, reduction="none", label_smoothing=smoothing)
+            loss = (smoothed_BT * weights_BT[:, 1:]).sum() / trained
             loss = loss + 0.1 * outputs.aux_loss * rows / ROWS if has_router else loss
             loss.backward()
             weighted, nats = weighted + loss.item(), nats + nats_BT.sum().item()
@@ -261,7 +261,9 @@ def test_label_smoothing_is_that_of_transformers():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED)).eval()
     outputs = model(input_ids=IDS_BT)
     smoothed = LabelSmoother(epsilon=0.2)(outputs, LABELS_BT, shift_labels=True).item()
-    assert step(model, 2, label_smoothing=0.2)[0] == pytest.approx(smoothed, rel=1e-5)
+    loss, nats, _ = step(model, 2, label_smoothing=0.2)
+    assert loss == pytest.approx(smoothed, rel=1e-5)
+    assert nats == pytest.approx(step(model, 2)[1], rel=1e-6) and abs(loss - nats) > 1e-3
 
 
 def test_a_model_with_a_loss_of_its_own_is_told_and_asked_for_it_no_more(capsys):

@@ -12,7 +12,7 @@ from ranks import on_ranks, train, train_all
 from tiny import sentences, write_jsonl, write_model
 
 from dsft.data.batches import Collator
-from dsft.training.metrics import BoundBy, RankTimes, Work
+from dsft.training.metrics import Bottlenecks, RankTimes, Work
 
 pytestmark = pytest.mark.launch
 RUNS = ("files-1", "files-2", "column-1", "column-2", "resumed-1", "logits-2", "streamed-2")
@@ -180,7 +180,8 @@ def test_ranks_report_what_they_wait_for_in_collectives(options, tmp_path, zero,
 
 
 def test_the_network_is_named_where_two_lines_in_a_row_are_mostly_its(capsys):
-    ranks, bound_by = [RankTimes(host="a", data=0.0, forward=1.0, product=1.0)], BoundBy()
+    ranks = [RankTimes(host="a", data=0.0, forward=1.0, product=1.0)]
+    bottlenecks = Bottlenecks(waits_in_forward=True)
     for share in (0.7, 0.1, 0.7, 0.7, 0.7):
-        bound_by.note({"network_share": share, "data_wait_share": 0.0}, ranks)
+        bottlenecks.note({"network_share": share, "data_wait_share": 0.0}, ranks, interval=1.0)
     assert capsys.readouterr().out.count("the network: 70% of the time") == 1
