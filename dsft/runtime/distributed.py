@@ -416,7 +416,7 @@ def use_bound_cores(*, chooses_threads: bool) -> None:
     host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
     of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
     if chooses_threads and mine != of_node:
-        _set_threads(max(1, min(len(mine), len(of_node) // ranks_per_node())))
+        _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
 
 
 def _set_threads(number: int) -> None:

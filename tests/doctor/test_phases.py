@@ -11,6 +11,7 @@ from conftest import ROOT
 
 from dsft.doctor import phases
 from dsft.doctor.phases import NodeFacts, file_content, typed
+from dsft.runtime.hardware import cpu_count
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
@@ -41,7 +42,7 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     facts = typed(NodeFacts, json.loads(result.stdout))
     assert facts.versions["torch"] == importlib.metadata.version("torch")  # torch adds "+cu130" to its own
-    assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
+    assert facts.cores == cpu_count() and facts.slots >= 1
     assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
 
 

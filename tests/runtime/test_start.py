@@ -109,7 +109,15 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
         (range(0, 1), [range(1, 2)], 1),
     ],
 )
-def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, bound, others, threads):
+@pytest.mark.parametrize("quota", [None, 6])
+def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, tmp_path, bound, others, threads, quota):
+    """As far as a container's share of the node's time reaches."""
+    (tmp_path / "own").write_text("0::/")
+    (tmp_path / "cpu.max").write_text(f"{quota}00000 100000" if quota else "max 100000")
+    monkeypatch.setattr("dsft.runtime.hardware.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("dsft.runtime.hardware.CGROUPS", tmp_path)
+    if quota and threads:
+        threads = min(threads, quota // (1 + len(others)))
     taken = []
     monkeypatch.setattr(distributed, "_set_threads", taken.append)
     monkeypatch.setenv("LOCAL_SIZE", str(1 + len(others)))
