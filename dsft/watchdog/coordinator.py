@@ -120,6 +120,11 @@ class Coordinator:
         if self.launcher and (self._all_left() or any(self.exit_codes)):
             self.launcher.send("done", exit_code=max(self.exit_codes))
 
+    def count_silence_from(self, now: float) -> None:
+        """This process was stopped, perhaps with the others: what they send next counts."""
+        for node in self.nodes.values():
+            node.last_heard = now
+
     def _all_left(self) -> bool:
         return len(self.exit_codes) == self.world_size
 
@@ -346,6 +351,12 @@ class Relay:
         if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self.coordinator.send("heartbeat")
+
+    def count_silence_from(self, now: float) -> None:
+        """As the coordinator's."""
+        self.last_heard = now
+        for child in self.children.values():
+            child.last_heard = now
 
     def _connect(self) -> None:
         try:

@@ -324,6 +324,14 @@ def test_one_sidecar_that_is_lost_behind_a_relay_is_named(relayed, fault):
     assert report.rank == 1 and "its watchdog" in report.text.replace("with its", "its")
 
 
+def test_silence_counts_from_the_end_of_a_pause_for_a_relay_too(relayed):
+    relayed.step_until(lambda: relayed.relay.has_answered)
+    relayed.now += LOST_SECONDS + 1
+    relayed.relay.count_silence_from(relayed.now)
+    relayed.relay.step(relayed.now)
+    assert not any(connection.closed for connection in (relayed.relay.coordinator, *relayed.relay.children))
+
+
 def test_ranks_leave_one_after_the_other_through_a_relay(relayed):
     for rank in (0, 1):
         relayed.sidecars[rank].send("close", exit_code=0, lines=[])
