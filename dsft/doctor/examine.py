@@ -145,14 +145,14 @@ def examine(
         first, names = next(iter(facts)), list(facts)
         master, taken = master or facts[first].address or LOOPBACK, facts[first].master_port_taken
 
-        # Every node connects to others, of many to a sample, and to the master's port where it is free. The first
-        # connects to all: it compares their clocks.
+        # Every node connects to others, of many to a sample with the first, and to the master's port where it is free.
+        # The first connects to all: it compares their clocks.
         inputs = {}
         for number, name in enumerate(names):
             targets = []
             if port and not taken and name != first:
                 targets.append({"kind": "master", "name": first, "address": master, "port": port})
-            numbers = range(1, len(names)) if name == first else neighbours(len(names), number)
+            numbers = range(1, len(names)) if name == first else sorted({0, *neighbours(len(names), number)})
             for other in [names[i] for i in numbers]:
                 address = master if other == first else facts[other].address or other
                 target = {"name": other, "port": facts[other].open_port}
