@@ -18,6 +18,7 @@ import errno
 import glob
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -162,10 +163,10 @@ class NodeFacts:
             return []
         if self.visible_gpus is None:
             return self.gpus.cards
-        words = [word for word in self.visible_gpus.split(",") if word.strip()]
-        if all(word.isdigit() for word in words):
-            return [gpu for gpu in self.gpus.cards if str(gpu.index) in words]
-        return self.gpus.cards[: len(words)]
+        cards, words = {str(gpu.index): gpu for gpu in self.gpus.cards}, re.split(r"\s*,\s*", self.visible_gpus.strip())
+        if words[0].startswith(("GPU-", "MIG-")):  # names, for which nvidia-smi was not asked
+            return self.gpus.cards[: len(words)]
+        return [cards[word] for word in itertools.takewhile(cards.__contains__, words)]  # CUDA looks no further either
 
     def interface_of(self, address: str) -> str:
         """The interface that has `address`; empty where none has."""

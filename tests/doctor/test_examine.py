@@ -446,6 +446,9 @@ def test_of_a_silent_rank_the_others_time_outs_are_not_reported():
         ({"torch_cuda": ""}, []),
         ({"visible_gpus": "1"}, [1]),
         ({"visible_gpus": ""}, []),
+        ({"visible_gpus": "-1"}, []),
+        ({"visible_gpus": "1, 0"}, [1, 0]),
+        ({"visible_gpus": "0,-1,1"}, [0]),
         ({"visible_gpus": "GPU-8f1"}, [0]),
     ],
 )
