@@ -77,8 +77,10 @@ LIFE_SECONDS = 180  # a phase that is older exits, whatever the connection does
 SLOWEST_LINK = 0.5e6  # bytes per second (4 Mbit/s) below which a link is broken for any training
 CONNECT_SECONDS = 3.0  # a connection in a cluster takes milliseconds; a firewall that drops packets answers never
 ROUND_TRIPS = 5
-BLOCK_BYTES, BLOCK_TRIES = 128 * 1024, 3
-"""Sent to measure a link: 0.3 s at SLOWEST_LINK. What a busy host delays once is tried again."""
+BLOCK_BYTES, BLOCK_TRIES, BLOCK_SECONDS = 128 * 1024, 3, 2.0
+"""Sent to measure a link: 0.3 s at SLOWEST_LINK. What a busy host delays once is tried again; of a block that takes
+longer, what has come tells the rate.
+"""
 TURNS, TURNS_SECONDS = 2, 8.0
 """Number of times that a slow link is measured again, and seconds after which none is: each time takes 3 s."""
 BUSY_BYTES = 10 * SLOWEST_LINK  # per second, below which a host's blocks to itself show that it is busy
@@ -468,11 +470,13 @@ def _connect(target: dict[str, Any]) -> Connection:
             seconds, ahead = min(trips)
             rate = 0.0
             for _ in range(BLOCK_TRIES if target["kind"] == "open" else 0):
-                start = time.perf_counter()
+                start, seconds_of_block, left = time.perf_counter(), 0.0, BLOCK_BYTES
                 connection.sendall(b"b")
-                got = len(lines.read(BLOCK_BYTES))
-                rate = max(rate, got / (time.perf_counter() - start))
-                if rate > SLOWEST_LINK:
+                while left and seconds_of_block < BLOCK_SECONDS and (piece := lines.read1(left)):
+                    left -= len(piece)
+                    seconds_of_block = time.perf_counter() - start
+                rate = max(rate, (BLOCK_BYTES - left) / seconds_of_block if seconds_of_block else 0.0)
+                if left or rate > SLOWEST_LINK:
                     break
             return Connection(**target, host=host, seconds=seconds / 2, clock_ahead=ahead, bytes_per_second=rate)
     except OSError as error:
