@@ -310,7 +310,7 @@ def _measure(
         # For later plans, under the hosts' own names and under those of the host file.
         for hosts in {tuple(node.host for node in facts.values()), tuple(names)}:
             keep("links", links_key(hosts), rates)
-    return list(check_measured(links, node_of, facts, used))
+    return list(check_measured(links, node_of, facts, used, devices))
 
 
 def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:

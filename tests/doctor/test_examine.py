@@ -177,7 +177,7 @@ def look(facts: NodeFacts, **options) -> list[Finding]:
 
 
 def links(values: Measured) -> list[Finding]:
-    return list(check_measured(values, WHERE, nodes(), USED))
+    return list(check_measured(values, WHERE, nodes(), USED, {"n2": [6, 7]}))
 
 
 def contents(files: RunFiles, first: FileContent | None, last: FileContent | None) -> list[Finding]:
@@ -360,6 +360,39 @@ def test_every_finding_fires_alone_and_names_the_place(code):
         assert entry.message and entry.why == MESSAGES[code][1] and entry.fix
 
 
+def test_a_slow_rank_is_left_out_by_the_number_of_its_gpu():
+    """Not by its place among the node's ranks, where a filter chose others than the first GPUs."""
+    named, usual = (links(measured(flops={rank: 3e14}))[0].fix for rank in (3, 5))
+    assert "nvidia-smi -q -i 7 " in named and named.endswith("--exclude n2:7")
+    assert "nvidia-smi -q -i 1 " in usual and usual.endswith("--exclude n3:1")
+
+
+def test_tasks_of_srun_that_see_one_gpu_each_have_not_too_many_slots():
+    alone = {"slots": 2, "ranks": [4, 5], "visible_gpus": "0"}
+    assert look(node("n3", **alone)) == []
+    for changes in ({"visible_gpus": None, "slots": 3}, {"ranks": []}):
+        assert [entry.code for entry in look(node("n3", **alone | changes))] == ["slots"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_there"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", True),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", True),
+        ("NCCL_SOCKET_IFNAME", "=eth", False),
+        ("NCCL_SOCKET_IFNAME", "=eth0", True),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", True),
+        ("NCCL_SOCKET_IFNAME", "", True),  # as if it were not set
+        ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "lo,eth0", True),
+        ("NCCL_IB_HCA", "mlx5", True),
+    ],
+)
+def test_an_interface_is_there_as_its_library_reads_the_name(variable, value, is_there):
+    codes = [entry.code for entry in check_interfaces(nodes(network__variables={variable: value}), USED)]
+    assert codes == ([] if is_there else ["interface"])
+
+
 def test_uneven_slots_are_planned_as_so_many_ranks():
     machine = machine_of({"n1": node("n1", slots=1), "n2": node("n2")})
     assert machine.world_size == 3 and "at most, 3 in all" in str(machine)
@@ -418,8 +451,12 @@ def test_no_finding_fires_on_healthy_nodes():
 
 def test_every_message_is_tested_and_explained_in_the_docs():
     assert CASES.keys() | MADE_ELSEWHERE == MESSAGES.keys()
-    listed = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(MESSAGES)
+    listed = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE)
+    assert sorted(code for code, _ in listed) == sorted(MESSAGES)
+    for code, severities in listed:
+        fired = {entry.severity for entry in CASES[code]()} if code in CASES else set()
+        seen = {severity[0].upper() for severity in {MESSAGES[code][0], *fired}}
+        assert seen <= {*re.findall(r"\b[EWN]\b", severities)}, code
 
 
 def test_a_name_on_the_hub_is_reported_once_for_all_its_splits():
