@@ -672,6 +672,38 @@ def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections,
     assert [list(devices) for devices in measured_on] == ([] if why_not else [NAMES])
 
 
+class ManyNodes(Answering):
+    """Healthy nodes, which reach what they are asked to, but for one of them the master's port."""
+
+    def __init__(self, blocked: str):
+        super().__init__({}, {})
+        self.blocked = blocked
+
+    def run(self, phase, inputs, **options):
+        for name in inputs if phase == "facts" else ():
+            self.answers[phase][name] = node(name)
+        for name, asked in inputs.items() if phase == "reach" else ():
+            connections = []
+            for target in asked["targets"]:
+                is_blocked = name == self.blocked and target["kind"] == "master"
+                how = {"error": "timeout"} if is_blocked else {"host": target["name"]}
+                connections.append(Connection(**target, **how))
+            self.answers[phase][name] = dataclasses.replace(reached()["n2"], connections=connections)
+        return super().run(phase, inputs, **options)
+
+
+@pytest.mark.parametrize("number", [9, 16])
+def test_of_many_nodes_any_whose_way_to_the_master_port_is_blocked_is_named(monkeypatch, number):
+    """Also one that the first is no neighbour of."""
+    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *_: [])
+    names = [f"n{place}" for place in range(1, number + 1)]
+    for blocked in names[1:]:
+        listed = [Node(name=name, slots=2) for name in names]
+        report = examine(ManyNodes(blocked), listed, argv=[], quick=True, port=29500, master="")
+        errors = [(entry.code, entry.where) for entry in report.findings if entry.severity == "error"]
+        assert errors == [("port-blocked", f"{blocked} -> n1")]
+
+
 @pytest.mark.launch
 def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp_path):
     """Also where a notebook's own process group, of one rank, has left its variables and holds the port."""
@@ -719,38 +751,6 @@ from dsft.doctor import smoke
 smoke.JOIN_SECONDS = 5
 main(sys.argv[1:])
 """
-
-
-class ManyNodes(Answering):
-    """Healthy nodes, which reach what they are asked to, but for one of them the master's port."""
-
-    def __init__(self, blocked: str):
-        super().__init__({}, {})
-        self.blocked = blocked
-
-    def run(self, phase, inputs, **options):
-        for name in inputs if phase == "facts" else ():
-            self.answers[phase][name] = node(name)
-        for name, asked in inputs.items() if phase == "reach" else ():
-            connections = []
-            for target in asked["targets"]:
-                is_blocked = name == self.blocked and target["kind"] == "master"
-                how = {"error": "timeout"} if is_blocked else {"host": target["name"]}
-                connections.append(Connection(**target, **how))
-            self.answers[phase][name] = dataclasses.replace(reached()["n2"], connections=connections)
-        return super().run(phase, inputs, **options)
-
-
-@pytest.mark.parametrize("number", [9, 16])
-def test_of_many_nodes_any_whose_way_to_the_master_port_is_blocked_is_named(monkeypatch, number):
-    """Also one that the first is no neighbour of."""
-    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *_: [])
-    names = [f"n{place}" for place in range(1, number + 1)]
-    for blocked in names[1:]:
-        listed = [Node(name=name, slots=2) for name in names]
-        report = examine(ManyNodes(blocked), listed, argv=[], quick=True, port=29500, master="")
-        errors = [(entry.code, entry.where) for entry in report.findings if entry.severity == "error"]
-        assert errors == [("port-blocked", f"{blocked} -> n1")]
 
 
 @pytest.mark.launch
