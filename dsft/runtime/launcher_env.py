@@ -48,6 +48,7 @@ LEAST = {
     **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
 }
 """Variable that must be a whole number, where it is set -> the least it can be."""
+LARGEST_PORT = 65_535
 
 
 def world_size() -> int:
@@ -77,6 +78,10 @@ def check_environment(given: Mapping[str, str]) -> None:
     if not problems and int(given.get("RANK", "0")) >= int(given.get("WORLD_SIZE", "1")) and "WORLD_SIZE" in given:
         problems.append(
             f"RANK={given['RANK']} in the environment, but WORLD_SIZE={given['WORLD_SIZE']}: ranks are counted from 0"
+        )
+    if not problems and int(given.get("MASTER_PORT", "1")) > LARGEST_PORT:
+        problems.append(
+            f"MASTER_PORT={given['MASTER_PORT']} in the environment: must be {LARGEST_PORT} or less; {remedy}"
         )
     if (accelerator := given.get("DS_ACCELERATOR", "cpu")) not in ("cuda", "cpu"):
         remedy = "unset it to take the GPUs there are"

@@ -17,6 +17,7 @@ from dsft.cli.main import main
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.reader import read_file_and_flags, sent_files
 from dsft.errors import UserError
+from dsft.launch import supervise
 from dsft.launch.environment import forwarded, launcher_environment, shared_environment
 from dsft.launch.launchers import (
     LAUNCHERS,
@@ -248,6 +249,28 @@ def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch)
     no_ssh = "--hostfile hostfiles/2x8 --no_ssh --node_rank 0 train --output_dir runs/{}"
     ports = {command(no_ssh.format(name))[command(no_ssh.format(name)).index("--master_port") + 1] for name in "aab"}
     assert len(ports) == 2 and "29500" not in ports
+
+
+@pytest.mark.parametrize(("own", "beside"), [("29500", "29501"), ("65534", "65535"), ("65535", "65534")])
+def test_the_preflight_meets_at_a_port_beside_the_launchs_own(monkeypatch, own, beside):
+    monkeypatch.setenv("MASTER_PORT", own)
+    options, _, script = read_launch(["--nodes", "2", "--master_addr", "node-0", "train", "--model", "m"])
+    assert f"node-0:{beside}" in preflight_command(options.launcher, script)
+
+
+def test_a_restart_that_waits_prints_what_is_found_where_that_has_changed(tmp_path, monkeypatch, capfd):
+    """Not at each look, for it ends with the seconds that the look took."""
+    found = "import pathlib, sys, time\ncount = pathlib.Path('count')\n"
+    found += "looks = count.write_text((count.read_text() if count.exists() else '') + '.')\n"
+    found += "print('error: node-1: full' if looks < 4 else 'error: node-1: silent')\n"
+    found += "print(f'dsft doctor: 2 nodes, 1 error; {time.time()} s')\nsys.exit(2 * (looks < 6))"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "preflight_command", lambda *_: [sys.executable, "-c", found])
+    monkeypatch.setattr(supervise, "WAIT_SECONDS", 0)
+    options, name, script = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])
+    supervise.wait_until_examined(options.launcher, name, script)
+    printed = capfd.readouterr().out
+    assert (printed.count(": full"), printed.count(": silent")) == (1, 1)
 
 
 def test_one_launch_for_all_nodes_sends_the_configuration_and_what_it_names(tmp_path, monkeypatch):
