@@ -169,9 +169,10 @@ def examine(
         reached = _typed(Reached, nodes.run("reach", inputs), report)
         nodes.end("facts")
 
-        # The interface that leads to the others, by node.
-        ways = {name: master if name == first else answer.outgoing for name, answer in reached.items()}
-        used = {name: facts[name].interface_of(address) for name, address in ways.items()}
+        # The interface that leads to the others, by node. From the first, a name of its own may lead to its loopback.
+        used = {name: facts[name].interface_of(answer.outgoing) for name, answer in reached.items()}
+        if first in used and (reached[first].outgoing.startswith("127.") or not used[first]):
+            used[first] = facts[first].interface_of(facts[first].address)
         seen = reached[first].connections if first in reached else []
         clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
         unkept = [name for name, node in facts.items() if not node.clock_synchronized]

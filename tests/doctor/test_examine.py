@@ -704,6 +704,22 @@ def test_of_many_nodes_any_whose_way_to_the_master_port_is_blocked_is_named(monk
         assert errors == [("port-blocked", f"{blocked} -> n1")]
 
 
+@pytest.mark.parametrize("outgoing", ["10.0.0.1", "127.0.1.1", ""])
+@pytest.mark.parametrize("master", ["", "10.0.0.1", "n1"])
+def test_the_interface_of_the_first_node_is_known_by_whichever_name_ranks_reach_it(monkeypatch, master, outgoing):
+    """`outgoing` is where that name leads on the node itself. Else another MTU was overlooked, and gloo not told."""
+    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *of_examination: seen.append(of_examination[4]) or [])
+    seen, facts = [], nodes() | {"n1": node("n1", network__interfaces__eth0__mtu=1500)}
+    connections = reached()
+    connections["n1"] = dataclasses.replace(connections["n2"], connections=[])
+    for name, answer in connections.items():
+        address = outgoing if name == "n1" else facts[name].address
+        connections[name] = dataclasses.replace(answer, outgoing=address)
+    listed = [Node(name=name, slots=2) for name in NAMES]
+    report = examine(Answering(facts, connections), listed, argv=[], quick=True, port=29500, master=master)
+    assert [(entry.code, entry.where) for entry in report.findings] == [("mtu", "n1")] and seen == [USED]
+
+
 @pytest.mark.launch
 def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp_path):
     """Also where a notebook's own process group, of one rank, has left its variables and holds the port."""
