@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
+from dsft.units import plural
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
@@ -254,9 +255,8 @@ def read_hosts(
     hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
 ) -> list[Node]:
     """The nodes that `deepspeed --hostfile HOSTFILE` with these options starts ranks on, the first (rank 0's) first.
-
-    Raises:
-        UserError: a missing or malformed file, a filter for a host or slot that is not there, exclusive options.
+    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, fewer hosts than asked
+    for, exclusive options.
     """
     if not Path(hostfile).is_file():
         here = f"seen from {os.getcwd()}"
@@ -279,6 +279,10 @@ def read_hosts(
         raise UserError(f"{given}: {one_line(error)}; {hostfile} names {hosts}") from error
     finally:
         runner.logger.disabled = False
+    if num_nodes > len(active):  # DeepSpeed would take those that there are without a word
+        raise UserError(
+            f"--num_nodes {num_nodes}: {hostfile} names {plural(len(active), 'host')}; lower it, or add more"
+        )
     active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
     if not any(active.values()):
         raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")

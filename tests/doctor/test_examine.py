@@ -544,6 +544,7 @@ def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
         ({"include": "d"}, "--include d.*'d' not found.*a slots=4"),
         ({"include": "a:7"}, "No slot '7'"),
         ({"include": "a", "num_nodes": 1}, "cannot be combined"),
+        ({"num_nodes": 4}, "--num_nodes 4: .*hosts names 3 hosts"),
     ):
         with pytest.raises(UserError, match=words):
             read(**options)
