@@ -473,7 +473,7 @@ def wait_until(condition) -> None:
 
 
 def test_a_sidecar_loads_no_library_but_psutil():
-    code = client.SIDECAR.replace("os.fork() and os._exit(0); ", "").replace("; main()", "; print(*sys.modules)")
+    code = client.SIDECAR[-1].replace("os.fork() and os._exit(0); ", "").replace("; main()", "; print(*sys.modules)")
     result = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
     modules = {name.partition(".")[0] for name in result.stdout.split()}
     assert modules - sys.stdlib_module_names <= {"__main__", "dsft", "psutil"}
