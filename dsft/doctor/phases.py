@@ -387,7 +387,6 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def reach(
-    held: ExitStack,
     *,
     targets: list[dict[str, Any]],
     names: list[str],
@@ -576,7 +575,7 @@ def answer(phase: str, held: ExitStack, read_input: Callable[[], dict[str, Any]]
     try:
         if phase == "measure":
             return {"answer": measure(held, read_input)}
-        return {"answer": asdict({"facts": facts, "reach": reach}[phase](held, **read_input()))}
+        return {"answer": asdict(facts(held, **read_input()) if phase == "facts" else reach(**read_input()))}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
 

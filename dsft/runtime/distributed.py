@@ -263,10 +263,8 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def only_run_in(output_dir: str | None) -> Iterator[bool]:
     """Hold the lock of `output_dir` inside a `with`; gives whether the run before this one was killed: it left its
-    lock. A folder that cannot be written is left to the checks. Collective.
-
-    Raises:
-        UserError: on every rank, where another run is alive there.
+    lock. A folder that cannot be written is left to the checks. Collective. Raises UserError, on every rank:
+    another run is alive there.
     """
     lock = RunLock(Path(output_dir)) if output_dir and rank() == 0 else None
     was_killed = on_rank_0(lambda: lock.acquire() if lock else False)
@@ -312,10 +310,8 @@ def max_over_ranks(value: float) -> float:
 
 
 def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
-    """Take this rank's place in the job of the store, which is known by its launcher's id, else by its folder.
-
-    Raises:
-        UserError: it is another job's, or another process has that place.
+    """Take this rank's place in the job of the store, which is known by its launcher's id, else by its folder. Raises
+    UserError: it is another job's, or another process has that place.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     launch = os.environ.get(JOB) or (run_id if run_id != "none" else "")
@@ -450,9 +446,7 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
 
 def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare facts over all ranks: what the user can do about a difference -> name -> value on this rank. Collective.
-
-    Raises:
-        UserError: on every rank, with a line for each fact that differs: its values, their hosts and ranks.
+    Raises UserError, on every rank, with a line for each fact that differs: its values, their hosts and ranks.
     """
 
     def digest(text: str) -> str:

@@ -88,11 +88,7 @@ def job_machine(nodes: Sequence[Machine]) -> Machine:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "80GB", "80GiB", "1.5TB".
-
-    Raises:
-        UserError: for anything else; a unit is required.
-    """
+    """Bytes in "80GB", "80GiB", "1.5TB". Raises UserError: it is anything else; a unit is required."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if not match or match[2] not in BYTES or not 0 < float(match[1]) < 1e12:
         raise UserError(f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB")
@@ -100,11 +96,7 @@ def parse_bytes(text: str) -> int:
 
 
 def split_gpus(text: str) -> tuple[int, str]:
-    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100").
-
-    Raises:
-        UserError: where the text has another form or names no GPU.
-    """
+    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100"). Raises UserError: it has another form or names no GPU."""
     match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
     if not match or int(match[1]) < 1:
         raise UserError(

@@ -119,10 +119,8 @@ def unset_single_process_env() -> None:
 
 
 def map_launcher_variables() -> None:
-    """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again.
-
-    Raises:
-        UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
+    """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again. Raises
+    UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
     """
     check_environment(os.environ)
     variables = launcher_variables(os.environ)

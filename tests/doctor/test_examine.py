@@ -417,7 +417,7 @@ def test_other_versions_are_replaced_by_a_command_that_works():
 def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_is_sent(tmp_path):
     (tmp_path / "run.yaml").write_text("# a comment\nlearning_rate: 0.10\nhub_token: secret\n")
     asked = {"targets": [], "names": [], "master": "127.0.0.1", "sources": [], "hub_names": [], "probe": ""}
-    read = lambda name: reach(ExitStack(), **asked, config=str(tmp_path / name)).config  # noqa: E731
+    read = lambda name: reach(**asked, config=str(tmp_path / name)).config  # noqa: E731
     first = read("run.yaml")
     assert first == {"learning_rate": "0.1"} and read("no.yaml") is None
     files = RunFiles(config="run.yaml")
