@@ -336,10 +336,10 @@ def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> Non
         )
         if result.returncode == 0:
             return
-        found = result.stdout.rstrip().rpartition("\n")[0]  # the last line has the seconds that it took
-        if found != before:
+        findings = result.stdout.rstrip().rpartition("\n")[0]  # the last line has the seconds that it took
+        if findings != before:
             print(result.stdout, end="", flush=True)
-            before = found
+            before = findings
         left = deadline - time.monotonic()
         if left <= 0:
             text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"

@@ -251,21 +251,21 @@ def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch)
     assert len(ports) == 2 and "29500" not in ports
 
 
-@pytest.mark.parametrize(("own", "beside"), [("29500", "29501"), ("65534", "65535"), ("65535", "65534")])
-def test_the_preflight_meets_at_a_port_beside_the_launchs_own(monkeypatch, own, beside):
-    monkeypatch.setenv("MASTER_PORT", own)
+@pytest.mark.parametrize(("port", "beside"), [("29500", "29501"), ("65534", "65535"), ("65535", "65534")])
+def test_the_preflight_meets_at_a_port_beside_the_launchs_own(monkeypatch, port, beside):
+    monkeypatch.setenv("MASTER_PORT", port)
     options, _, script = read_launch(["--nodes", "2", "--master_addr", "node-0", "train", "--model", "m"])
     assert f"node-0:{beside}" in preflight_command(options.launcher, script)
 
 
 def test_a_restart_that_waits_prints_what_is_found_where_that_has_changed(tmp_path, monkeypatch, capfd):
     """Not at each look, for it ends with the seconds that the look took."""
-    found = "import pathlib, sys, time\ncount = pathlib.Path('count')\n"
-    found += "looks = count.write_text((count.read_text() if count.exists() else '') + '.')\n"
-    found += "print('error: node-1: full' if looks < 4 else 'error: node-1: silent')\n"
-    found += "print(f'dsft doctor: 2 nodes, 1 error; {time.time()} s')\nsys.exit(2 * (looks < 6))"
+    look = "import pathlib, sys, time\ncount = pathlib.Path('count')\n"
+    look += "looks = count.write_text((count.read_text() if count.exists() else '') + '.')\n"
+    look += "print('error: node-1: full' if looks < 4 else 'error: node-1: silent')\n"
+    look += "print(f'dsft doctor: 2 nodes, 1 error; {time.time()} s')\nsys.exit(2 * (looks < 6))"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervise, "preflight_command", lambda *_: [sys.executable, "-c", found])
+    monkeypatch.setattr(supervise, "preflight_command", lambda *_: [sys.executable, "-c", look])
     monkeypatch.setattr(supervise, "WAIT_SECONDS", 0)
     options, name, script = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])
     supervise.wait_until_examined(options.launcher, name, script)
