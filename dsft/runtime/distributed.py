@@ -378,6 +378,8 @@ ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
 
 def set_library_variables() -> bool:
     """Set what torch and DeepSpeed read at their start. Returns whether the number of threads is dsft's."""
+    import torch
+
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
         # used together. The older name would win over the user's newer one.
@@ -397,6 +399,8 @@ def set_library_variables() -> bool:
             del os.environ["OMP_NUM_THREADS"]
         chooses_threads = "OMP_NUM_THREADS" not in os.environ
         _set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cpu_count() // ranks_per_node()))))
+    elif "OMP_NUM_THREADS" not in os.environ and cpu_count() < torch.get_num_threads():
+        torch.set_num_threads(cpu_count())  # torch counts a container's cores, whatever time it has on them
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
