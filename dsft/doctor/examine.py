@@ -139,7 +139,9 @@ def examine(
         imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
     inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not quick}
-    answers = nodes.run("facts", {node.name: inputs | {"slots": node.slots} for node in listed})
+    answers = nodes.run(
+        "facts", {node.name: inputs | {"slots": node.slots, "devices": list(node.devices)} for node in listed}
+    )
     report.facts = facts = _typed(NodeFacts, answers, report)
     if facts:
         first, names = next(iter(facts)), list(facts)
@@ -204,9 +206,8 @@ def examine(
         else:
             # Between nodes a firewall may open this one only; on one machine another examination may be at the default.
             is_free = port and not taken and (port_asked or len(facts) > 1)
-            devices = {node.name: list(node.devices) for node in listed}
             free_port = port if is_free else facts[first].open_port
-            report.findings += _measure(nodes, report, devices, reached, used, master, free_port)
+            report.findings += _measure(nodes, report, reached, used, master, free_port)
 
         written_bytes = speeds = None
         if not quick:
@@ -243,7 +244,6 @@ def _typed(kind: Any, answers: dict[str, dict[str, Any]], report: Report) -> dic
 def _measure(
     nodes: Any,
     report: Report,
-    devices: dict[str, list[int]],
     reached: dict[str, Reached],
     used: dict[str, str],
     master: str,
@@ -274,7 +274,7 @@ def _measure(
             "port": port,
             "group_seconds": GROUP_SECONDS,
             "gpu": bool(facts[name].usable_gpus),
-            "devices": devices[name] if facts[name].usable_gpus else [],
+            "devices": facts[name].devices if facts[name].usable_gpus else [],
             # gloo has to be told which one to use where a node's own name leads elsewhere.
             "interface": used.get(name, "") if own_name else "",
         }
@@ -311,7 +311,7 @@ def _measure(
         # For later plans, under the hosts' own names and under those of the host file.
         for hosts in {tuple(node.host for node in facts.values()), tuple(names)}:
             keep("links", links_key(hosts), rates)
-    return list(check_measured(links, node_of, facts, used, devices))
+    return list(check_measured(links, node_of, facts, used))
 
 
 def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
@@ -369,10 +369,10 @@ def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
 
 def machine_of(facts: dict[str, NodeFacts]) -> Machine:
     """The smallest of the nodes, as the planner takes it."""
-    gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
+    gpus = [gpu for node in facts.values() for gpu in node.rank_gpus]
     machines = []
     for node in facts.values():
-        free = [gpu.memory_bytes - gpu.used_bytes for gpu in node.usable_gpus]
+        free = [gpu.memory_bytes - gpu.used_bytes for gpu in node.rank_gpus]
         machine = Machine(
             nodes=1,
             ranks_per_node=node.slots,

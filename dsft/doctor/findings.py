@@ -162,7 +162,7 @@ def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) 
         message = f"driver {driver}, and torch's CUDA {facts.torch_cuda} needs {oldest} or newer"
         fix = f"install driver {oldest} or newer, or a torch for an older CUDA"
         yield finding("driver-too-old", node, message, fix)
-    for gpu in usable:
+    for gpu in facts.rank_gpus:
         if gpu.used_bytes > 0.05 * gpu.memory_bytes:
             used, memory = gpu.used_bytes / GiB, gpu.memory_bytes / GiB
             message = f"GPU {gpu.index} holds {used:.1f} of {memory:.0f} GiB of other programs"

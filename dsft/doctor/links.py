@@ -141,15 +141,9 @@ def ring_rounds(number: int) -> list[list[tuple[int, int]]]:
 
 
 def check_measured(
-    measured: Measured,
-    node_of: dict[int, str],
-    facts: dict[str, NodeFacts],
-    used: dict[str, str],
-    devices: dict[str, list[int]],
+    measured: Measured, node_of: dict[int, str], facts: dict[str, NodeFacts], used: dict[str, str]
 ) -> Iterator[Finding]:
-    """What stands out among links, nodes and ranks. `node_of`: each rank's node; `used`: each node's interface;
-    `devices`: numbers of the GPUs that its ranks use, where the host file or a filter names them.
-    """
+    """What stands out among links, nodes and ranks. `node_of`: each rank's node; `used`: each node's interface."""
     names = list(facts)
     if measured.wrong:
         yield finding(
@@ -192,7 +186,7 @@ def check_measured(
         fix = f"ssh {name} top: other programs on its cores, or fewer or slower cores than elsewhere"
         if facts[name].gpus.cards and not facts[name].cpu_only:
             local = [other for other in node_of if node_of[other] == name].index(rank)
-            numbers = dict(enumerate(devices.get(name) or [gpu.index for gpu in facts[name].usable_gpus]))
+            numbers = {place: gpu.index for place, gpu in enumerate(facts[name].rank_gpus)}
             gpu = numbers.get(local, local)  # a task of srun --gpus-per-task has told of its own GPU alone
             look = f"ssh {name} nvidia-smi -q -i {gpu} -d CLOCK,PERFORMANCE,TEMPERATURE: throttled, hot or shared"
             fix = f"{look}; or leave it out: --exclude {name}:{gpu}"

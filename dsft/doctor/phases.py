@@ -133,6 +133,7 @@ class NodeFacts:
     python_path: str
     code_folder: str
     slots: int  # ranks there: as the host file says, else one per GPU, else up to 2 CPU processes
+    devices: list[int] = field(default_factory=list)  # numbers of their GPUs in the host file; empty: the first ones
     ranks: list[int] = field(default_factory=list)  # numbers of those that a launcher started; empty: the doctor does
     versions: dict[str, str]
     """Of Python, packages ("missing" where not installed), dsft's own code, GPU driver and type ("none")."""
@@ -160,7 +161,7 @@ class NodeFacts:
 
     @property
     def usable_gpus(self) -> list[Gpu]:
-        """The GPUs that ranks would use."""
+        """The GPUs that ranks may use."""
         if self.cpu_only or not self.torch_cuda:
             return []
         if self.visible_gpus is None:
@@ -169,6 +170,11 @@ class NodeFacts:
         if words[0].startswith(("GPU-", "MIG-")):  # names, for which nvidia-smi was not asked
             return self.gpus.cards[: len(words)]
         return [cards[word] for word in itertools.takewhile(cards.__contains__, words)]  # CUDA looks no further either
+
+    @property
+    def rank_gpus(self) -> list[Gpu]:
+        """Those of them that its ranks do use, in their order."""
+        return [gpu for gpu in self.usable_gpus if gpu.index in self.devices] or self.usable_gpus[: self.slots]
 
     def interface_of(self, address: str) -> str:
         """The interface that has `address`; empty where none has."""
@@ -236,6 +242,7 @@ def facts(
     held: ExitStack,
     *,
     slots: int | None = None,
+    devices: list[int] = (),
     ranks: list[int] = (),
     master_port: int | None = None,
     output_dir: str = "",
@@ -243,8 +250,8 @@ def facts(
 ) -> NodeFacts:
     """What this node is. What it opens stays open as long as `held` does: a port, the master's (None: not tried), and a
     probe file in the run's output folder (empty: none). `slots`: ranks that start here, None: one per GPU, else up to 2
-    CPU processes (as `hardware.default_ranks`); `ranks`: their numbers, where a launcher has started them; `compiles`:
-    try the compiler, which takes a second.
+    CPU processes (as `hardware.default_ranks`); `devices`: numbers of their GPUs in the host file; `ranks`: their own,
+    where a launcher has started them; `compiles`: try the compiler, which takes a second.
     """
 
     def first(*paths: str) -> str:
@@ -293,6 +300,7 @@ def facts(
         python_path=sys.executable,
         code_folder=str(code_folder()),
         slots=slots or 0,
+        devices=list(devices),
         ranks=list(ranks),
         versions={
             "python": platform.python_version(),

@@ -177,7 +177,7 @@ def look(facts: NodeFacts, **options) -> list[Finding]:
 
 
 def links(values: Measured) -> list[Finding]:
-    return list(check_measured(values, WHERE, nodes(), USED, {"n2": [6, 7]}))
+    return list(check_measured(values, WHERE, nodes(), USED))
 
 
 def contents(files: RunFiles, first: FileContent | None, last: FileContent | None) -> list[Finding]:
@@ -362,9 +362,21 @@ def test_every_finding_fires_alone_and_names_the_place(code):
 
 def test_a_slow_rank_is_left_out_by_the_number_of_its_gpu():
     """Not by its place among the node's ranks, where a filter chose others than the first GPUs."""
-    named, usual = (links(measured(flops={rank: 3e14}))[0].fix for rank in (3, 5))
-    assert "nvidia-smi -q -i 7 " in named and named.endswith("--exclude n2:7")
-    assert "nvidia-smi -q -i 1 " in usual and usual.endswith("--exclude n3:1")
+    facts = nodes() | {"n2": node("n2", slots=1, devices=[1])}
+    where = {0: "n1", 1: "n1", 2: "n2", 3: "n3", 4: "n3"}
+    slow = measured(flops={2: 3e14})
+    [entry] = check_measured(slow, where, facts, USED)
+    assert entry.where == "rank 2 on n2"
+    assert "nvidia-smi -q -i 1 " in entry.fix and entry.fix.endswith("--exclude n2:1")
+
+
+def test_a_gpu_that_the_run_leaves_out_may_be_busy():
+    """Where two jobs share a node, plans had no more memory than the other job left on its GPU."""
+    busy = {"slots": 1, "gpus": smi("81559, 4,", "81559, 80000,")}
+    for devices, codes in (([1], ["idle-gpus"]), ([], ["gpu-busy", "idle-gpus"])):
+        facts = node("n3", devices=devices, **busy)
+        assert [entry.code for entry in look(facts)] == codes
+        assert (machine_of({"n3": facts}).device_bytes > 79 * GiB) == bool(devices)
 
 
 def test_tasks_of_srun_that_see_one_gpu_each_have_not_too_many_slots():
@@ -661,7 +673,7 @@ class Answering:
 def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections, why_not, is_default_port_busy):
     measured_on = []
     monkeypatch.setattr(
-        "dsft.doctor.examine._measure", lambda nodes, report, devices, *_: measured_on.append(devices) or []
+        "dsft.doctor.examine._measure", lambda nodes, report, *_: measured_on.append(report.facts) or []
     )
     busy = {"n1": node("n1", master_port_taken="in use by process 7 (python)")} if is_default_port_busy else {}
     there = Answering(nodes(**facts) | busy, reached(**connections))
@@ -670,7 +682,7 @@ def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections,
     codes = {entry.code: entry.message for entry in report.findings}
     assert ("default-port-busy" in codes) == is_default_port_busy
     assert why_not in codes.get("smoke-skipped", "") and ("smoke-skipped" in codes) == bool(why_not)
-    assert [list(devices) for devices in measured_on] == ([] if why_not else [NAMES])
+    assert [list(examined) for examined in measured_on] == ([] if why_not else [NAMES])
 
 
 class ManyNodes(Answering):
@@ -709,7 +721,7 @@ def test_of_many_nodes_any_whose_way_to_the_master_port_is_blocked_is_named(monk
 @pytest.mark.parametrize("master", ["", "10.0.0.1", "n1"])
 def test_the_interface_of_the_first_node_is_known_by_whichever_name_ranks_reach_it(monkeypatch, master, outgoing):
     """`outgoing` is where that name leads on the node itself. Else another MTU was overlooked, and gloo not told."""
-    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *of_examination: seen.append(of_examination[4]) or [])
+    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *of_examination: seen.append(of_examination[3]) or [])
     seen, facts = [], nodes() | {"n1": node("n1", network__interfaces__eth0__mtu=1500)}
     connections = reached()
     connections["n1"] = dataclasses.replace(connections["n2"], connections=[])
