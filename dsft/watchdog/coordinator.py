@@ -353,7 +353,7 @@ class Relay:
             self.coordinator.send("heartbeat")
 
     def count_silence_from(self, now: float) -> None:
-        """As the coordinator's."""
+        """As that of the coordinator."""
         self.last_heard = now
         for child in self.children.values():
             child.last_heard = now
