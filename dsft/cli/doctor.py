@@ -17,7 +17,7 @@ from dsft.doctor.findings import differences
 from dsft.doctor.links import in_rate
 from dsft.errors import EXIT_USER_ERROR, nearest, raise_if_any
 from dsft.launch.environment import remote_environment
-from dsft.launch.launchers import hosts_of, number_problems
+from dsft.launch.launchers import hosts_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.launcher_env import DEFAULT_PORT, LOOPBACK, Node, map_launcher_variables
 from dsft.units import GiB, in_columns, plural
@@ -53,7 +53,6 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
 
         # Does not come back.
         examine_launched(argv=run_words, quick=options.quick, deliver=deliver)
-    problems = number_problems(options)
     if not options.hostfile and (options.include or options.exclude or (options.num_nodes or 1) > 1):
         problems.append("--include, --exclude and --num_nodes choose among the hosts of --hostfile; name one")
     raise_if_any(problems)

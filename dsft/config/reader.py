@@ -56,18 +56,19 @@ MOST = 10**9
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     shuffle_buffer"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor
-    early_stopping_patience max_skipped_steps max_new_tokens"""
+    early_stopping_patience max_skipped_steps max_new_tokens nodes"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
     eval_delay verify steps_per_print generate_samples temperature early_stopping_threshold
-    router_aux_loss"""
+    router_aux_loss node_rank max_restarts wait_for_nodes"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     # Lengths and sequences of a step are kept in memory.
     (IN_A_STEP, lambda value: 1 <= value <= 10**7, "be at least 1 and at most 10,000,000"),
     ("num_train_epochs", lambda value: 0 < value <= 10**6, "be more than 0 and at most 1,000,000"),
     ("neftune_noise_alpha", lambda value: 0 <= value <= 1000, "be at least 0 and at most 1,000"),
-    ("num_gpus", lambda value: value <= 1024, "be at most 1,024: it counts those of one node"),
+    ("num_gpus", lambda value: 1 <= value <= 1024, "be 1 to 1,024, on each node; leave it out for all"),
+    ("num_nodes", lambda value: value >= 1, "be at least 1; leave it out for all"),
     ("master_port", lambda value: 0 <= value < 2**16, f"be at least 0 and less than {2**16:,}"),
     # Each is a process of its own, beside every rank.
     ("dataloader_num_workers", lambda value: 0 <= value <= 256, "be at least 0 and at most 256"),

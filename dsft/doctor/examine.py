@@ -139,20 +139,22 @@ def examine(
         imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
     inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not quick}
-    answers = nodes.run("facts", {node.name: inputs | {"slots": node.slots} for node in listed})
+    answers = nodes.run(
+        "facts", {node.name: inputs | {"slots": node.slots, "devices": list(node.devices)} for node in listed}
+    )
     report.facts = facts = _typed(NodeFacts, answers, report)
     if facts:
         first, names = next(iter(facts)), list(facts)
         master, taken = master or facts[first].address or LOOPBACK, facts[first].master_port_taken
 
-        # Every node connects to others, of many to a sample, and to the master's port where it is free. The first
-        # connects to all: it compares their clocks.
+        # Every node connects to others, of many to a sample with the first, and to the master's port where it is free.
+        # The first connects to all: it compares their clocks.
         inputs = {}
         for number, name in enumerate(names):
             targets = []
             if port and not taken and name != first:
                 targets.append({"kind": "master", "name": first, "address": master, "port": port})
-            numbers = range(1, len(names)) if name == first else neighbours(len(names), number)
+            numbers = range(1, len(names)) if name == first else sorted({0, *neighbours(len(names), number)})
             for other in [names[i] for i in numbers]:
                 address = master if other == first else facts[other].address or other
                 target = {"name": other, "port": facts[other].open_port}
@@ -169,9 +171,10 @@ def examine(
         reached = _typed(Reached, nodes.run("reach", inputs), report)
         nodes.end("facts")
 
-        # The interface that leads to the others, by node.
-        ways = {name: master if name == first else answer.outgoing for name, answer in reached.items()}
-        used = {name: facts[name].interface_of(address) for name, address in ways.items()}
+        # The interface that leads to the others, by node. From the first, a name of its own may lead to its loopback.
+        used = {name: facts[name].interface_of(answer.outgoing) for name, answer in reached.items()}
+        if first in used and (reached[first].outgoing.startswith("127.") or not used[first]):
+            used[first] = facts[first].interface_of(facts[first].address)
         seen = reached[first].connections if first in reached else []
         clocks = {first: 0.0} | {other.name: other.clock_ahead for other in seen if other.kind == "open" and other.host}
         unkept = [name for name, node in facts.items() if not node.clock_synchronized]
@@ -203,9 +206,8 @@ def examine(
         else:
             # Between nodes a firewall may open this one only; on one machine another examination may be at the default.
             is_free = port and not taken and (port_asked or len(facts) > 1)
-            devices = {node.name: list(node.devices) for node in listed}
             free_port = port if is_free else facts[first].open_port
-            report.findings += _measure(nodes, report, devices, reached, used, master, free_port)
+            report.findings += _measure(nodes, report, reached, used, master, free_port)
 
         written_bytes = speeds = None
         if not quick:
@@ -242,7 +244,6 @@ def _typed(kind: Any, answers: dict[str, dict[str, Any]], report: Report) -> dic
 def _measure(
     nodes: Any,
     report: Report,
-    devices: dict[str, list[int]],
     reached: dict[str, Reached],
     used: dict[str, str],
     master: str,
@@ -273,7 +274,7 @@ def _measure(
             "port": port,
             "group_seconds": GROUP_SECONDS,
             "gpu": bool(facts[name].usable_gpus),
-            "devices": devices[name] if facts[name].usable_gpus else [],
+            "devices": facts[name].devices if facts[name].usable_gpus else [],
             # gloo has to be told which one to use where a node's own name leads elsewhere.
             "interface": used.get(name, "") if own_name else "",
         }
@@ -368,10 +369,10 @@ def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
 
 def machine_of(facts: dict[str, NodeFacts]) -> Machine:
     """The smallest of the nodes, as the planner takes it."""
-    gpus = [gpu for node in facts.values() for gpu in node.usable_gpus]
+    gpus = [gpu for node in facts.values() for gpu in node.rank_gpus]
     machines = []
     for node in facts.values():
-        free = [gpu.memory_bytes - gpu.used_bytes for gpu in node.usable_gpus]
+        free = [gpu.memory_bytes - gpu.used_bytes for gpu in node.rank_gpus]
         machine = Machine(
             nodes=1,
             ranks_per_node=node.slots,

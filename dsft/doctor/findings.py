@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, str]] = {
         "driver-too-old": "torch's CUDA cannot start on an older driver",
         "package-missing": "every rank imports it",
         "slots": "ranks without a GPU or core of their own fail or slow each other down",
+        "libaio": "offload to NVMe needs it; nothing else does",
         "hub-offline": "nothing is downloaded then, and the ranks of this node need the files",
         "patch-refused": "dsft mends a fault of that library there, and a training without it would be wrong",
         "versions": "ranks of different code compute differently, or wait for collectives that the others do not call",
@@ -96,7 +97,6 @@ KINDS: dict[str, dict[str, str]] = {
     "note": {
         "idle-gpus": "GPUs beyond the slots stay idle",
         "nvcc": "DeepSpeed's CUDA operators are compiled with the toolkit of torch's CUDA; plain training needs none",
-        "libaio": "offload to NVMe needs it; nothing else does",
         "hub-download": "each node downloads by itself, at the same time",
         "plan-unknown": "memory and disk were not checked against the run",
         "smoke-skipped": "nothing was measured",
@@ -162,7 +162,7 @@ def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) 
         message = f"driver {driver}, and torch's CUDA {facts.torch_cuda} needs {oldest} or newer"
         fix = f"install driver {oldest} or newer, or a torch for an older CUDA"
         yield finding("driver-too-old", node, message, fix)
-    for gpu in usable:
+    for gpu in facts.rank_gpus:
         if gpu.used_bytes > 0.05 * gpu.memory_bytes:
             used, memory = gpu.used_bytes / GiB, gpu.memory_bytes / GiB
             message = f"GPU {gpu.index} holds {used:.1f} of {memory:.0f} GiB of other programs"
@@ -177,7 +177,8 @@ def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) 
             )
     slots, gpus, cores = facts.slots, len(usable), facts.cores
     fix = f"write `{node} slots={gpus or cores}` into the host file"
-    if gpus and slots > gpus:
+    # A task of srun --gpus-per-task sees its own GPU alone; the smoke test finds a rank that has none.
+    if gpus and slots > gpus and not (facts.ranks and facts.visible_gpus):
         yield finding("slots", node, f"slots={slots}, but there are {gpus} GPUs", fix)
     elif gpus > slots:
         yield finding("idle-gpus", node, f"slots={slots} of {gpus} GPUs", f"{fix} to use them")
@@ -224,7 +225,7 @@ def check_node(node: str, facts: NodeFacts, *, quick: bool, nvme: bool = False) 
         yield finding("compiler", node, message, "apt-get install g++ python3-dev", severity=severity)
     if nvme and not (tools["libaio"] and tools["libaio.h"]):
         message = "libaio and its header are missing, and the run offloads to NVMe"
-        yield finding("libaio", node, message, "apt-get install libaio-dev", severity="error")
+        yield finding("libaio", node, message, "apt-get install libaio-dev")
     if facts.usable_gpus and not tools["nvcc"]:
         fix = f"install the toolkit of CUDA {facts.torch_cuda} and export CUDA_HOME, where an operator needs it"
         yield finding("nvcc", node, "no CUDA toolkit (nvcc)", fix)
@@ -406,10 +407,13 @@ def check_interfaces(facts: dict[str, NodeFacts], used: dict[str, str]) -> Itera
     """
     for name, node in facts.items():
         for variable, value in node.network.variables.items():
-            prefixes = [word.strip("=") for word in value.split(",") if not word.startswith("^")]
-            names = list(node.network.interfaces)
-            is_there = any(interface.startswith(prefix) for prefix in prefixes for interface in names)
-            if variable.endswith("_IFNAME") and prefixes and not value.startswith("^") and not is_there:
+            names, wanted = list(node.network.interfaces), value.removeprefix("=").split(",")
+            # NCCL takes what a name may begin with, and after "=" whole names; gloo takes these alone.
+            if variable == "GLOO_SOCKET_IFNAME" or value.startswith("="):
+                is_there = not {*wanted}.isdisjoint(names)
+            else:
+                is_there = value.startswith("^") or any(name.startswith(tuple(wanted)) for name in names)
+            if variable.endswith("_IFNAME") and value and not is_there:
                 message = f"{variable}={value}, but there are {', '.join(names)}"
                 fix = f"{variable}={used.get(name) or 'eth0'} in .deepspeed_env, or in the shell of {name}"
                 yield finding("interface", name, message, fix)

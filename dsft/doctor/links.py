@@ -42,7 +42,7 @@ class Measured:
     @property
     def network_bytes(self) -> float:
         """Of the slowest pair, as it is alone: a collective waits for it. 0 where nothing was measured."""
-        return min((self.pairs[pair]["bytes_per_second"] for pair in self.again or self.pairs), default=0.0)
+        return min((self.pair_rates[pair] for pair in self.again or self.pairs), default=0.0)
 
 
 def combine(of_ranks: list[dict[str, Any]], nodes: list[list[int]]) -> Measured:
@@ -80,7 +80,7 @@ def slow_keys(rates: dict[Any, float], *, reference: float | None = None) -> lis
         return []
     # The upper of two middles: with two rates the slower one is compared with the faster.
     typical = statistics.median_high(rates.values()) if reference is None else reference
-    return sorted((key for key, rate in rates.items() if rate < SLOW * typical), key=lambda key: rates[key])
+    return sorted((key for key, rate in rates.items() if rate < SLOW * typical), key=rates.get)
 
 
 def slow_nodes(rates: dict[tuple[int, int], float]) -> list[int]:
@@ -186,8 +186,10 @@ def check_measured(
         fix = f"ssh {name} top: other programs on its cores, or fewer or slower cores than elsewhere"
         if facts[name].gpus.cards and not facts[name].cpu_only:
             local = [other for other in node_of if node_of[other] == name].index(rank)
-            look = f"ssh {name} nvidia-smi -q -i {local} -d CLOCK,PERFORMANCE,TEMPERATURE: throttled, hot or shared"
-            fix = f"{look}; or leave it out: --exclude {name}:{local}"
+            numbers = {place: gpu.index for place, gpu in enumerate(facts[name].rank_gpus)}
+            gpu = numbers.get(local, local)  # a task of srun --gpus-per-task has told of its own GPU alone
+            look = f"ssh {name} nvidia-smi -q -i {gpu} -d CLOCK,PERFORMANCE,TEMPERATURE: throttled, hot or shared"
+            fix = f"{look}; or leave it out: --exclude {name}:{gpu}"
         yield finding("slow-rank", f"rank {rank} on {name}", message, fix)
 
 
@@ -198,7 +200,7 @@ def check_assumed(measured: Measured, names: list[str], assumed: Any) -> Iterato
     if not assumed.overlaps:
         return
     if measured.pairs and measured.network_bytes < BELOW_ASSUMED * assumed.network_bytes:
-        a, b = min(measured.pairs, key=lambda pair: measured.pairs[pair]["bytes_per_second"])
+        a, b = min(measured.pairs, key=measured.pair_rates.get)
         yield finding(
             "below-assumed",
             f"{names[a]} - {names[b]}",

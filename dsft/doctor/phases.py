@@ -18,6 +18,7 @@ import errno
 import glob
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -76,8 +77,10 @@ LIFE_SECONDS = 180  # a phase that is older exits, whatever the connection does
 SLOWEST_LINK = 0.5e6  # bytes per second (4 Mbit/s) below which a link is broken for any training
 CONNECT_SECONDS = 3.0  # a connection in a cluster takes milliseconds; a firewall that drops packets answers never
 ROUND_TRIPS = 5
-BLOCK_BYTES, BLOCK_TRIES = 128 * 1024, 3
-"""Sent to measure a link: 0.3 s at SLOWEST_LINK. What a busy host delays once is tried again."""
+BLOCK_BYTES, BLOCK_TRIES, BLOCK_SECONDS = 128 * 1024, 3, 2.0
+"""Sent to measure a link: 0.3 s at SLOWEST_LINK. What a busy host delays once is tried again; of a block that takes
+longer, what has come tells the rate.
+"""
 TURNS, TURNS_SECONDS = 2, 8.0
 """Number of times that a slow link is measured again, and seconds after which none is: each time takes 3 s."""
 BUSY_BYTES = 10 * SLOWEST_LINK  # per second, below which a host's blocks to itself show that it is busy
@@ -130,6 +133,7 @@ class NodeFacts:
     python_path: str
     code_folder: str
     slots: int  # ranks there: as the host file says, else one per GPU, else up to 2 CPU processes
+    devices: list[int] = field(default_factory=list)  # numbers of their GPUs in the host file; empty: the first ones
     ranks: list[int] = field(default_factory=list)  # numbers of those that a launcher started; empty: the doctor does
     versions: dict[str, str]
     """Of Python, packages ("missing" where not installed), dsft's own code, GPU driver and type ("none")."""
@@ -157,15 +161,20 @@ class NodeFacts:
 
     @property
     def usable_gpus(self) -> list[Gpu]:
-        """The GPUs that ranks would use."""
+        """The GPUs that ranks may use."""
         if self.cpu_only or not self.torch_cuda:
             return []
         if self.visible_gpus is None:
             return self.gpus.cards
-        words = [word for word in self.visible_gpus.split(",") if word.strip()]
-        if all(word.isdigit() for word in words):
-            return [gpu for gpu in self.gpus.cards if str(gpu.index) in words]
-        return self.gpus.cards[: len(words)]
+        cards, words = {str(gpu.index): gpu for gpu in self.gpus.cards}, re.split(r"\s*,\s*", self.visible_gpus.strip())
+        if words[0].startswith(("GPU-", "MIG-")):  # names, for which nvidia-smi was not asked
+            return self.gpus.cards[: len(words)]
+        return [cards[word] for word in itertools.takewhile(cards.__contains__, words)]  # CUDA looks no further either
+
+    @property
+    def rank_gpus(self) -> list[Gpu]:
+        """Those of them that its ranks do use, in their order."""
+        return [gpu for gpu in self.usable_gpus if gpu.index in self.devices] or self.usable_gpus[: self.slots]
 
     def interface_of(self, address: str) -> str:
         """The interface that has `address`; empty where none has."""
@@ -233,6 +242,7 @@ def facts(
     held: ExitStack,
     *,
     slots: int | None = None,
+    devices: list[int] = (),
     ranks: list[int] = (),
     master_port: int | None = None,
     output_dir: str = "",
@@ -240,8 +250,8 @@ def facts(
 ) -> NodeFacts:
     """What this node is. What it opens stays open as long as `held` does: a port, the master's (None: not tried), and a
     probe file in the run's output folder (empty: none). `slots`: ranks that start here, None: one per GPU, else up to 2
-    CPU processes (as `hardware.default_ranks`); `ranks`: their numbers, where a launcher has started them; `compiles`:
-    try the compiler, which takes a second.
+    CPU processes (as `hardware.default_ranks`); `devices`: numbers of their GPUs in the host file; `ranks`: their own,
+    where a launcher has started them; `compiles`: try the compiler, which takes a second.
     """
 
     def first(*paths: str) -> str:
@@ -290,6 +300,7 @@ def facts(
         python_path=sys.executable,
         code_folder=str(code_folder()),
         slots=slots or 0,
+        devices=list(devices),
         ranks=list(ranks),
         versions={
             "python": platform.python_version(),
@@ -384,7 +395,6 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def reach(
-    held: ExitStack,
     *,
     targets: list[dict[str, Any]],
     names: list[str],
@@ -467,11 +477,13 @@ def _connect(target: dict[str, Any]) -> Connection:
             seconds, ahead = min(trips)
             rate = 0.0
             for _ in range(BLOCK_TRIES if target["kind"] == "open" else 0):
-                start = time.perf_counter()
+                start, seconds_of_block, left = time.perf_counter(), 0.0, BLOCK_BYTES
                 connection.sendall(b"b")
-                got = len(lines.read(BLOCK_BYTES))
-                rate = max(rate, got / (time.perf_counter() - start))
-                if rate > SLOWEST_LINK:
+                while left and seconds_of_block < BLOCK_SECONDS and (piece := lines.read1(left)):
+                    left -= len(piece)
+                    seconds_of_block = time.perf_counter() - start
+                rate = max(rate, (BLOCK_BYTES - left) / seconds_of_block if seconds_of_block else 0.0)
+                if left or rate > SLOWEST_LINK:
                     break
             return Connection(**target, host=host, seconds=seconds / 2, clock_ahead=ahead, bytes_per_second=rate)
     except OSError as error:
@@ -571,7 +583,7 @@ def answer(phase: str, held: ExitStack, read_input: Callable[[], dict[str, Any]]
     try:
         if phase == "measure":
             return {"answer": measure(held, read_input)}
-        return {"answer": asdict({"facts": facts, "reach": reach}[phase](held, **read_input()))}
+        return {"answer": asdict(facts(held, **read_input()) if phase == "facts" else reach(**read_input()))}
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
 

@@ -81,13 +81,6 @@ def hosts_of(options: HostFields) -> list[Node]:
     )
 
 
-def number_problems(options: HostFields) -> list[str]:
-    """List the numbers of nodes and ranks below 1: 0 does not mean all."""
-    given = {name: getattr(options, name) for name in ("num_nodes", "num_gpus")}
-    below = {name: number for name, number in given.items() if number is not None and number < 1}
-    return [f"--{name} {number}: must be 1 or more; leave it out for all" for name, number in below.items()]
-
-
 @dataclass(kw_only=True)
 class LaunchOptions(HostFields):
     """Launch: how the ranks are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
@@ -532,12 +525,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
     if options.no_ssh and not (options.hostfile or options.nodes):
         problems.append("--no_ssh: name the nodes, with --hostfile, or --nodes N and MASTER_ADDR")
-    problems += number_problems(options)
-    if options.nodes == 0:
-        problems.append("--nodes 0: must be 1 or more")
     for name, value in vars(options).items():
-        if name in ("nodes", "node_rank", "max_restarts", "wait_for_nodes") and (value or 0) < 0:
-            problems.append(f"{name}={value}: must be 0 or more")
         if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
             problems.append(f"--{name}: needs a value")
         elif name in ("hostfile", "accelerate") and value and not os.path.isfile(value):

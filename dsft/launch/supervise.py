@@ -35,6 +35,7 @@ from dsft.runtime.console import show_text
 from dsft.runtime.disk import remove_leftovers
 from dsft.runtime.launcher_env import (
     CHECKS_ALONE,
+    LARGEST_PORT,
     LAUNCH,
     SSH,
     WORDS,
@@ -311,8 +312,9 @@ def preflight_command(launcher: Launcher, script: list[str]) -> list[str]:
     """
     options, hosts = launcher.options, launcher.ssh_hosts()
     if launcher.is_examined_by_ranks and not hosts:
-        # Beside the launch's own port.
-        port = launcher.port(script) + 1 if launcher.has_port_beside else None
+        port = launcher.port(script) if launcher.has_port_beside else None
+        if port:  # beside the launch's own
+            port += 1 if port < LARGEST_PORT else -1
         by_ranks = dataclasses.replace(options, num_gpus=1, master_port=port)
         command = build_command(by_ranks, DOCTOR, [*QUICK, *script])
         show_text("dsft: preflight: " + shown(command), is_command=True)
@@ -334,9 +336,10 @@ def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> Non
         )
         if result.returncode == 0:
             return
-        if result.stdout != before:
+        findings = result.stdout.rstrip().rpartition("\n")[0]  # the last line has the seconds that it took
+        if findings != before:
             print(result.stdout, end="", flush=True)
-            before = result.stdout
+            before = findings
         left = deadline - time.monotonic()
         if left <= 0:
             text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"

@@ -126,10 +126,8 @@ def owner_of(path: Path) -> Owner | None:
 
 
 def seconds_since_heartbeat(path: Path) -> float:
-    """The age of a lock's heartbeat by the clock of its file system, which machines that share it see alike.
-
-    Raises:
-        OSError: the lock is gone, or nothing can be written beside it.
+    """The age of a lock's heartbeat by the clock of its file system, which machines that share it see alike. Raises
+    OSError: the lock is gone, or nothing can be written beside it.
     """
     beat = path.stat().st_mtime
     probe = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.now")
@@ -215,10 +213,7 @@ class RunLock(HeldFile):
 
     def acquire(self) -> bool:
         """Take the lock, over a stale one where there is one; returns whether there was. A folder that cannot be
-        written is not held.
-
-        Raises:
-            UserError: naming the owner, where it is alive.
+        written is not held. Raises UserError: its owner, who is named, is alive.
         """
         folder, was_stale = self.path.parent, False
         try:

@@ -263,10 +263,8 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def only_run_in(output_dir: str | None) -> Iterator[bool]:
     """Hold the lock of `output_dir` inside a `with`; gives whether the run before this one was killed: it left its
-    lock. A folder that cannot be written is left to the checks. Collective.
-
-    Raises:
-        UserError: on every rank, where another run is alive there.
+    lock. A folder that cannot be written is left to the checks. Collective. Raises UserError, on every rank:
+    another run is alive there.
     """
     lock = RunLock(Path(output_dir)) if output_dir and rank() == 0 else None
     was_killed = on_rank_0(lambda: lock.acquire() if lock else False)
@@ -312,10 +310,8 @@ def max_over_ranks(value: float) -> float:
 
 
 def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
-    """Take this rank's place in the job of the store, which is known by its launcher's id, else by its folder.
-
-    Raises:
-        UserError: it is another job's, or another process has that place.
+    """Take this rank's place in the job of the store, which is known by its launcher's id, else by its folder. Raises
+    UserError: it is another job's, or another process has that place.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     launch = os.environ.get(JOB) or (run_id if run_id != "none" else "")
@@ -382,6 +378,8 @@ ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
 
 def set_library_variables() -> bool:
     """Set what torch and DeepSpeed read at their start. Returns whether the number of threads is dsft's."""
+    import torch
+
     if has_gpu():
         # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
         # used together. The older name would win over the user's newer one.
@@ -401,6 +399,8 @@ def set_library_variables() -> bool:
             del os.environ["OMP_NUM_THREADS"]
         chooses_threads = "OMP_NUM_THREADS" not in os.environ
         _set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cpu_count() // ranks_per_node()))))
+    elif "OMP_NUM_THREADS" not in os.environ and cpu_count() < torch.get_num_threads():
+        torch.set_num_threads(cpu_count())  # torch counts a container's cores, whatever time it has on them
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
@@ -416,7 +416,7 @@ def use_bound_cores(*, chooses_threads: bool) -> None:
     host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
     of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
     if chooses_threads and mine != of_node:
-        _set_threads(max(1, min(len(mine), len(of_node) // ranks_per_node())))
+        _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
 
 
 def _set_threads(number: int) -> None:
@@ -450,9 +450,7 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
 
 def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare facts over all ranks: what the user can do about a difference -> name -> value on this rank. Collective.
-
-    Raises:
-        UserError: on every rank, with a line for each fact that differs: its values, their hosts and ranks.
+    Raises UserError, on every rank, with a line for each fact that differs: its values, their hosts and ranks.
     """
 
     def digest(text: str) -> str:

@@ -88,11 +88,7 @@ def job_machine(nodes: Sequence[Machine]) -> Machine:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "80GB", "80GiB", "1.5TB".
-
-    Raises:
-        UserError: for anything else; a unit is required.
-    """
+    """Bytes in "80GB", "80GiB", "1.5TB". Raises UserError: it is anything else; a unit is required."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if not match or match[2] not in BYTES or not 0 < float(match[1]) < 1e12:
         raise UserError(f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB")
@@ -100,11 +96,7 @@ def parse_bytes(text: str) -> int:
 
 
 def split_gpus(text: str) -> tuple[int, str]:
-    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100").
-
-    Raises:
-        UserError: where the text has another form or names no GPU.
-    """
+    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100"). Raises UserError: it has another form or names no GPU."""
     match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
     if not match or int(match[1]) < 1:
         raise UserError(
@@ -116,25 +108,30 @@ def split_gpus(text: str) -> tuple[int, str]:
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes that are taken, but for caches of files) of this process's cgroup and of those above it, of
-    versions 1 and 2. A container sees its own as the root; that of a SLURM job or a systemd unit lies below.
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's cgroup and of those above it, and whether they are of version 1. A container
+    sees its own as the root; that of a SLURM job or a systemd unit lies below.
     """
     for line in _read(OWN_CGROUPS).splitlines():  # 0::/system.slice/slurmstepd.scope/job_7, 4:memory:/slurm/uid_0/job_7
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit_file, taken_file, prefix = CGROUPS, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            root, prefix = CGROUPS / "memory", "total_"
-            limit_file, taken_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        root = CGROUPS / controller if controllers else CGROUPS
         folder = root / path.strip("/")
         while folder.is_relative_to(root):
-            if (limit := _read(folder / limit_file)).isdigit():  # else "max", or no such folder in this container
-                kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-                yield int(limit), max(0, _number(folder / taken_file) - sum(map(int, kept)))
+            yield folder, bool(controllers)
             folder = folder.parent
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes that are taken, but for caches of files) of each cgroup."""
+    for folder, is_old in _cgroups("memory"):
+        limit_file, taken_file, prefix = "memory.max", "memory.current", ""
+        if is_old:
+            limit_file, taken_file, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        if (limit := _read(folder / limit_file)).isdigit():  # else "max", or no such folder in this container
+            kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit), max(0, _number(folder / taken_file) - sum(map(int, kept)))
 
 
 def host_memory_bytes() -> int:
@@ -209,9 +206,16 @@ def require_seen_gpus() -> None:
     )
 
 
-def cpu_count() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+def cpu_count(cores: Collection[int] | None = None) -> int:
+    """Number of cores that this process can keep busy: of those that it may run on, or of `cores`, but no more than its
+    cgroups give it time for (`docker run --cpus`), rounded up.
+    """
+    number = len(os.sched_getaffinity(0) if cores is None else cores)
+    for folder, is_old in _cgroups("cpu"):  # microseconds in each period; "max" or -1 without a limit
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
+        if match := re.fullmatch(r"(\d+) (\d+)", " ".join(_read(folder / name) for name in files)):
+            number = min(number, -(-int(match[1]) // int(match[2])))
+    return number
 
 
 def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
+from dsft.units import plural
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
@@ -48,6 +49,7 @@ LEAST = {
     **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
 }
 """Variable that must be a whole number, where it is set -> the least it can be."""
+LARGEST_PORT = 65_535
 
 
 def world_size() -> int:
@@ -77,6 +79,10 @@ def check_environment(given: Mapping[str, str]) -> None:
     if not problems and int(given.get("RANK", "0")) >= int(given.get("WORLD_SIZE", "1")) and "WORLD_SIZE" in given:
         problems.append(
             f"RANK={given['RANK']} in the environment, but WORLD_SIZE={given['WORLD_SIZE']}: ranks are counted from 0"
+        )
+    if not problems and int(given.get("MASTER_PORT", "1")) > LARGEST_PORT:
+        problems.append(
+            f"MASTER_PORT={given['MASTER_PORT']} in the environment: must be {LARGEST_PORT} or less; {remedy}"
         )
     if (accelerator := given.get("DS_ACCELERATOR", "cpu")) not in ("cuda", "cpu"):
         remedy = "unset it to take the GPUs there are"
@@ -113,10 +119,8 @@ def unset_single_process_env() -> None:
 
 
 def map_launcher_variables() -> None:
-    """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again.
-
-    Raises:
-        UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
+    """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again. Raises
+    UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
     """
     check_environment(os.environ)
     variables = launcher_variables(os.environ)
@@ -249,9 +253,8 @@ def read_hosts(
     hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
 ) -> list[Node]:
     """The nodes that `deepspeed --hostfile HOSTFILE` with these options starts ranks on, the first (rank 0's) first.
-
-    Raises:
-        UserError: a missing or malformed file, a filter for a host or slot that is not there, exclusive options.
+    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, fewer hosts than asked
+    for, exclusive options.
     """
     if not Path(hostfile).is_file():
         here = f"seen from {os.getcwd()}"
@@ -274,6 +277,10 @@ def read_hosts(
         raise UserError(f"{given}: {one_line(error)}; {hostfile} names {hosts}") from error
     finally:
         runner.logger.disabled = False
+    if num_nodes > len(active):  # DeepSpeed would take those that there are without a word
+        raise UserError(
+            f"--num_nodes {num_nodes}: {hostfile} names {plural(len(active), 'host')}; lower it, or add more"
+        )
     active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
     if not any(active.values()):
         raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")

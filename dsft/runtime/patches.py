@@ -371,10 +371,8 @@ WITHOUT = "DSFT_WITHOUT_PATCH"
 
 
 def fits(*names: str) -> bool:
-    """Whether patches can be applied to the installed libraries; False where they save time or memory alone.
-
-    Raises:
-        UserError: where results could be wrong.
+    """Whether patches can be applied to the installed libraries; False where they save time or memory alone. Raises
+    UserError: results could be wrong.
     """
     if names == (os.environ.get(WITHOUT),):
         return False

@@ -39,9 +39,7 @@ def version_of(name: str, *, missing: str = "not installed") -> str:
 
 def versions(*others: str) -> dict[str, str]:
     """Versions of Python and of every package that a run's numbers depend on; of `others` where they are installed.
-
-    Raises:
-        PackageNotFoundError: where one of PACKAGES is not installed.
+    Raises PackageNotFoundError: one of PACKAGES is not installed.
     """
     installed = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
     return installed | {name: version for name in others if (version := version_of(name, missing=""))}

@@ -24,16 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
 from dsft.watchdog.messages import POLL_SECONDS, Connection, Failure, listen, listen_on_node
-from dsft.watchdog.processes import ROOT, StartedBy, boot_id
+from dsft.watchdog.processes import StartedBy, boot_id, command_of
 
-SIDECAR = (
-    "import os, sys; os.fork() and os._exit(0); "
-    f"sys.path[:0] = {[str(ROOT)]}; sys.path += {[str(Path(psutil.__file__).parent.parent)]}; "
-    "from dsft.watchdog.sidecar import main; main()"
-)
+SIDECAR = command_of("os.fork() and os._exit(0); from dsft.watchdog.sidecar import main; main()")
 """Leaves the process tree of the rank: DeepSpeed's launcher, which ends that tree, would wait 30 s for the sidecar."""
 STARTED_BY = StartedBy.now()
 LONGEST_TRACEBACK = 20_000  # characters, from its end
@@ -97,7 +91,7 @@ def start(timeouts: Any) -> None:
     }
     handed_over = [source for source in (listener, on_node and on_node[0]) if source]
     subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", SIDECAR, json.dumps(options)],
+        [*SIDECAR, json.dumps(options)],
         stdin=to_rank,
         stdout=subprocess.DEVNULL,
         pass_fds=[stacks, *(source.fileno() for source in handed_over)],

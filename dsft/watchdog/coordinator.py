@@ -107,7 +107,10 @@ class Coordinator:
         # One that has not come by then could not reach this node.
         all_have_come = len(self.members) == self.world_size or now > self.started + 2 * CONNECT_SECONDS
         all_are_gone = bool(self.members) and all(member.is_gone for member in self.members.values())
-        return self._all_left() or (all_have_come and all_are_gone)
+        is_explained = (
+            self.state is not JobState.COLLECTING
+        )  # else what the last of them was lost by is still to be said
+        return self._all_left() or (all_have_come and all_are_gone and is_explained)
 
     def finish(self) -> None:
         """Print what is unprinted, and tell `dsft launch` the exit code, where the ranks themselves had one."""
@@ -116,6 +119,11 @@ class Coordinator:
             record_failure(self.run_file, self.first_error)  # where rank 0 could not
         if self.launcher and (self._all_left() or any(self.exit_codes)):
             self.launcher.send("done", exit_code=max(self.exit_codes))
+
+    def count_silence_from(self, now: float) -> None:
+        """This process was stopped, perhaps with the others: what they send next counts."""
+        for node in self.nodes.values():
+            node.last_heard = now
 
     def _all_left(self) -> bool:
         return len(self.exit_codes) == self.world_size
@@ -343,6 +351,12 @@ class Relay:
         if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self.coordinator.send("heartbeat")
+
+    def count_silence_from(self, now: float) -> None:
+        """As that of the coordinator."""
+        self.last_heard = now
+        for child in self.children.values():
+            child.last_heard = now
 
     def _connect(self) -> None:
         try:

@@ -310,11 +310,7 @@ def listen_on_node() -> tuple[socket.socket, str] | None:
 
 
 def connect(address: str | tuple[str, int], token: str, *, seconds: float = CONNECT_SECONDS) -> Connection:
-    """Return a connection to (host, port), or to a name of `listen_on_node`.
-
-    Raises:
-        OSError: where nobody answers in time.
-    """
+    """Return a connection to (host, port), or to a name of `listen_on_node`. Raises OSError: nobody answers in time."""
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(seconds)

@@ -233,12 +233,14 @@ class StartedBy:
         return programs_of([launcher.pid for launcher in self.launchers])
 
 
+def command_of(code: str) -> list[str]:
+    """The command of a Python that runs `code` of dsft.watchdog, with psutil and the standard library alone."""
+    here, beside = Path(__file__).resolve().parents[2], Path(psutil.__file__).parents[1]
+    paths = f"import os, sys; sys.path[:0] = {[str(here)]}; sys.path += {[str(beside)]}"
+    return [sys.executable, "-S", "-E", "-c", f"{paths}; {code}"]
+
+
 END_LAUNCHER_SECONDS = 10.0  # between SIGTERM and SIGKILL for a launcher, which may be ending other nodes
-ROOT = Path(__file__).resolve().parent.parent.parent
-GUARD = (
-    f"import sys; sys.path[:0] = {[str(ROOT)]}; sys.path += {[str(Path(psutil.__file__).parent.parent)]}; "
-    "from dsft.watchdog.processes import guard; guard()"
-)
 DONE = b"done"
 
 
@@ -252,7 +254,8 @@ class LaunchGuard:
 
     def __init__(self, group: int, first_signal: int, words: IO[bytes] | None = None):
         shown = [words.fileno()] if words else []
-        command = [sys.executable, "-S", "-E", "-c", GUARD, *map(str, [group, int(first_signal), *shown])]
+        command = command_of("from dsft.watchdog.processes import guard; guard()")
+        command += map(str, [group, int(first_signal), *shown])
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=shown, start_new_session=True
         )

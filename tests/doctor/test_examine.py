@@ -360,6 +360,51 @@ def test_every_finding_fires_alone_and_names_the_place(code):
         assert entry.message and entry.why == MESSAGES[code][1] and entry.fix
 
 
+def test_a_slow_rank_is_left_out_by_the_number_of_its_gpu():
+    """Not by its place among the node's ranks, where a filter chose others than the first GPUs."""
+    facts = nodes() | {"n2": node("n2", slots=1, devices=[1])}
+    where = {0: "n1", 1: "n1", 2: "n2", 3: "n3", 4: "n3"}
+    slow = measured(flops={2: 3e14})
+    [entry] = check_measured(slow, where, facts, USED)
+    assert entry.where == "rank 2 on n2"
+    assert "nvidia-smi -q -i 1 " in entry.fix and entry.fix.endswith("--exclude n2:1")
+
+
+def test_a_gpu_that_the_run_leaves_out_may_be_busy():
+    """Where two jobs share a node, plans had no more memory than the other job left on its GPU."""
+    busy = {"slots": 1, "gpus": smi("81559, 4,", "81559, 80000,")}
+    for devices, codes in (([1], ["idle-gpus"]), ([], ["gpu-busy", "idle-gpus"])):
+        facts = node("n3", devices=devices, **busy)
+        assert [entry.code for entry in look(facts)] == codes
+        assert (machine_of({"n3": facts}).device_bytes > 79 * GiB) == bool(devices)
+
+
+def test_tasks_of_srun_that_see_one_gpu_each_have_not_too_many_slots():
+    alone = {"slots": 2, "ranks": [4, 5], "visible_gpus": "0"}
+    assert look(node("n3", **alone)) == []
+    for changes in ({"visible_gpus": None, "slots": 3}, {"ranks": []}):
+        assert [entry.code for entry in look(node("n3", **alone | changes))] == ["slots"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_there"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", True),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", True),
+        ("NCCL_SOCKET_IFNAME", "=eth", False),
+        ("NCCL_SOCKET_IFNAME", "=eth0", True),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", True),
+        ("NCCL_SOCKET_IFNAME", "", True),  # as if it were not set
+        ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "lo,eth0", True),
+        ("NCCL_IB_HCA", "mlx5", True),
+    ],
+)
+def test_an_interface_is_there_as_its_library_reads_the_name(variable, value, is_there):
+    codes = [entry.code for entry in check_interfaces(nodes(network__variables={variable: value}), USED)]
+    assert codes == ([] if is_there else ["interface"])
+
+
 def test_uneven_slots_are_planned_as_so_many_ranks():
     machine = machine_of({"n1": node("n1", slots=1), "n2": node("n2")})
     assert machine.world_size == 3 and "at most, 3 in all" in str(machine)
@@ -384,7 +429,7 @@ def test_other_versions_are_replaced_by_a_command_that_works():
 def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_is_sent(tmp_path):
     (tmp_path / "run.yaml").write_text("# a comment\nlearning_rate: 0.10\nhub_token: secret\n")
     asked = {"targets": [], "names": [], "master": "127.0.0.1", "sources": [], "hub_names": [], "probe": ""}
-    read = lambda name: reach(ExitStack(), **asked, config=str(tmp_path / name)).config  # noqa: E731
+    read = lambda name: reach(**asked, config=str(tmp_path / name)).config  # noqa: E731
     first = read("run.yaml")
     assert first == {"learning_rate": "0.1"} and read("no.yaml") is None
     files = RunFiles(config="run.yaml")
@@ -418,8 +463,12 @@ def test_no_finding_fires_on_healthy_nodes():
 
 def test_every_message_is_tested_and_explained_in_the_docs():
     assert CASES.keys() | MADE_ELSEWHERE == MESSAGES.keys()
-    listed = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(MESSAGES)
+    listed = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE)
+    assert sorted(code for code, _ in listed) == sorted(MESSAGES)
+    for code, severities in listed:
+        fired = {entry.severity for entry in CASES[code]()} if code in CASES else set()
+        seen = {severity[0].upper() for severity in {MESSAGES[code][0], *fired}}
+        assert seen <= {*re.findall(r"\b[EWN]\b", severities)}, code
 
 
 def test_a_name_on_the_hub_is_reported_once_for_all_its_splits():
@@ -446,6 +495,9 @@ def test_of_a_silent_rank_the_others_time_outs_are_not_reported():
         ({"torch_cuda": ""}, []),
         ({"visible_gpus": "1"}, [1]),
         ({"visible_gpus": ""}, []),
+        ({"visible_gpus": "-1"}, []),
+        ({"visible_gpus": "1, 0"}, [1, 0]),
+        ({"visible_gpus": "0,-1,1"}, [0]),
         ({"visible_gpus": "GPU-8f1"}, [0]),
     ],
 )
@@ -504,6 +556,7 @@ def test_host_files_are_read_as_deepspeed_reads_them(tmp_path):
         ({"include": "d"}, "--include d.*'d' not found.*a slots=4"),
         ({"include": "a:7"}, "No slot '7'"),
         ({"include": "a", "num_nodes": 1}, "cannot be combined"),
+        ({"num_nodes": 4}, "--num_nodes 4: .*hosts names 3 hosts"),
     ):
         with pytest.raises(UserError, match=words):
             read(**options)
@@ -620,7 +673,7 @@ class Answering:
 def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections, why_not, is_default_port_busy):
     measured_on = []
     monkeypatch.setattr(
-        "dsft.doctor.examine._measure", lambda nodes, report, devices, *_: measured_on.append(devices) or []
+        "dsft.doctor.examine._measure", lambda nodes, report, *_: measured_on.append(report.facts) or []
     )
     busy = {"n1": node("n1", master_port_taken="in use by process 7 (python)")} if is_default_port_busy else {}
     there = Answering(nodes(**facts) | busy, reached(**connections))
@@ -629,7 +682,55 @@ def test_ranks_are_measured_where_they_can_meet(monkeypatch, facts, connections,
     codes = {entry.code: entry.message for entry in report.findings}
     assert ("default-port-busy" in codes) == is_default_port_busy
     assert why_not in codes.get("smoke-skipped", "") and ("smoke-skipped" in codes) == bool(why_not)
-    assert [list(devices) for devices in measured_on] == ([] if why_not else [NAMES])
+    assert [list(examined) for examined in measured_on] == ([] if why_not else [NAMES])
+
+
+class ManyNodes(Answering):
+    """Healthy nodes, which reach what they are asked to, but for one of them the master's port."""
+
+    def __init__(self, blocked: str):
+        super().__init__({}, {})
+        self.blocked = blocked
+
+    def run(self, phase, inputs, **options):
+        for name in inputs if phase == "facts" else ():
+            self.answers[phase][name] = node(name)
+        for name, asked in inputs.items() if phase == "reach" else ():
+            connections = []
+            for target in asked["targets"]:
+                is_blocked = name == self.blocked and target["kind"] == "master"
+                how = {"error": "timeout"} if is_blocked else {"host": target["name"]}
+                connections.append(Connection(**target, **how))
+            self.answers[phase][name] = dataclasses.replace(reached()["n2"], connections=connections)
+        return super().run(phase, inputs, **options)
+
+
+@pytest.mark.parametrize("number", [9, 16])
+def test_of_many_nodes_any_whose_way_to_the_master_port_is_blocked_is_named(monkeypatch, number):
+    """Also one that the first is no neighbour of."""
+    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *_: [])
+    names = [f"n{place}" for place in range(1, number + 1)]
+    for blocked in names[1:]:
+        listed = [Node(name=name, slots=2) for name in names]
+        report = examine(ManyNodes(blocked), listed, argv=[], quick=True, port=29500, master="")
+        errors = [(entry.code, entry.where) for entry in report.findings if entry.severity == "error"]
+        assert errors == [("port-blocked", f"{blocked} -> n1")]
+
+
+@pytest.mark.parametrize("outgoing", ["10.0.0.1", "127.0.1.1", ""])
+@pytest.mark.parametrize("master", ["", "10.0.0.1", "n1"])
+def test_the_interface_of_the_first_node_is_known_by_whichever_name_ranks_reach_it(monkeypatch, master, outgoing):
+    """`outgoing` is where that name leads on the node itself. Else another MTU was overlooked, and gloo not told."""
+    monkeypatch.setattr("dsft.doctor.examine._measure", lambda *of_examination: seen.append(of_examination[3]) or [])
+    seen, facts = [], nodes() | {"n1": node("n1", network__interfaces__eth0__mtu=1500)}
+    connections = reached()
+    connections["n1"] = dataclasses.replace(connections["n2"], connections=[])
+    for name, answer in connections.items():
+        address = outgoing if name == "n1" else facts[name].address
+        connections[name] = dataclasses.replace(answer, outgoing=address)
+    listed = [Node(name=name, slots=2) for name in NAMES]
+    report = examine(Answering(facts, connections), listed, argv=[], quick=True, port=29500, master=master)
+    assert [(entry.code, entry.where) for entry in report.findings] == [("mtu", "n1")] and seen == [USED]
 
 
 @pytest.mark.launch

@@ -1,16 +1,21 @@
 """What one node does in each phase, by itself."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 
 from conftest import ROOT
 
 from dsft.doctor import phases
 from dsft.doctor.phases import NodeFacts, file_content, typed
+from dsft.runtime.hardware import cpu_count
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
@@ -32,6 +37,33 @@ def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
         assert file_content(str(tmp_path / "a")).hash != first.hash
 
 
+def test_of_a_block_that_trickles_in_what_has_come_tells_the_rate(monkeypatch):
+    """Else the examination ran out of time, and the node that asked was taken for dead."""
+    monkeypatch.setattr(phases, "BLOCK_SECONDS", 0.3)
+    sent = []
+
+    def serve() -> None:
+        caller, _ = server.accept()
+        with caller, contextlib.suppress(OSError):
+            caller.sendall(b"far\n")
+            while asked := caller.recv(1):
+                if asked == b"?":
+                    caller.sendall(b"0.0\n")
+                    continue
+                for _ in range(phases.BLOCK_BYTES // 1024):
+                    sent.append(caller.send(bytes(1024)))
+                    time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        target = {"kind": "open", "name": "far", "address": "127.0.0.1", "port": server.getsockname()[1]}
+        connection = phases._connect(target)
+        thread.join()
+    assert connection.host == "far" and 0 < connection.bytes_per_second < phases.SLOWEST_LINK
+    assert sum(sent) < phases.BLOCK_BYTES
+
+
 def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     code = (
         "import dataclasses, json, sys; from contextlib import ExitStack; from dsft.doctor import examine, phases;"
@@ -41,7 +73,7 @@ def test_the_head_and_the_phases_need_no_torch_and_facts_travel_as_json():
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     facts = typed(NodeFacts, json.loads(result.stdout))
     assert facts.versions["torch"] == importlib.metadata.version("torch")  # torch adds "+cu130" to its own
-    assert facts.cores == len(os.sched_getaffinity(0)) and facts.slots >= 1
+    assert facts.cores == cpu_count() and facts.slots >= 1
     assert json.loads(result.stdout) == json.loads(json.dumps(dataclasses.asdict(facts)))
 
 

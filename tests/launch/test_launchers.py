@@ -17,6 +17,7 @@ from dsft.cli.main import main
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.reader import read_file_and_flags, sent_files
 from dsft.errors import UserError
+from dsft.launch import supervise
 from dsft.launch.environment import forwarded, launcher_environment, shared_environment
 from dsft.launch.launchers import (
     LAUNCHERS,
@@ -250,6 +251,28 @@ def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch)
     assert len(ports) == 2 and "29500" not in ports
 
 
+@pytest.mark.parametrize(("port", "beside"), [("29500", "29501"), ("65534", "65535"), ("65535", "65534")])
+def test_the_preflight_meets_at_a_port_beside_the_launchs_own(monkeypatch, port, beside):
+    monkeypatch.setenv("MASTER_PORT", port)
+    options, _, script = read_launch(["--nodes", "2", "--master_addr", "node-0", "train", "--model", "m"])
+    assert f"node-0:{beside}" in preflight_command(options.launcher, script)
+
+
+def test_a_restart_that_waits_prints_what_is_found_where_that_has_changed(tmp_path, monkeypatch, capfd):
+    """Not at each look, for it ends with the seconds that the look took."""
+    look = "import pathlib, sys, time\ncount = pathlib.Path('count')\n"
+    look += "looks = count.write_text((count.read_text() if count.exists() else '') + '.')\n"
+    look += "print('error: node-1: full' if looks < 4 else 'error: node-1: silent')\n"
+    look += "print(f'dsft doctor: 2 nodes, 1 error; {time.time()} s')\nsys.exit(2 * (looks < 6))"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "preflight_command", lambda *_: [sys.executable, "-c", look])
+    monkeypatch.setattr(supervise, "WAIT_SECONDS", 0)
+    options, name, script = read_launch(["--hostfile", str(ROOT / "hostfiles/2x8"), "train"])
+    supervise.wait_until_examined(options.launcher, name, script)
+    printed = capfd.readouterr().out
+    assert (printed.count(": full"), printed.count(": silent")) == (1, 1)
+
+
 def test_one_launch_for_all_nodes_sends_the_configuration_and_what_it_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("zero: zero.json\nchat_template: chatml\nlearning_rate: 0.1\n")
@@ -381,10 +404,12 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--hostfile ./nowhere train", "--hostfile ./nowhere: there is no such file"),
         ("--hostfile hostfiles/2x8 --nodes 2 train", "--hostfile and --nodes: choose one way"),
         ("--nodes two train", "nodes: expected a whole number, got 'two'"),
-        ("--nodes=-1 train", "nodes=-1: must be 0 or more"),
-        ("--num_gpus 0 train", "--num_gpus 0: must be 1 or more; leave it out for all"),
-        ("--hostfile hosts --num_nodes 0 train", "--num_nodes 0: must be 1 or more; leave it out for all"),
-        ("--nodes 0 train", "--nodes 0: must be 1 or more"),
+        ("--nodes=-1 train", "nodes=-1: must be at least 1"),
+        ("--num_gpus 0 train", "num_gpus=0: must be 1 to 1,024, on each node; leave it out for all"),
+        ("--hostfile hosts --num_nodes 0 train", "num_nodes=0: must be at least 1; leave it out for all"),
+        ("--nodes 0 train", "nodes=0: must be at least 1"),
+        ("--hostfile hostfiles/2x8 --max_restarts=-1 train", "max_restarts=-1: must not be negative"),
+        ("--hostfile hostfiles/2x8 --wait_for_nodes=-1 train", "wait_for_nodes=-1.0: must not be negative"),
         ("--hostfile", "hostfile: needs a value"),
         ("--hostfile= train", "--hostfile: needs a value"),
         ("--nodes= train", "nodes: "),

@@ -504,3 +504,34 @@ def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_pa
     host = SimpleNamespace(total=512 * GiB, available=500 * GiB)
     monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: host)
     assert (host_memory_bytes() // GiB, free_host_bytes() // GiB) == expected
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "quotas", "cores"),
+    [
+        # version 2: of all cgroups above the process; rounded up
+        ("0::/pods/one", {".": "max 100000", "pods": "800000 100000", "pods/one": "250000 100000"}, 3),
+        ("0::/pods/one", {"pods": "150000 100000", "pods/one": "max 100000", "pods/two": "100000 100000"}, 2),
+        ("0::/", {".": "50000 100000"}, 1),
+        ("0::/", {".": "6400000 100000"}, 16),  # more than there are
+        # version 1, beside another controller
+        ("9:memory:/a\n4:cpu,cpuacct:/job\n0::/", {"cpu/job": "400000 100000", "cpu": "-1 100000", "cpu/a": "1 1"}, 4),
+        ("0::/elsewhere", {}, 16),
+        ("", {".": "100000 100000"}, 16),
+    ],
+)
+def test_cores_are_no_more_than_all_cgroups_above_this_process_give_time_for(
+    monkeypatch, tmp_path, cgroups, quotas, cores
+):
+    (tmp_path / "own").write_text(cgroups)
+    for folder, text in quotas.items():
+        place = tmp_path / "cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if folder.startswith("cpu") else ("cpu.max",)
+        for name, value in zip(names, text.split() if len(names) == 2 else [text], strict=True):
+            (place / name).write_text(f"{value}\n")
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert hardware.cpu_count() == cores
+    assert hardware.cpu_count(range(2)) == min(2, cores)

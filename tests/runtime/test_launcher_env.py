@@ -203,6 +203,7 @@ def test_a_command_unsets_the_variables_of_a_single_process_and_a_call_within_it
         ("SLURM_JOB_ID", "x"),
         ("DS_ACCELERATOR", "banana"),
         ("DS_ACCELERATOR", ""),
+        ("MASTER_PORT", "65536"),
     ],
 )
 def test_a_variable_that_is_no_number_or_accelerator_is_named(name, value):

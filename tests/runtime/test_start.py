@@ -100,6 +100,24 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("cores", "given", "threads"), [(2, "", 2), (8, "", 4), (2, "3", 4)])
+def test_a_single_rank_has_no_more_threads_than_its_container_has_time_for(monkeypatch, cores, given, threads):
+    """Unless the environment says how many: torch has read that."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(distributed, "cpu_count", lambda: cores)
+    try:
+        torch.set_num_threads(4)
+        assert not distributed.set_library_variables()
+        assert torch.get_num_threads() == threads
+        assert os.environ.get("OMP_NUM_THREADS", "") == given, "a launch from a notebook would take it for the user's"
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("bound", "others", "threads"),
     [
@@ -109,7 +127,15 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
         (range(0, 1), [range(1, 2)], 1),
     ],
 )
-def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, bound, others, threads):
+@pytest.mark.parametrize("quota", [None, 6])
+def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, tmp_path, bound, others, threads, quota):
+    """As far as a container's share of the node's time reaches."""
+    (tmp_path / "own").write_text("0::/")
+    (tmp_path / "cpu.max").write_text(f"{quota}00000 100000" if quota else "max 100000")
+    monkeypatch.setattr("dsft.runtime.hardware.OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr("dsft.runtime.hardware.CGROUPS", tmp_path)
+    if quota and threads:
+        threads = min(threads, quota // (1 + len(others)))
     taken = []
     monkeypatch.setattr(distributed, "_set_threads", taken.append)
     monkeypatch.setenv("LOCAL_SIZE", str(1 + len(others)))

@@ -97,6 +97,29 @@ def test_a_silent_sidecar_is_lost_after_the_users_limit(job):
     assert "rank 1 on node-1 gave no heartbeat for 60 s" in job.screen[0]
 
 
+def test_a_node_that_is_lost_after_the_others_have_left_is_named(job, launch):
+    """The launch is told too: without a word it took the watchdog of rank 0 for gone."""
+    job.send(0, "close", exit_code=0, lines=[])
+    job.step_until(job.has_left(0))
+    job.sidecars[1].close()
+    assert job.is_in(JobState.COLLECTING) and not job.coordinator.is_over()
+    job.after(COLLECT_SECONDS)
+    assert job.screen[0].startswith("error: rank 1 on node-1 is gone with its watchdog")
+    job.sidecars[0].close()
+    job.step_until(job.coordinator.is_over)
+    [failed] = launch.read()
+    assert failed["type"] == "failed" and failed["lost"] == ["node-1"]
+
+
+def test_silence_counts_from_the_end_of_a_pause(job):
+    job.now += LOST_SECONDS + 1
+    job.coordinator.count_silence_from(job.now)
+    job.after(LOST_SECONDS - 1)
+    assert job.coordinator.state is JobState.RUNNING
+    job.after(2)
+    assert job.coordinator.state is JobState.COLLECTING
+
+
 def test_a_stall_asks_for_stacks_and_waits_for_them(job):
     job.send(0, "failed", failure=Failure.STALLED, text="made no progress", log="")
     assert job.is_in(JobState.COLLECTING) and job.is_told(1, "write stacks")
@@ -299,6 +322,14 @@ def test_one_sidecar_that_is_lost_behind_a_relay_is_named(relayed, fault):
     relayed.step_until(lambda: relayed.coordinator.state is JobState.COLLECTING)
     [report] = relayed.coordinator.reports
     assert report.rank == 1 and "its watchdog" in report.text.replace("with its", "its")
+
+
+def test_silence_counts_from_the_end_of_a_pause_for_a_relay_too(relayed):
+    relayed.step_until(lambda: relayed.relay.has_answered)
+    relayed.now += LOST_SECONDS + 1
+    relayed.relay.count_silence_from(relayed.now)
+    relayed.relay.step(relayed.now)
+    assert not any(connection.closed for connection in (relayed.relay.coordinator, *relayed.relay.children))
 
 
 def test_ranks_leave_one_after_the_other_through_a_relay(relayed):

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from dsft.config.options import TimeoutFields
@@ -30,18 +32,18 @@ def main() -> None:
     watchdog.connect(from_all([watchdog.endpoint()]))
     watchdog.set_file("log", folder / f"rank_{rank}.log")
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
-    for step in range(40 if fault == "none" else 400):
+    for step in range(40 if fault in ("none", "paused") else 400):
         dist.barrier()
         watchdog.set_phase("training")
         watchdog.heartbeat(step)
         time.sleep(0.05)
         if step == 10:
-            fail(fault, rank)
+            fail(fault, rank, folder)
     watchdog.close()
     os._exit(0)
 
 
-def fail(fault: str, rank: int) -> None:
+def fail(fault: str, rank: int, folder: Path) -> None:
     if fault == "exception" and rank == 1:
         raise RuntimeError("this GPU has had enough")
     if fault == "same-error":
@@ -57,6 +59,19 @@ def fail(fault: str, rank: int) -> None:
         wait_for_nothing()
     if fault == "launcher" and rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
+    if fault == "paused" and rank == 0:
+        pause_job(folder)
+
+
+def pause_job(folder: Path) -> None:
+    """Stop ranks and sidecars for longer than `lost_timeout`, as `docker pause` and `scontrol suspend` do."""
+    ranks = [int(path.read_text()) for path in folder.glob("pid_*")]
+    assert len(ranks) == 2
+    commands = [(each.pid, " ".join(each.info["cmdline"] or ())) for each in psutil.process_iter(["cmdline"])]
+    sidecars = [pid for pid, command in commands if any(f'"pid": {rank},' in command for rank in ranks)]
+    assert len(sidecars) == 2
+    pids = " ".join(map(str, [*sidecars, *ranks]))
+    subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 12; kill -CONT {pids}"], start_new_session=True)
 
 
 def wait_for_nothing() -> None:
