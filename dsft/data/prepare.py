@@ -22,13 +22,14 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -333,13 +334,18 @@ def _tokenised(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
         waiting: list[tuple[Batch, Future]] = []
+
+        def submitted(*work: Any) -> Future:  # each may start a process
+            with _without_program():
+                return pool.submit(*work)
+
         try:
-            started = pool.submit(int)
+            started = submitted(int)
             for batch in batches:
                 if not started.done():  # workers take seconds to start; until then this process does it
                     yield batch, tokenised(batch)
                     continue
-                waiting.append((batch, pool.submit(_work, batch)))
+                waiting.append((batch, submitted(_work, batch)))
                 if len(waiting) > 2 * workers:
                     yield waiting[0][0], waiting.pop(0)[1].result()
             while waiting:
@@ -349,6 +355,20 @@ def _tokenised(
             raise UserError(problem) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _without_program() -> Iterator[None]:
+    """Hides the user's program from processes that start in here: spawn runs it again in each of them. One that
+    evaluates at its top, without `if __name__ == "__main__"`, would wait there for the lock that is held for it.
+    """
+    main = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None  # get_preparation_data of multiprocessing/spawn.py goes by these two
+    try:
+        yield
+    finally:
+        main.update(hidden)
 
 
 _worker: Callable[[Batch], Tokens] | None = None

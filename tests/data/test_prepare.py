@@ -178,6 +178,31 @@ def test_one_batch_is_tokenised_without_other_processes(monkeypatch):
         next(preparing._tokenised(iter(["first", "second"]), str.upper, workers=2))
 
 
+RUNS_ONCE = """
+import sys
+from pathlib import Path
+
+if (runs := Path("runs")).exists():
+    runs.write_text("again, in a worker")
+    sys.exit(1)
+runs.write_text("once")
+from dsft.data import sources
+sources.BATCH_ROWS = 1
+"""
+
+
+def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
+    """One that evaluates at its top waited there for the lock that its first process held: for ever."""
+    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
+    write_jsonl(tmp_path / "chats.jsonl", rows)
+    (tmp_path / "program.py").write_text(RUNS_ONCE + PREPARES_WITH_WORKERS)
+    options = flags({"model": tiny / "chat", "data": "chats.jsonl", "data_cache": "cache"})
+    command = [sys.executable, "program.py", "prepare", *options]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
+    assert "Traceback" not in run.stderr, run.stderr
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 17], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
