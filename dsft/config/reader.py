@@ -51,8 +51,7 @@ SCALARS = {
     type(None): "null",
 }
 """Type -> what a value of it is called."""
-MOST = 10**9
-"""Of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there."""
+MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     shuffle_buffer"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor

@@ -164,9 +164,7 @@ class StoreWriter:
         counts |= {"tokens": self.size, "duplicates": len(hashes) - distinct}
         content = hashlib.sha256()
         for name in ("tokens", "trained", "ends"):
-            with open(self.partial / f"{name}.bin", "rb") as file:
-                while piece := file.read(1 << 20):
-                    content.update(piece)
+            content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
         facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
         self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
         json.dump(facts | {"sources": [*self.sources]}, self.files["facts"], indent=1)

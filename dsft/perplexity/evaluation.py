@@ -48,17 +48,14 @@ from dsft.runtime.software import versions
 from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
 
-TOKENS = "tokens.parquet"
-"""Folder in output_dir."""
+TOKENS = "tokens.parquet"  # folder in output_dir
 HOW_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options of how a result is computed and what is kept of it."""
-SCORING = 7
-"""A change of code that changes nats, or what is kept of a result, raises it."""
-LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
-"""Whose versions can change nats."""
+SCORING = 7  # a change of code that changes nats, or what is kept of a result, raises it
+LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
 EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
@@ -73,8 +70,7 @@ class _Job:
     config: EvalConfig
     windows: Windows
     breakdown: Breakdown | None
-    about: dict[str, Any]
-    """Fields of its Evaluation that are known before it is scored."""
+    about: dict[str, Any]  # fields of its Evaluation that are known before it is scored
 
     @property
     def tokens(self) -> Path | None:

@@ -59,8 +59,7 @@ RESULT_FIELDS = (
     *("bits_per_byte", "documents", "unscored_documents", "fed_tokens", "rows_alone"),
 )
 """What a report has of its Perplexity by the same name."""
-PART_TOKENS = 1 << 20
-"""Tokens in memory before a part is written: 24 MiB."""
+PART_TOKENS = 1 << 20  # tokens in memory before a part is written: 24 MiB
 STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
 
 
@@ -225,7 +224,7 @@ class Evaluation:
             )
         for name, groups in self.groups.items():
             lines = [
-                f"{each['perplexity']:,.4f}{_bounds(*each.get('interval', (None, None)), ',.4f')}  {each['group']}"
+                f"{each['perplexity']:,.4f}{_bounds(*each['interval'], ',.4f')}  {each['group']}"
                 f" ({each['tokens']:,} tokens)"
                 for each in groups
             ]
