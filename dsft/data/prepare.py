@@ -20,6 +20,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -337,17 +338,22 @@ def _tokenised(
             with _without_program():
                 return pool.submit(*work)
 
+        def first_waiting() -> tuple[Batch, Tokens]:
+            batch, future = waiting.pop(0)
+            tokens = future.result()
+            return batch, tokenised(batch) if tokens is None else tokens
+
         try:
             started = submitted(int)
             for batch in batches:
                 if not started.done():  # workers take seconds to start; until then this process does it
                     yield batch, tokenised(batch)
                     continue
-                waiting.append((batch, submitted(_work, batch)))
+                waiting.append((batch, submitted(_work, pickle.dumps(batch))))
                 if len(waiting) > 2 * workers:
-                    yield waiting[0][0], waiting.pop(0)[1].result()
+                    yield first_waiting()
             while waiting:
-                yield waiting[0][0], waiting.pop(0)[1].result()
+                yield first_waiting()
         except BrokenProcessPool:
             problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
             raise UserError(problem) from None
@@ -385,5 +391,9 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     _worker = tokenised
 
 
-def _work(batch: Batch) -> Tokens:
+def _work(pickled: bytes) -> Tokens | None:
+    try:
+        batch = pickle.loads(pickled)
+    except (AttributeError, ImportError):  # a row holds a class of the user's program or notebook, which is not here
+        return None
     return _worker(batch)
