@@ -55,10 +55,8 @@ FILLED_PARAMETERS = {
     "scheduler.params.warmup_min_lr": (),
 }
 """Parameters of optimizer and scheduler whose "auto" it fills -> the options that say what with."""
-STEPS_TO_TRY = 1000
-"""For a required parameter of a scheduler that is filled later."""
-SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
-"""Entries that dsft reads itself."""
+STEPS_TO_TRY = 1000  # for a required parameter of a scheduler that is filled later
+SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")  # entries that dsft reads itself
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 NO_DEFAULT = (
     *("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),
@@ -149,39 +147,29 @@ def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
 def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[Decision], list[str]]:
     """Takes the fixed numbers of a DeepSpeed JSON as decisions; where an option has another value, names both."""
     decisions: list[Decision] = []
-    problems = []
-    for key, (name, _) in SAME_THING.items():
-        theirs = get_value(deepspeed_config, key)
-        ours = decide(options, decisions).value(name)
-        if theirs is None or theirs == "auto":
-            continue
-        if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
-            problems.append(
-                f"{options.zero} says {key}={theirs}, but batch_tokens={options.batch_tokens} fills a batch with what"
-                ' fits; keep one, or write "auto" in the JSON'
-            )
-            continue
-        if ours is None:
-            decisions.append(Decision(name, theirs, f"{options.zero} says {key}={theirs}"))
-        elif ours != theirs:
-            problems.append(
-                f'{options.zero} says {key}={theirs}, but {name}={ours}; keep one, or write "auto" in the JSON'
-            )
+    problems, way_out = [], 'keep one, or write "auto" in the JSON'
+    given = [(key, name, get_value(deepspeed_config, key)) for key, (name, _) in SAME_THING.items()]
     betas = get_value(deepspeed_config, "optimizer.params.betas")
-    for name, theirs in zip(("adam_beta1", "adam_beta2"), betas, strict=True) if isinstance(betas, list) else ():
-        ours = options.value(name)
-        if ours is None:
-            decisions.append(Decision(name, theirs, f"{options.zero} says optimizer.params.betas={betas}"))
+    if isinstance(betas, list):
+        given += [("optimizer.params.betas", *each) for each in zip(("adam_beta1", "adam_beta2"), betas, strict=True)]
+    for key, name, theirs in given:
+        if theirs is None or theirs == AUTO:
+            continue
+        ours = decide(options, decisions).value(name)
+        said = f"{options.zero} says {key}={get_value(deepspeed_config, key)}"
+        if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
+            filled = f"batch_tokens={options.batch_tokens} fills a batch with what fits"
+            problems.append(f"{said}, but {filled}; {way_out}")
+        elif ours is None:
+            decisions.append(Decision(name, theirs, said))
         elif ours != theirs:
-            problems.append(f"{options.zero} says optimizer.params.betas={betas}, but {name}={ours}; keep one")
+            problems.append(f"{said}, but {name}={ours}; {way_out}")
     for section, dtype in HALF_PRECISION.items():
         enabled = get_value(deepspeed_config, f"{section}.enabled")
         contradicts = options.dtype not in ("auto", dtype) if enabled is True else options.dtype == dtype
         if isinstance(enabled, bool) and contradicts:
-            problems.append(
-                f"{options.zero} says {section}.enabled={json.dumps(enabled)}, but dtype={options.dtype}; keep one, or"
-                ' write "auto" in the JSON'
-            )
+            said = f"{options.zero} says {section}.enabled={json.dumps(enabled)}"
+            problems.append(f"{said}, but dtype={options.dtype}; {way_out}")
     return decisions, problems
 
 

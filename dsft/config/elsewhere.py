@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Values = Mapping[str, Any]
-"""Options by name: dsft's, or all that the other trainer is given."""
+Values = Mapping[str, Any]  # options by name: dsft's, or all that the other trainer is given
 
 
 class CannotTrain(ValueError):
@@ -21,12 +20,9 @@ class CannotTrain(ValueError):
 class Elsewhere(NamedTuple):
     """Options of others for one thing."""
 
-    names: str
-    """Separated by blanks."""
-    ours: str
-    """Options of dsft, of which a command has the first or another; none where dsft has no option for it."""
-    how: str
-    """Where the meaning or the form of the value differs, or what takes the place of an option."""
+    names: str  # separated by blanks
+    ours: str  # options of dsft, of which a command has the first or another; none where dsft has no option for it
+    how: str  # where the meaning or the form of the value differs, or what takes the place of an option
     becomes: Callable[[Any, Values, list[str]], Values] | Mapping[Any, Values] | None
     """(their value, all that is given, notes to append to) -> options of dsft; or by their value, of those that can be
     translated. By default the first of `ours` takes the value as it is."""
@@ -274,8 +270,7 @@ def _read(table: str) -> tuple[Elsewhere, ...]:
 
 ELSEWHERE, SAME_NAME = _read("elsewhere"), _read("same_name")
 """Options that dsft has under another name or not at all; those to which others give another form of value."""
-OF = {name: each for each in ELSEWHERE for name in each.names.split()}
-"""By each of the names."""
+OF = {name: each for each in ELSEWHERE for name in each.names.split()}  # by each of the names
 VALUES = {
     (name, value): each.how
     for each in SAME_NAME

@@ -484,13 +484,6 @@ def shuffle_seed(data_seed: int | None, seed: int) -> int:
     return seed if data_seed is None else data_seed
 
 
-NEW_NAMES = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
-}
-"""Option -> what transformers called it before 5.23."""
-
-
 @functools.cache
 def argument_types() -> dict[str, Any]:
     """Maps each field of transformers.TrainingArguments to its type, read from the source: its import takes seconds."""
@@ -511,5 +504,4 @@ def argument_types() -> dict[str, Any]:
     for node in classes["TrainingArguments"].body:
         if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node):
             types[node.target.id] = eval(ast.unparse(node.annotation), {}, names)
-    # transformers before 5.23 has the older names alone; an option of dsft has one name everywhere.
-    return {new: types[old] for new, old in NEW_NAMES.items()} | types
+    return types

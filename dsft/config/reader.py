@@ -51,8 +51,7 @@ SCALARS = {
     type(None): "null",
 }
 """Type -> what a value of it is called."""
-MOST = 10**9
-"""Of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there."""
+MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     shuffle_buffer"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor
@@ -85,6 +84,39 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     ),
 ]
 """(names of options, whether a value can be, what it must be)."""
+_BY_TOKENS = "a batch filled by tokens has as many sequences as fit (gradient_accumulation_steps counts such batches)"
+EXCLUSIVE = {
+    "streaming eval_fraction": "streaming has no rows to hold out a share of; give eval_data",
+    "streaming dataloader_num_workers": "streaming and dataloader_num_workers cannot be combined: each worker would"
+    " read the whole stream",
+    "streaming source_column": "streaming and source_column cannot be combined: how many sources there are is not"
+    " known; give each an entry of data",
+    "streaming batch_tokens": "streaming and batch_tokens cannot be combined; use packing",
+    "global_batch_size gradient_accumulation_steps": "global_batch_size and gradient_accumulation_steps are both set;"
+    " keep one, the other follows",
+    "packing batch_tokens": "packing and batch_tokens are both set; packed rows are full already, keep one",
+    "batch_tokens per_device_train_batch_size": "batch_tokens and per_device_train_batch_size are both set; keep one:"
+    f" {_BY_TOKENS}",
+    "batch_tokens global_batch_size": f"batch_tokens and global_batch_size are both set; keep one: {_BY_TOKENS}",
+    "async_save push_to_hub": "async_save and push_to_hub cannot be combined: checkpoints would be pushed half written",
+    "compute_loss label_smoothing_factor": "compute_loss and label_smoothing_factor are both set; smooth labels in your"
+    " own loss",
+    "load_best_model_at_end save_only_model": "load_best_model_at_end needs complete checkpoints; set save_only_model:"
+    " false",
+    "bf16 fp16": "bf16 and fp16 are both true; keep one",
+}
+"""Options of which only one can be set -> why."""
+NEEDED = {
+    "prompt_template completion_template": "prompt_template needs completion_template: what is trained on",
+    "generate_samples has_held_out": "generate_samples: samples are made at evaluations; give eval_data or"
+    " eval_fraction",
+    "resume_weights_only resume_from_checkpoint": "resume_weights_only: name the checkpoint with"
+    " resume_from_checkpoint",
+    "early_stopping_patience has_held_out": "early_stopping_patience needs held-out data; give eval_data or"
+    " eval_fraction",
+    "save_tokens output_dir": "save_tokens needs output_dir: the folder to keep the tokens in",
+}
+"""Option and the one that it needs -> why."""
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
@@ -447,8 +479,12 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append(
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
         )
-    if options.prompt_template and not options.completion_template:
-        problems.append("prompt_template needs completion_template: what is trained on")
+
+    def are_set(names: str) -> list[bool]:
+        return [bool(options.value(name)) for name in names.split()]
+
+    problems += [why for names, why in EXCLUSIVE.items() if are_set(names) == [True, True]]
+    problems += [why for names, why in NEEDED.items() if are_set(names) == [True, False]]
     if options.data_format == "template" and not options.completion_template:
         problems.append("data_format=template needs completion_template")
     if options.completion_template and options.data_format not in ("auto", "template"):
@@ -467,40 +503,13 @@ def _check_training(options: TrainConfig) -> list[str]:
         problems.append(
             f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
         )
-    if options.streaming:
-        if not training.get("max_steps", -1) > 0:
-            problems.append("streaming needs max_steps: how long the stream is is not known")
-        if options.eval_fraction:
-            problems.append("streaming has no rows to hold out a share of; give eval_data")
-        if training.get("dataloader_num_workers", 0):
-            problems.append(
-                "streaming and dataloader_num_workers cannot be combined: each worker would read the whole stream"
-            )
-        if options.source_column:
-            problems.append(
-                "streaming and source_column cannot be combined: how many sources there are is not known; give each"
-                " an entry of data"
-            )
-        if options.batch_tokens is not None:
-            problems.append("streaming and batch_tokens cannot be combined; use packing")
-    if options.generate_samples and not options.has_held_out:
-        problems.append("generate_samples: samples are made at evaluations; give eval_data or eval_fraction")
-    if options.global_batch_size and "gradient_accumulation_steps" in training:
-        problems.append("global_batch_size and gradient_accumulation_steps are both set; keep one, the other follows")
-    if options.batch_tokens is not None:
-        if options.packing:
-            problems.append("packing and batch_tokens are both set; packed rows are full already, keep one")
-        if options.batch_tokens < options.seq_len:
-            problems.append(
-                f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one sequence must fit;"
-                " raise batch_tokens"
-            )
-        problems += [
-            f"batch_tokens and {key} are both set; keep one: a batch filled by tokens has as many sequences as fit"
-            " (gradient_accumulation_steps counts such batches)"
-            for key in ("per_device_train_batch_size", "global_batch_size")
-            if options.value(key)
-        ]
+    if options.streaming and not training.get("max_steps", -1) > 0:
+        problems.append("streaming needs max_steps: how long the stream is is not known")
+    if options.batch_tokens is not None and options.batch_tokens < options.seq_len:
+        problems.append(
+            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one sequence must fit;"
+            " raise batch_tokens"
+        )
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
@@ -511,22 +520,20 @@ def _check_training(options: TrainConfig) -> list[str]:
             f"states=bfloat16 and optim={optimizer} cannot be combined: after some hundred steps its average of the"
             " weights would round to where it was; keep one"
         )
-    if options.async_save and training.get("push_to_hub"):
-        problems.append("async_save and push_to_hub cannot be combined: checkpoints would be pushed half written")
-    if options.resume_weights_only and not training.get("resume_from_checkpoint"):
-        problems.append("resume_weights_only: name the checkpoint with resume_from_checkpoint")
-    if options.compute_loss and training.get("label_smoothing_factor"):
-        problems.append("compute_loss and label_smoothing_factor are both set; smooth labels in your own loss")
     problems += _check_held_out(options)
-    if training.get("load_best_model_at_end") and training.get("save_only_model"):
-        problems.append("load_best_model_at_end needs complete checkpoints; set save_only_model: false")
-    problems += _check_patterns(options)
+    for name in ("trainable", "frozen", "learning_rates"):
+        for pattern in getattr(options, name):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problems.append(f"{name}: {pattern!r} is no regular expression ({error})")
+    for pattern, factor in options.learning_rates.items():
+        if not 0 < factor <= MOST:
+            problems.append(f"learning_rates: {pattern}: {factor}: must be a number more than 0; frozen trains nothing")
     if options.method == "full" and options.adapter:
         problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
     halves = {key: dtype for key, dtype in HALF_PRECISION.items() if training.get(key)}
-    if len(halves) == 2:
-        problems.append("bf16 and fp16 are both true; keep one")
-    elif halves and options.dtype not in ("auto", *halves.values()):
+    if halves and options.dtype not in ("auto", *halves.values()):
         problems.append(f"dtype={options.dtype} contradicts {next(iter(halves))}=true; keep one")
     return problems
 
@@ -544,24 +551,8 @@ def _check_held_out(options: TrainConfig) -> list[str]:
     known = ["loss", "perplexity", *(f"{name}_{measure}" for name in sets for measure in ("loss", "perplexity"))]
     if metric and metric.removeprefix("eval_") not in known:
         problems.append(f"metric_for_best_model={metric}: evaluation gives {', '.join(known)}{nearest(metric, known)}")
-    if options.early_stopping_patience is not None and not options.has_held_out:
-        problems.append("early_stopping_patience needs held-out data; give eval_data or eval_fraction")
     if options.early_stopping_patience is not None and training.get("eval_strategy") == "no":
         problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
-    return problems
-
-
-def _check_patterns(options: TrainConfig) -> list[str]:
-    problems = []
-    for name in ("trainable", "frozen", "learning_rates"):
-        for pattern in getattr(options, name):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                problems.append(f"{name}: {pattern!r} is no regular expression ({error})")
-    for pattern, factor in options.learning_rates.items():
-        if not 0 < factor <= MOST:
-            problems.append(f"learning_rates: {pattern}: {factor}: must be a number more than 0; frozen trains nothing")
     return problems
 
 
@@ -582,8 +573,6 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
             " has context"
         )
-    if options.save_tokens and not options.output_dir:
-        problems.append("save_tokens needs output_dir: the folder to keep the tokens in")
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
     return problems

@@ -19,8 +19,7 @@ from typing import Any
 
 from dsft.errors import UserError, nearest
 
-KEYS = ("map_row", "compute_loss", "callbacks")
-"""Options that hold it; callbacks is a list."""
+KEYS = ("map_row", "compute_loss", "callbacks")  # options that hold it; callbacks is a list
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 

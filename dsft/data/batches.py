@@ -54,9 +54,6 @@ class Items(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitems__(self, indices: Iterable[int]) -> list[Any]:  # asked for by torch's loader
-        return [self[index] for index in indices]
-
     @property
     def identity(self) -> dict[str, Any]:
         """Number of items, and a digest of all lengths and of the tokens, labels and weights of some, evenly spread."""
@@ -72,8 +69,7 @@ class Sequences(Items):
     """N sequences, read when asked for."""
 
     stores: list[Store]
-    places: np.ndarray
-    """[N], which of `stores` each is in; from `starts` [N] to `ends` [N] there."""
+    places: np.ndarray  # [N], which of `stores` each is in; from `starts` [N] to `ends` [N] there
     starts: np.ndarray
     ends: np.ndarray
     sources: tuple[str, ...] = ()  # names of those whose losses are told apart
@@ -234,18 +230,21 @@ def _fullest_row(sizes: np.ndarray, left: np.ndarray, room: int) -> np.ndarray:
     return row
 
 
-def batches_by_token_budget(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """Forms batches of sequences of like length that take, padded to a multiple of 8, at most `tokens`; a longer
-    sequence is a batch of its own.
+def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
+    """Groups sequences, longest first, into batches of up to `batch_tokens` tokens with padding; a longer one is a
+    batch of its own. Depends on lengths and model alone.
     """
     batches: list[list[int]] = []
-    width = 0
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        if not batches or (len(batches[-1]) + 1) * width > tokens:
-            batches.append([])
-            width = padded_width(int(lengths[index]))
-        batches[-1].append(index)
-    return [np.array(batch) for batch in batches]
+    order = np.argsort(-lengths, kind="stable")
+    rows, longest = 0, 0  # that the last batch may still take; its longest
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if rows > 0 and rules.share(longest, length):
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+            rows, longest = batch_tokens // rules.width(length), length
+        rows -= 1
+    return batches
 
 
 # Order
@@ -289,8 +288,7 @@ class EpochSampler(torch.utils.data.Sampler):
     least, but makes steps that differ. "sequential": every epoch takes the items as they stand in the data.
     """
     micro_batch: int = 1
-    shared_by: int = 1
-    """Both as `repeated` takes them."""
+    shared_by: int = 1  # both as `repeated` takes them
 
     @property
     def number(self) -> int:

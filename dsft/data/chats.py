@@ -560,5 +560,4 @@ class _Forms:
         return message
 
 
-_forms_of: WeakKeyDictionary = WeakKeyDictionary()
-"""Tokenizer -> (template, number of tokens) -> _Forms."""
+_forms_of: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (template, number of tokens) -> _Forms

@@ -128,8 +128,7 @@ class Format:
     sample: Callable[[Row, FormatRules, bool], Text | Pair | Chat]
     """(row, rules, whether the tokenizer can render chats) -> the row in its one form, or errors as of `canonical`."""
     forms: Callable[[FormatRules], set[type]]  # see FormatRules
-    more_columns: tuple[str, ...] = ()
-    """Read where they are there, beside CHAT_COLUMNS where the row becomes a chat."""
+    more_columns: tuple[str, ...] = ()  # read where they are there, beside CHAT_COLUMNS where the row becomes a chat
 
 
 @dataclass(frozen=True, kw_only=True)

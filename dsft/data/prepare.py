@@ -20,15 +20,17 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -163,9 +165,7 @@ class StoreWriter:
         counts |= {"tokens": self.size, "duplicates": len(hashes) - distinct}
         content = hashlib.sha256()
         for name in ("tokens", "trained", "ends"):
-            with open(self.partial / f"{name}.bin", "rb") as file:
-                while piece := file.read(1 << 20):
-                    content.update(piece)
+            content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
         facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
         self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
         json.dump(facts | {"sources": [*self.sources]}, self.files["facts"], indent=1)
@@ -333,22 +333,46 @@ def _tokenised(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
         waiting: list[tuple[Batch, Future]] = []
+
+        def submitted(*work: Any) -> Future:  # each may start a process
+            with _without_program():
+                return pool.submit(*work)
+
+        def first_waiting() -> tuple[Batch, Tokens]:
+            batch, future = waiting.pop(0)
+            tokens = future.result()
+            return batch, tokenised(batch) if tokens is None else tokens
+
         try:
-            started = pool.submit(int)
+            started = submitted(int)
             for batch in batches:
                 if not started.done():  # workers take seconds to start; until then this process does it
                     yield batch, tokenised(batch)
                     continue
-                waiting.append((batch, pool.submit(_work, batch)))
+                waiting.append((batch, submitted(_work, pickle.dumps(batch))))
                 if len(waiting) > 2 * workers:
-                    yield waiting[0][0], waiting.pop(0)[1].result()
+                    yield first_waiting()
             while waiting:
-                yield waiting[0][0], waiting.pop(0)[1].result()
+                yield first_waiting()
         except BrokenProcessPool:
             problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
             raise UserError(problem) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _without_program() -> Iterator[None]:
+    """Hides the user's program from processes that start in here: spawn runs it again in each of them. One that
+    evaluates at its top, without `if __name__ == "__main__"`, would wait there for the lock that is held for it.
+    """
+    main = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None  # get_preparation_data of multiprocessing/spawn.py goes by these two
+    try:
+        yield
+    finally:
+        main.update(hidden)
 
 
 _worker: Callable[[Batch], Tokens] | None = None
@@ -367,5 +391,9 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     _worker = tokenised
 
 
-def _work(batch: Batch) -> Tokens:
+def _work(pickled: bytes) -> Tokens | None:
+    try:
+        batch = pickle.loads(pickled)
+    except (AttributeError, ImportError):  # a row holds a class of the user's program or notebook, which is not here
+        return None
     return _worker(batch)

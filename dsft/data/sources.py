@@ -46,8 +46,7 @@ COMPRESSED: dict[str, Callable[[], Any]] = {
 CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
 COMPRESSED_BYTES = 1 << 13  # of a compressed file, that are decompressed at once
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
-PIECE_BYTES = 1 << 14
-"""A text file is one document; a longer one is read, and tokenised, in pieces of about this size."""
+PIECE_BYTES = 1 << 14  # a text file is one document; a longer one is read, and tokenised, in pieces of about this size
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
@@ -65,8 +64,7 @@ class Row(NamedTuple):
         return "(none)" if value is None else str(value)
 
 
-Rows = Iterator[tuple[Row, int]]
-"""(row, bytes of the file read so far)."""
+Rows = Iterator[tuple[Row, int]]  # (row, bytes of the file read so far)
 
 
 @dataclass(frozen=True, kw_only=True)

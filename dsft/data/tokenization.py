@@ -40,8 +40,7 @@ class Tokens:
 
     ids: np.ndarray  # [F] int32
     trained: np.ndarray  # [F] bool: whether the token is to be predicted; never the first of a sequence
-    ends: np.ndarray
-    """[S] int64; what follows the last of them belongs to a document that continues in the next batch."""
+    ends: np.ndarray  # [S] int64; what follows the last of them belongs to a document that continues in the next batch
     hashes: np.ndarray  # [S] uint64, of the ids: the same for duplicates; in an evaluation, of the texts
     counts: Counter  # of rows and sequences; the keys are COUNTS of prepare.py
     first: dict[str, str] = field(default_factory=dict)

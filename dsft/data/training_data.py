@@ -20,9 +20,9 @@ from dsft.data.batches import (
     Part,
     Sequences,
     Stream,
-    batches_by_token_budget,
     best_fit,
     count,
+    form_batches,
     mix,
     padding_share,
     sequences_of,
@@ -274,23 +274,20 @@ def load_training_data(
         content = " ".join(part.identity["content of data"] for part in parts)
         require_agreement({SAME_FILES: {"content of data": content}})
         counts = count(sequences, stores, epochs=epochs)
-        if pack or config.batch_tokens:  # sequences that the model computes otherwise stay among themselves
-            lengths, groups = sequences.lengths, []
+        lengths = sequences.lengths
+        if pack:  # sequences that the model computes otherwise stay among themselves
             sides = rules.sides(lengths)
-            for indices in (np.flatnonzero(sides == side) for side in np.unique(sides)):
-                if pack:
-                    together = best_fit(lengths[indices], config.seq_len)
-                else:
-                    together = batches_by_token_budget(lengths[indices], config.batch_tokens)
-                groups += [indices[group] for group in together]
-            items, tokens = PackedRows(sequences, groups), lengths.sum()
-            if pack:
-                counts["packed_rows"] = len(items)
-                counts["fill_rate"] = round(float(tokens / (len(items) * config.seq_len)), 4)
-            else:
-                widths = np.array([rules.width(lengths[group].max()) * len(group) for group in groups])
-                counts["filled_batches"] = len(items)
-                counts["padding_share"] = round(float(1 - tokens / widths.sum()), 4)
+            alike = [np.flatnonzero(sides == side) for side in np.unique(sides)]
+            items = PackedRows(
+                sequences, [part[row] for part in alike for row in best_fit(lengths[part], config.seq_len)]
+            )
+            counts["packed_rows"] = len(items)
+            counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
+        elif config.batch_tokens:
+            items = PackedRows(sequences, [*map(np.array, form_batches(lengths, config.batch_tokens, rules))])
+            computed = sum(rules.width(lengths[batch].max()) * len(batch) for batch in items.groups)
+            counts["filled_batches"] = len(items)
+            counts["padding_share"] = round(float(1 - lengths.sum() / computed), 4)
         else:
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"

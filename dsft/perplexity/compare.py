@@ -19,13 +19,10 @@ from dsft.perplexity.sums import exp, in_words, ratio_interval, sign_test, units
 from dsft.runtime.console import print_table, say
 from dsft.units import plural
 
-ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")
-"""Fields of a Comparison."""
-HOW_COMPUTED = ("dtype", "attn_implementation", "quantization")
-"""Options that change the numbers of one model."""
+ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")  # fields of a Comparison
+HOW_COMPUTED = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
 RATIO = "perplexity, ratio"
-MOVED = 5
-"""Documents shown at each end."""
+MOVED = 5  # documents shown at each end
 PICTURE = "context_curve.png"
 
 

@@ -41,26 +41,20 @@ from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import one_of, plural
 
-AT_ONCE = 1 << 19
-"""Characters of a joined text that are tokenised together, or a few more."""
+AT_ONCE = 1 << 19  # characters of a joined text that are tokenised together, or a few more
 MOST_GROUPS = 1_000
-MOST_SUMS = 1 << 22
-"""Documents x groups of a grouping whose sums are kept, for intervals: 64 MiB."""
-LAST_TURN = 9
-"""Later turns are counted with this one."""
+MOST_SUMS = 1 << 22  # documents x groups of a grouping whose sums are kept, for intervals: 64 MiB
+LAST_TURN = 9  # later turns are counted with this one
 
-Sample = Text | Pair | Chat | None
-"""A document in its canonical form; None for a row without an answer."""
+Sample = Text | Pair | Chat | None  # a document in its canonical form; None for a row without an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(Preparation):
     """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
 
-    max_documents: int | None = None
-    """Only the first so many; no further row is read."""
-    version: int = 3
-    """Of what is stored for a document; part of the fingerprint, as all fields."""
+    max_documents: int | None = None  # only the first so many; no further row is read
+    version: int = 3  # of what is stored for a document; part of the fingerprint, as all fields
 
     @property
     def longest(self) -> float:
@@ -110,10 +104,8 @@ class Documents(Preparation):
 class Texts(Documents):
     """Takes texts, all tokens of which count."""
 
-    bos: str
-    """As the option."""
-    separator: str = "none"
-    """As the option, where documents are joined."""
+    bos: str  # as the option
+    separator: str = "none"  # as the option, where documents are joined
     is_wikitext: bool = False
     """Tokens are of the text as lm-evaluation-harness rewrites it, bytes and words of the text as it stands."""
     prefix: Literal["", "once", "always"] = ""
@@ -334,8 +326,7 @@ def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerB
     return samples
 
 
-KINDS = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}
-"""What a mode asks for by name (`modes.py`)."""
+KINDS = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}  # what a mode asks for by name (`modes.py`)
 
 
 def build_windows(

@@ -48,17 +48,14 @@ from dsft.runtime.software import versions
 from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
 
-TOKENS = "tokens.parquet"
-"""Folder in output_dir."""
+TOKENS = "tokens.parquet"  # folder in output_dir
 HOW_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options of how a result is computed and what is kept of it."""
-SCORING = 7
-"""A change of code that changes nats, or what is kept of a result, raises it."""
-LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")
-"""Whose versions can change nats."""
+SCORING = 7  # a change of code that changes nats, or what is kept of a result, raises it
+LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
 EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
@@ -73,8 +70,13 @@ class _Job:
     config: EvalConfig
     windows: Windows
     breakdown: Breakdown | None
-    about: dict[str, Any]
-    """Fields of its Evaluation that are known before it is scored."""
+    about: dict[str, Any]  # fields of its Evaluation that are known before it is scored
+
+    @property
+    def tokens(self) -> Path | None:
+        """The folder of its scored tokens, where they are kept."""
+        config = self.config
+        return Path(config.output_dir) / TOKENS / self.about["fingerprint"][:16] if config.save_tokens else None
 
 
 def evaluate_models(
@@ -125,7 +127,9 @@ def evaluate_models(
         facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
         require_agreement({SAME_FILES: facts})
         known = {
-            job.name: results and results.known(job.about["fingerprint"], verified=bool(config.verify)) for job in jobs
+            job.name: results
+            and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
+            for job in jobs
         }
         with contextlib.ExitStack() as stack:
             if not all(known.values()):
@@ -243,13 +247,11 @@ def _evaluate_job(
     """Score a data set, or what an interrupted evaluation left of it. Collective."""
     config, (model, reference) = job.config, [*models, None][:2]
     histogram = ChangeHistogram() if reference is not None else None
-    output_dir, fingerprint = Path(config.output_dir) if config.output_dir else None, job.about["fingerprint"]
-    tokens = output_dir / TOKENS / fingerprint[:16] if config.save_tokens else None
     recorder = Recorder(
         job.windows,
-        partial=output_dir and output_dir / "partial" / fingerprint[:32],
+        partial=Path(config.output_dir) / "partial" / job.about["fingerprint"][:32] if config.output_dir else None,
         observers=[observer for observer in (job.breakdown, histogram) if observer],
-        tokens=tokens,
+        tokens=job.tokens,
     )
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
@@ -277,7 +279,7 @@ def _evaluate_job(
         groups=groups,
         group_sums=group_sums,
         divergence=histogram.divergence(result, config.reference) if histogram else None,
-        tokens_folder=tokens and str(tokens),
+        tokens_folder=job.tokens and str(job.tokens),
         seconds=seconds,
         verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 WITHOUT_POSITIONS = 2048
 """Tokens of a window where a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
-CONTEXT = "context"
-"""The mode of `context_curve`; context-512 is the protocol of its length 512."""
+CONTEXT = "context"  # the mode of `context_curve`; context-512 is the protocol of its length 512
 Prepared = Callable[..., "Store"]
 """Prepares the data set, or finds it prepared: as a kind of documents (KINDS of `documents.py`) with these fields."""
 
@@ -152,22 +151,17 @@ def _without_sizes(windows: Windows) -> Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    windows: Callable[[EvalConfig, Prepared], Windows] | None
-    """None: those of the option `mode`."""
-    named_by: Literal["mode", "protocol", "context_curve"]
-    """The option that asks for it."""
+    windows: Callable[[EvalConfig, Prepared], Windows] | None  # None: those of the option `mode`
+    named_by: Literal["mode", "protocol", "context_curve"]  # the option that asks for it
     options: tuple[str, ...] = ()
     """Of EvalConfig, that decide what is scored with which context, beside mode, protocol and seq_len."""
-    is_text: bool = True
-    """Whether it is of texts, else of prompts with completions and chats."""
+    is_text: bool = True  # whether it is of texts, else of prompts with completions and chats
     scores_text_alone: bool = False
     """All bytes of the texts are scored, and no token that a tokenizer puts before or between them."""
     bos_replaces_first: bool = False
     """BOS is fed in place of the first token of every window, where the tokenizer puts one before a text."""
-    source: str = ""
-    """Where a protocol is defined."""
-    is_of_one_set: bool = False
-    """It is defined for one data set, so `protocol: all` leaves it out."""
+    source: str = ""  # where a protocol is defined
+    is_of_one_set: bool = False  # it is defined for one data set, so `protocol: all` leaves it out
     seq_len: int | None = None
     """Of a protocol: tokens of a window where the user names none; at most the model's positions, which None takes."""
 

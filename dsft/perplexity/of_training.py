@@ -34,8 +34,7 @@ SUITES = {
     ),
 }
 """Names of `suite` -> entries of `data`; LAMBADA and Paloma as lm_eval/tasks 0.4.13 has them."""
-PATHS = ("tokenizer", "chat_template", "data_cache")
-"""Those of SHARED that may be paths."""
+PATHS = ("tokenizer", "chat_template", "data_cache")  # those of SHARED that may be paths
 
 
 def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | None = None) -> EvalConfig:

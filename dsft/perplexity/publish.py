@@ -32,19 +32,15 @@ METRICS = {
     "bits_per_byte": ("bytes", lambda nats: nats / math.log(2)),
 }
 """Metric -> what its nats are divided by, and the metric of that ratio."""
-CARD_VERSION = 1
-"""Of the format of cards."""
+CARD_VERSION = 1  # of the format of cards
 CARD_FIELDS = ("model", "data", "protocol", "mode", "options", "hashes", "model_hash", "versions")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    nats: Estimate
-    """Per token or byte."""
-    size: int
-    """The tokens or bytes."""
-    spread: float = math.nan
-    """Standard deviation of the metric over seeds; NaN for a single one."""
+    nats: Estimate  # per token or byte
+    size: int  # the tokens or bytes
+    spread: float = math.nan  # standard deviation of the metric over seeds; NaN for a single one
 
 
 def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = None) -> tuple[list[str], dict]:
@@ -61,7 +57,7 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
         of_model, result, new = cells.setdefault(evaluation.model, {}), evaluation.perplexity, {}
         column = on_data(evaluation.data, evaluation.protocol)
         for group in evaluation.groups.get(group_by, ()):
-            low, high = (math.log(bound) if bound else math.nan for bound in group.get("interval") or (None, None))
+            low, high = (math.log(bound) if bound else math.nan for bound in group["interval"])
             value = Estimate(group["nats"] / group["tokens"], low, high)
             new[f"{group['group']} ({column})"] = Cell(nats=value, size=group["tokens"])
         if not group_by and getattr(result, below):

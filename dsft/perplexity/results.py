@@ -17,7 +17,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,7 @@ RESULT_FIELDS = (
     *("bits_per_byte", "documents", "unscored_documents", "fed_tokens", "rows_alone"),
 )
 """What a report has of its Perplexity by the same name."""
-PART_TOKENS = 1 << 20
-"""Tokens in memory before a part is written: 24 MiB."""
+PART_TOKENS = 1 << 20  # tokens in memory before a part is written: 24 MiB
 STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
 
 
@@ -225,7 +224,7 @@ class Evaluation:
             )
         for name, groups in self.groups.items():
             lines = [
-                f"{each['perplexity']:,.4f}{_bounds(*each.get('interval', (None, None)), ',.4f')}  {each['group']}"
+                f"{each['perplexity']:,.4f}{_bounds(*each['interval'], ',.4f')}  {each['group']}"
                 f" ({each['tokens']:,} tokens)"
                 for each in groups
             ]
@@ -330,8 +329,10 @@ class Results:
                 f" ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 
-    def known(self, fingerprint: str, *, verified: bool) -> Evaluation | None:
-        """Find a result that was the same in everything that counts, `verified` where that is asked for. Collective."""
+    def known(self, fingerprint: str, *, verified: bool, tokens: Path | None) -> Evaluation | None:
+        """Find a result that was the same in everything that counts, `verified` where that is asked for, and all of
+        whose tokens lie in the folder `tokens` where they are to be kept. Collective.
+        """
         same = (
             self.evaluation(key)
             for key, report in self.reports.items()
@@ -340,7 +341,17 @@ class Results:
             # The two files are written one after the other; a kill between them leaves other documents.
             and self.is_whole(key)
         )
-        return distributed.on_rank_0(lambda: next(same, None))
+        evaluation = distributed.on_rank_0(lambda: next(same, None))
+        if evaluation and tokens:
+            rows = {}
+            for part in tokens.glob("*.parquet"):
+                with contextlib.suppress(OSError, pyarrow.ArrowException):  # a part that was cut off has no tokens
+                    rows[part.name] = pyarrow.parquet.read_metadata(part).num_rows
+            rows = dict(distributed.from_all([*rows.items()]))  # nodes that share no folder keep their own parts
+            if sum(rows.values()) != evaluation.perplexity.tokens:
+                return None
+            return replace(evaluation, tokens_folder=str(tokens))  # output_dir may have been moved
+        return evaluation
 
     def add(self, evaluation: Evaluation) -> None:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""

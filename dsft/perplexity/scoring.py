@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from dsft.data.batches import form_batches
 from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.trained import unwrapped
@@ -49,13 +50,10 @@ from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.units import IGNORED, in_digits
 from dsft.watchdog import client as watchdog
 
-STEPS = 2.0**28
-"""Of a nat. fp32 logits above 1/32 have no finer ones."""
-SLICE_LOGITS = 2**28
-"""Logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32."""
+STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
+SLICE_LOGITS = 2**28  # logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
-BINS = 1 << 15
-"""Of changes from -1 to 1: quantiles are exact to 3e-5."""
+BINS = 1 << 15  # of changes from -1 to 1: quantiles are exact to 3e-5
 
 Scorer = ChunkedHead | nn.Module
 
@@ -75,21 +73,6 @@ def exact_products() -> Iterator[None]:
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
-
-
-def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
-    """Group windows, longest first, up to `batch_tokens` tokens with padding. Depends on data and model alone."""
-    batches: list[list[int]] = []
-    order = np.argsort(-lengths, kind="stable")
-    rows, longest = 0, 0  # that the last batch may still take; its longest
-    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        if rows > 0 and rules.share(longest, length):
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-            rows, longest = batch_tokens // rules.width(length), length
-        rows -= 1
-    return batches
 
 
 _is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

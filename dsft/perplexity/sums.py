@@ -25,8 +25,7 @@ from dsft.units import in_digits, plural
 if TYPE_CHECKING:  # results are read without torch
     from dsft.perplexity.windows import Windows
 
-FEWEST_DOCUMENTS = 2
-"""With fewer scored documents, blocks of windows are kept too: intervals are computed over them."""
+FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them
 MOST_BLOCKS = 1_000
 LEVEL = 0.95
 
@@ -118,14 +117,10 @@ def exp(value: float) -> float:
 class Pieces:
     """Where the pieces of all batches belong, batch after batch."""
 
-    documents: np.ndarray
-    """[P] int64."""
-    windows: np.ndarray
-    """[P] int64."""
-    tokens: np.ndarray
-    """[P] int64: scored tokens."""
-    of_batches: list[slice]
-    """Which pieces those of each batch are."""
+    documents: np.ndarray  # [P] int64
+    windows: np.ndarray  # [P] int64
+    tokens: np.ndarray  # [P] int64: scored tokens
+    of_batches: list[slice]  # which pieces those of each batch are
 
 
 def pieces_of(windows: "Windows", batches: list[list[int]]) -> Pieces:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:  # options are checked against the modes before torch and tran
     from dsft.data.prepare import Store
 
 WINDOWS_AT_ONCE = 1 << 12
-Spans = Iterable[tuple[int, int, int]]
-"""start, end and scored_from of windows."""
+Spans = Iterable[tuple[int, int, int]]  # start, end and scored_from of windows
 
 
 @dataclass(kw_only=True)
@@ -28,29 +27,19 @@ class Windows:
     Window w feeds tokens[start : end - 1] and predicts tokens[scored_from : end], of which those with `scorable` count.
     """
 
-    tokens: np.ndarray
-    """[F] uint16 or int32, mapped where they come from a store."""
-    scorable: np.ndarray
-    """[F] bool; false for prefix tokens and what is masked in training."""
-    document_ends: np.ndarray
-    """[D] int64: where each document ends in `tokens`."""
-    spans: np.ndarray
-    """[W, 3] int64: start, end, scored_from."""
-    document_bytes: np.ndarray
-    """[D] int64: UTF-8 bytes of each document's text, or of the part that may be scored."""
-    document_words: np.ndarray
-    """[D] int64."""
-    document_hashes: np.ndarray
-    """[D] uint64, of the texts, whatever the tokenizer; empty in training."""
+    tokens: np.ndarray  # [F] uint16 or int32, mapped where they come from a store
+    scorable: np.ndarray  # [F] bool; false for prefix tokens and what is masked in training
+    document_ends: np.ndarray  # [D] int64: where each document ends in `tokens`
+    spans: np.ndarray  # [W, 3] int64: start, end, scored_from
+    document_bytes: np.ndarray  # [D] int64: UTF-8 bytes of each document's text, or of the part that may be scored
+    document_words: np.ndarray  # [D] int64
+    document_hashes: np.ndarray  # [D] uint64, of the texts, whatever the tokenizer; empty in training
     mode: str = "training"
-    truncated_documents: int = 0
-    """Answers cut to seq_len; their cut-off tokens are not scored."""
-    first_token: int | None = None
-    """Fed in place of the first token of every window."""
+    truncated_documents: int = 0  # answers cut to seq_len; their cut-off tokens are not scored
+    first_token: int | None = None  # fed in place of the first token of every window
     known_hashes: dict[str, str] = field(default_factory=dict)
     """Of `hashes()`, what the store knows since it was made; a corpus is not read for them."""
-    unscored_bytes: np.ndarray | int = 0
-    """[D] int64: of `document_bytes`, those of tokens that no window scores."""
+    unscored_bytes: np.ndarray | int = 0  # [D] int64: of `document_bytes`, those of tokens that no window scores
     weights: np.ndarray | None = None
     """[W] float64: how a protocol weighs the tokens of each window; None for all alike."""
 
@@ -158,7 +147,7 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
         document_bytes=store.document_bytes,
         document_words=store.document_words,
         document_hashes=store.hashes,
-        known_hashes={"tokens": store.facts["tokens_hash"]} if "tokens_hash" in store.facts else {},
+        known_hashes={"tokens": store.facts["tokens_hash"]},
     )
 
 

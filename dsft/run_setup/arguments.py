@@ -31,7 +31,6 @@ from dsft.config.deepspeed import check_nvme, compose, get_value, nvme_path, off
 from dsft.config.options import (
     HALF_PRECISION,
     IGNORED_ARGUMENTS,
-    NEW_NAMES,
     TRAINING_DEFAULTS,
     Decision,
     LoraFields,
@@ -278,9 +277,6 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
-    for name, older in NEW_NAMES.items():
-        if name in values and name not in TrainingArguments.__dataclass_fields__:
-            values[older] = values.pop(name)
     return TrainingArguments(**values)
 
 

@@ -6,7 +6,7 @@ import typing
 from conftest import ROOT
 from transformers import TrainingArguments
 
-from dsft.config.options import NEW_NAMES, argument_types
+from dsft.config.options import argument_types
 from dsft.config.reader import field_types
 
 
@@ -20,7 +20,6 @@ def described(hint) -> object:
 
 def test_the_types_in_the_source_are_those_of_the_class():
     read, imported = argument_types(), field_types(TrainingArguments)
-    imported = {new: imported[old] for new, old in NEW_NAMES.items()} | imported
     other = {name for name in read.keys() | imported.keys() if described(read.get(name)) != described(imported[name])}
     assert other == {"parallelism_config", "debug"}, (
         "of classes that are no part of these modules; the first is refused"

@@ -27,14 +27,14 @@ from dsft.data.batches import (
     PaddedToFullSteps,
     Part,
     Sequences,
-    batches_by_token_budget,
     best_fit,
+    form_batches,
     padding_share,
     repeated,
     sequence,
 )
 from dsft.models import trials
-from dsft.models.trials import isolation_problem, try_packing
+from dsft.models.trials import RowRules, isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
 
 
@@ -71,7 +71,7 @@ def test_best_fit_fills_a_row_with_the_two_that_fit_best(lengths, rows):
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=100))
 def test_batches_filled_by_tokens_hold_every_sequence_once_and_at_most_so_many_tokens(lengths):
     lengths = np.array(lengths)
-    batches = batches_by_token_budget(lengths, 128)
+    batches = form_batches(lengths, 128, RowRules())
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(len(batch) * padded_width(lengths[batch].max()) <= 128 for batch in batches)
 
@@ -236,12 +236,7 @@ def test_items_are_fetched_without_the_lengths_of_all_others(monkeypatch):
     sequences = Sequences([Tokens()], np.zeros(3, np.int64), np.array([0, 2, 4]), np.array([2, 4, 6]))
     steps = PaddedToFullSteps(sequences, 2)
     monkeypatch.setattr(Sequences, "lengths", property(lambda _: pytest.fail("a pass over all sequences")))
-    assert [item["input_ids"].tolist() for item in steps.__getitems__(range(len(steps)))] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [0],
-    ]
+    assert [steps[index]["input_ids"].tolist() for index in range(len(steps))] == [[0, 1], [2, 3], [4, 5], [0]]
     assert len(sequences) == 3
 
 

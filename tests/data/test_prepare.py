@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -176,6 +177,51 @@ def test_one_batch_is_tokenised_without_other_processes(monkeypatch):
     assert [*preparing._tokenised(iter([]), str.upper, workers=2)] == []
     with pytest.raises(TypeError):
         next(preparing._tokenised(iter(["first", "second"]), str.upper, workers=2))
+
+
+def test_rows_with_classes_of_the_users_program_are_tokenised_in_the_first_process(monkeypatch):
+    """Those of a notebook ended the process that tokenised, as if its memory had run out."""
+
+    class Word(str):
+        pass
+
+    class Started(ProcessPoolExecutor):
+        def submit(self, function, *arguments):
+            future = super().submit(function, *arguments)
+            if function is int:  # the sign that a process has started
+                future.result()
+            return future
+
+    Word.__module__, Word.__qualname__ = "__main__", "Word"
+    monkeypatch.setattr(sys.modules["__main__"], "Word", Word, raising=False)
+    monkeypatch.setattr(preparing, "ProcessPoolExecutor", Started)
+    words = ["a", Word("b"), "c"]
+    assert [*preparing._tokenised(iter(words), str.upper, workers=2)] == [("a", "A"), ("b", "B"), ("c", "C")]
+
+
+RUNS_ONCE = """
+import sys
+from pathlib import Path
+
+if (runs := Path("runs")).exists():
+    runs.write_text("again, in a worker")
+    sys.exit(1)
+runs.write_text("once")
+from dsft.data import sources
+sources.BATCH_ROWS = 1
+"""
+
+
+def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
+    """One that evaluates at its top waited there for the lock that its first process held: for ever."""
+    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
+    write_jsonl(tmp_path / "chats.jsonl", rows)
+    (tmp_path / "program.py").write_text(RUNS_ONCE + PREPARES_WITH_WORKERS)
+    options = flags({"model": tiny / "chat", "data": "chats.jsonl", "data_cache": "cache"})
+    command = [sys.executable, "program.py", "prepare", *options]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
+    assert "Traceback" not in run.stderr, run.stderr
 
 
 @pytest.mark.launch

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import documents, results, scoring, sums
 from dsft.perplexity.compare import read_evaluations
+from dsft.runtime import distributed
 
 GROUPINGS = ["domain", "source", "position", "frequency"]
 
@@ -187,6 +189,45 @@ def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(t
     assert all(math.fsum(row["nats"] for row in rows) == resumed[0][0] for rows in resumed[0][1].values())
     assert parts[0].is_file() and not list(folder.glob("*.tmp"))
     check_sums_of_documents(tmp_path / "resumed")
+
+
+def _known_and_tokens(options: dict) -> tuple[bool, int, str]:
+    """(whether the result was known, tokens that its folder holds, that folder)."""
+    folders = options["output_dir"]
+    if isinstance(folders, list):  # of ranks on nodes that share none
+        options = options | {"output_dir": folders[distributed.rank()]}
+    evaluation = next(evaluate(EvalConfig(**options)))
+    return evaluation.is_known, pyarrow.parquet.read_table(evaluation.tokens_folder).num_rows, evaluation.tokens_folder
+
+
+def test_a_result_is_known_only_with_all_the_tokens_that_it_should_keep(tiny, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "PART_TOKENS", 60)
+    options = options_for(tiny, data, output_dir=str(tmp_path / "out"), save_tokens=True)
+    is_known, number, folder = _known_and_tokens(options)
+    assert not is_known and _known_and_tokens(options) == (True, number, folder)
+    shutil.rmtree(tmp_path / "out" / "tokens.parquet")
+    assert _known_and_tokens(options) == (False, number, folder)
+    part, other, *_ = sorted(Path(folder).iterdir())
+    part.unlink()
+    assert _known_and_tokens(options) == (False, number, folder)
+    other.write_bytes(other.read_bytes()[:-1])
+    assert _known_and_tokens(options) == (False, number, folder)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    moved = str(tmp_path / "moved")
+    assert _known_and_tokens(options | {"output_dir": moved}) == (
+        True,
+        number,
+        folder.replace(options["output_dir"], moved),
+    )
+
+
+def test_tokens_of_a_known_result_may_lie_on_several_nodes(tiny, data, tmp_path):
+    options = options_for(tiny, data, output_dir=[str(tmp_path / "0"), str(tmp_path / "1")], save_tokens=True)
+    first = on_ranks(2, _known_and_tokens, options)
+    assert [is_known for is_known, *_ in first] == [False] * 2 and all(number for _, number, _ in first)
+    assert on_ranks(2, _known_and_tokens, options) == [(True, number, folder) for _, number, folder in first]
+    shutil.rmtree(tmp_path / "1" / "tokens.parquet")
+    assert [is_known for is_known, *_ in on_ranks(2, _known_and_tokens, options)] == [False] * 2
 
 
 def check_sums_of_documents(folder) -> None:

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from transformers import TrainingArguments
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.config.options import IGNORED_ARGUMENTS, NEW_NAMES, REFUSED_ARGUMENTS, TrainConfig
+from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
 from dsft.planner.zero_layout import OPTIMIZERS
@@ -76,7 +76,7 @@ def _told(many: list[TrainConfig]) -> list[dict]:
         args = training_arguments(options, PLAN)
         config = args.hf_deepspeed_config
         told.append(
-            {name: getattr(args, name if hasattr(args, name) else NEW_NAMES[name]) for name in names}
+            {name: getattr(args, name) for name in names}
             | {"dispatch_batches": args.accelerator_config.dispatch_batches, "zero3": config.is_zero3()}
         )
     return told
@@ -85,7 +85,6 @@ def _told(many: list[TrainConfig]) -> list[dict]:
 def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
     arguments = "dsft.run_setup.arguments"
     monkeypatch.setattr(f"{arguments}.TrainingArguments", lambda **values: SimpleNamespace(**values))
-    monkeypatch.setattr(f"{arguments}.TrainingArguments.__dataclass_fields__", {*NEW_NAMES}, raising=False)
     (tmp_path / "own.json").write_text('{"even_batches": false}')
 
     def dealt(given=None, **options) -> dict:
@@ -102,7 +101,6 @@ def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
 
 def test_tiles_keep_the_loss_beside_liger_s_other_kernels(monkeypatch):
     monkeypatch.setattr("dsft.run_setup.arguments.TrainingArguments", lambda **values: SimpleNamespace(**values))
-    monkeypatch.setattr("dsft.run_setup.arguments.TrainingArguments.__dataclass_fields__", {*NEW_NAMES}, raising=False)
 
     def config(**given):
         training = {"use_liger_kernel": True} | ({"liger_kernel_config": given["given"]} if "given" in given else {})
