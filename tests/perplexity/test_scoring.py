@@ -15,8 +15,8 @@ from dsft.config.options import EvalConfig
 from dsft.data.batches import sequence
 from dsft.models.head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
-from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.results import Recorder
+from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import Windows, windows_of_sequences
 from dsft.units import IGNORED
 
