@@ -149,7 +149,7 @@ class Job:
     def with_same_activations(self, **changes: Any) -> "Job":
         """Return the job with changes on which the bytes of a token do not depend, and what was traced."""
         other = replace(self, **changes)
-        other.__dict__["activations"] = self.activations
+        other.__dict__.update({name: getattr(self, name) for name in ("activations", "activations_of_shards")})
         return other
 
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
@@ -157,6 +157,16 @@ class Job:
 
     @cached_property
     def activations(self) -> TrainingActivations:
+        """Under ZeRO 0 to 2."""
+        return self._training_activations(zero_3=False)
+
+    @cached_property
+    def activations_of_shards(self) -> TrainingActivations:
+        """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
+        all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
+        return self.activations if all_trained else self._training_activations(zero_3=True)
+
+    def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
         liger = self.liger and self.size.model_type in LIGER_MODELS
         return training_activations(
             self.size,
@@ -169,6 +179,7 @@ class Job:
             loss="tiled" if self.tiled_loss else "fused" if liger and not self.compute_loss else "hf",
             compute_loss=self.compute_loss,
             liger=liger,
+            zero_3=zero_3,
         )
 
     @cached_property

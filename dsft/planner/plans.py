@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from dsft.config.deepspeed import stage
 from dsft.errors import UserError
 from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
@@ -285,7 +286,9 @@ def _fitted(
     Args:
         every: each so manieth layer is computed again; 0 is none.
     """
-    plans, traced, shared_by = [], job.activations, job.sequence_parallel
+    plans, shared_by = [], job.sequence_parallel
+    is_sharded = name.startswith("3") if zero_file is None else stage(zero_file) == 3
+    traced = job.activations_of_shards if is_sharded else job.activations
     tokens = -(-micro_batch * job.seq_len // shared_by)
     offloads = every and job.checkpoint_offload and machine.has_gpu  # without a GPU it lies there anyhow
     activations = traced.terms(tokens, every, offloading_ranks=machine.ranks_per_node if offloads else 0)

@@ -135,6 +135,7 @@ def traced_model(
     tile_rows: int | None = None,
     tiled_mlp: bool = False,
 ) -> Iterator[PreTrainedModel]:
+    zero_3: bool = False,
     """Copy a `meta_model` for a trace, within what it needs to run.
 
     Args:
@@ -143,7 +144,11 @@ def traced_model(
         tile_rows: with the loss of tiles of so many rows.
         tiled_mlp: with the feed-forwards of some tokens at a time.
     """
-    dtype = blueprint.dtype
+        zero_3: with the linear layers of ZeRO-3, which keep the inputs of frozen weights too (deepspeed/runtime/zero:
+            linear.py; partition_parameters.py, _enable_mem_efficient_linear).
+    dtype, linear = blueprint.dtype, torch._C._nn.linear
+    if zero_3:
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap as linear  # takes seconds
     if layers is None:
         model = copy.deepcopy(blueprint)
     else:  # the others are not copied
@@ -172,7 +177,10 @@ def traced_model(
         for parameter in model.parameters():  # as DeepSpeed gives it to adapters too
             parameter.data = parameter.data.to(dtype)
         for module in model.modules():
-            if isinstance(module, nn.Dropout):
+            if type(module) is nn.Linear:
+                # Named here, since DeepSpeed leaves its own in torch.nn.functional of a process that has trained.
+                module.forward = lambda hidden, *, layer=module: linear(hidden, layer.weight, layer.bias)
+            elif isinstance(module, nn.Dropout):
                 # As on a GPU, which keeps a mask of bools; a CPU keeps one in the activations' dtype.
                 module.forward = lambda tensor, *, drop=module: (
                     torch.native_dropout(tensor, drop.p, drop.training)[0] if drop.p else tensor

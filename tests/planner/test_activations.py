@@ -9,6 +9,7 @@ import transformers
 from allocator import allocator_peak
 from conftest import grid
 from datasets import Dataset
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from peft import LoraConfig
 from ranks import on_ranks
 from tiny import ARCHITECTURES
@@ -447,6 +448,24 @@ def test_evaluation_takes_what_is_predicted():
         head = ChunkedHead(model, VOCAB_TILE["cpu"])
         measured = allocator_peak(lambda: score([head], {"input_ids": ids_BT, "targets": ids_BT}))
     assert predicted.peak_bytes(ids_BT.numel(), "cpu") == pytest.approx(measured, rel=0.1)
+
+def test_zero_3_keeps_the_inputs_of_frozen_layers_and_leaves_no_mark_on_other_traces(monkeypatch):
+    """zero.Init puts DeepSpeed's linear layer in the place of torch's for as long as the process lives."""
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
+    options = {"batches": (1,), "seq_len": 512, "dtype": torch.float32, "attention": "flash", "adapters": adapters}
+    config, ways = transformers.LlamaConfig(**SMALL), (False, True)
+    before = [trace_training(config, **options, zero_3=zero_3) for zero_3 in ways]
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    assert [trace_training(config, **options, zero_3=zero_3) for zero_3 in ways] == before
+    (plain,), (sharded,) = before
+    assert sum(sharded["layers_saved"]) > 1.1 * sum(plain["layers_saved"])
+    model = add_lora(
+        real_model("sdpa"), TrainConfig(method="lora", lora_r=16, lora_target_modules=["q_proj", "v_proj"])
+    )
+    model.enable_input_require_grads()
+    head = 512 * (4 * 3000 + 2 * 4 * 64)  # log-softmax; inputs of the last norm and of the head
+    assert saved_by_autograd(model) == pytest.approx(sharded["once"] + sum(sharded["layers_saved"]) + head, rel=0.01)
+
 
 
 def test_falcon_is_traced_as_it_is():

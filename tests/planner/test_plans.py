@@ -399,6 +399,16 @@ def test_what_a_deepspeed_json_leaves_to_auto_is_chosen_as_for_a_named_configura
     assert zero_of(too_small) == written["zero_optimization"]
 
 
+def test_zero_3_holds_more_activations_over_a_frozen_base(configs):
+    """DeepSpeed's linear layers keep inputs that no weight's gradient needs."""
+    options = TrainConfig(model=configs["8b"], method="lora", lora_target_modules=["q_proj"], dtype="bfloat16")
+    job, held = dataclasses.replace(paper_job(options), micro_batch=1, checkpointing=False), {}
+    for zero in ("2", "3"):
+        (plan,) = all_plans(job, gpus(), speeds_of(gpus(), dtype=job.dtype), zero=zero)
+        held[zero] = sum(term.num_bytes for term in plan.terms if term.name == "saved activations")
+    assert held["3"] > 1.2 * held["2"]
+
+
 def test_a_single_rank_overlaps_no_communication(configs):
     """It has none; ZeRO-1 with a second bucket took a tenth longer on a CPU."""
     overlaps = {
