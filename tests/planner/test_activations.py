@@ -235,6 +235,17 @@ def test_what_cannot_be_traced_is_planned_as_a_llama_of_its_widths(model_config)
     assert peak(predicted, 64, False) == peak(predict(llama, seq_len=64), 64, False)
 
 
+def test_glm_5_is_traced_as_it_is_with_its_streams_of_hidden_states():
+    """Its pools of keys are chosen by a mask, of which a meta tensor cannot say how many it chooses."""
+    text = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "index_n_heads"), 4)
+    widths = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "index_head_dim"), 16)
+    kinds = {"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense"] * 2, "index_topk": 32}
+    predicted = predict(transformers.Glm5NextConfig(text_config=text | heads | widths | kinds), seq_len=64)
+    assert predicted.source == "trace of its own code"
+    assert predicted.layers_input[0].per_token == 4 * 2 * 64
+
+
 def test_a_trace_is_kept_in_the_process_and_on_disk(cache, monkeypatch):
     traced = predict(LLAMA_405B, seq_len=2048)
 
@@ -438,17 +449,6 @@ def test_saved_bytes_of_adapters_as_they_are_built_are_those_that_are_planned(dt
     assert saved_by_autograd(model) == pytest.approx(traced["once"] + sum(traced["layers_saved"]) + head, rel=0.01)
 
 
-def test_evaluation_takes_what_is_predicted():
-    model_config = transformers.LlamaConfig(**SMALL)
-    model = real_model("sdpa").eval()
-    ids_BT = torch.randint(3000, (8, 512))
-    size = model_size(empty_model(model_config), TrainConfig(model="made here"))
-    predicted = evaluation_activations(size, model_config, dtype="float32", attention="flash", seq_len=512)
-    with torch.no_grad():
-        head = ChunkedHead(model, VOCAB_TILE["cpu"])
-        measured = allocator_peak(lambda: score([head], {"input_ids": ids_BT, "targets": ids_BT}))
-    assert predicted.peak_bytes(ids_BT.numel(), "cpu") == pytest.approx(measured, rel=0.1)
-
 def test_zero_3_keeps_the_inputs_of_frozen_layers_and_leaves_no_mark_on_other_traces(monkeypatch):
     """zero.Init puts DeepSpeed's linear layer in the place of torch's for as long as the process lives."""
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
@@ -466,6 +466,17 @@ def test_zero_3_keeps_the_inputs_of_frozen_layers_and_leaves_no_mark_on_other_tr
     head = 512 * (4 * 3000 + 2 * 4 * 64)  # log-softmax; inputs of the last norm and of the head
     assert saved_by_autograd(model) == pytest.approx(sharded["once"] + sum(sharded["layers_saved"]) + head, rel=0.01)
 
+
+def test_evaluation_takes_what_is_predicted():
+    model_config = transformers.LlamaConfig(**SMALL)
+    model = real_model("sdpa").eval()
+    ids_BT = torch.randint(3000, (8, 512))
+    size = model_size(empty_model(model_config), TrainConfig(model="made here"))
+    predicted = evaluation_activations(size, model_config, dtype="float32", attention="flash", seq_len=512)
+    with torch.no_grad():
+        head = ChunkedHead(model, VOCAB_TILE["cpu"])
+        measured = allocator_peak(lambda: score([head], {"input_ids": ids_BT, "targets": ids_BT}))
+    assert predicted.peak_bytes(ids_BT.numel(), "cpu") == pytest.approx(measured, rel=0.1)
 
 
 def test_falcon_is_traced_as_it_is():
