@@ -37,6 +37,7 @@ from dsft.planner.plans import (
 from dsft.planner.step_time import GPUS, TIME_RANGES, named_gpus
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.arguments import batch_decisions
 from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, has_gpu, split_gpus
@@ -196,7 +197,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         )
     else:
         shown = [plan] if plan.fits else shortlist(plan, list(choice.candidates), machine)
-        show_text(describe_question(offline.options, job))
+        show_text(describe_question(offline.options, job, [job.dtype]))
         shown = list(choice.candidates) if options.all else shown
         show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in job.activations.source)
         if options.explain:
@@ -309,15 +310,25 @@ def show_cheapest(
     """
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    offline = _decided(options, training, priced[0][0])
-    job, epochs = offline.job, training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+    epochs = training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
     tokens = options.tokens * epochs if options.tokens else 1e9
-    if job.sequences_per_step:  # the accumulation that makes them up is that of the first machine
-        job = dataclasses.replace(job, accumulation=None)
     max_steps = training.training.get("max_steps", -1)
-    rows = []
+    rows, decided = [], {}  # for each dtype that is taken on some of the machines, what else is decided with it
     for machine, dollars in priced:
+        if (dtype := auto_dtype(machine)) not in decided:  # on the fewest of its ranks, which can share any batch
+            fewest = dataclasses.replace(machine, nodes=1, ranks_per_node=training.sequence_parallel)
+            decided[dtype] = _decided(options, training, fewest)
+        offline, job = decided[dtype], decided[dtype].job
+        asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
+        decisions, problems = batch_decisions(asked, machine.world_size)
+        shared = {decision.name: decision.value for decision in decisions}
+        if job.sequences_per_step:
+            micro = shared.get("per_device_train_batch_size", training.training.get("per_device_train_batch_size"))
+            job = dataclasses.replace(job, micro_batch=micro, accumulation=shared.get("gradient_accumulation_steps"))
         plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
+        for problem in problems if training.global_batch_size else []:  # with which a training is refused there
+            print_note(f"{name_of(machine)}: {problem}")
+            plan = dataclasses.replace(plan, fits=False, limiting_resource="global_batch_size")
         steps = max_steps if max_steps > 0 else tokens / plan.time.tokens_per_step
         taken = steps * plan.time.tokens_per_step if max_steps > 0 else tokens
         passes = taken / options.tokens if options.tokens else None
@@ -353,7 +364,8 @@ def show_cheapest(
                 *(numbers if plan.fits else "---"),
                 _fits(plan, plan.limiting_resource),
             )
-        show_text(f"{describe_question(offline.options, job)}\n{describe_model(job.size)}")
+        dtypes = dict.fromkeys(run.job.dtype for run in decided.values())
+        show_text(f"{describe_question(offline.options, job, dtypes)}\n{describe_model(job.size)}")
         show_table(table)
         show_text(f"prices (--prices): {source}")
         best = []
@@ -374,12 +386,12 @@ def name_of(machine: Machine) -> str:
     return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type}"
 
 
-def describe_question(options: TrainConfig, job: Job) -> str:
+def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> str:
     """One line: what was asked, with the options that change it."""
     how = "full finetuning" if options.method == "full" else f"{options.method} of rank {options.lora_r}"
     return (
-        f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {job.dtype} (--dtype), {job.optimizer}"
-        " (--optim)"
+        f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
+        f" {job.optimizer} (--optim)"
     )
 
 

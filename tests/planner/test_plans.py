@@ -824,6 +824,14 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     )  # the first machine has one rank, the others 8
     assert {row["plan"]["time"]["tokens_per_step"] for row in limited} == {64 * 1024}
     assert {row["cost"]["tokens"] for row in limited} == {10 * 64 * 1024}
+    prices.write_text('[[machine]]\ngpus = "1xV100-32GB"\n[[machine]]\ngpus = "8xH100"\n')
+    small = ["--model", "Qwen/Qwen2.5-0.5B", "--cheapest", "--prices", str(prices), "--json"]
+    older, newer = json.loads(run_plan(capsys, *small))
+    for row, machine in ((older, "1xV100-32GB"), (newer, "8xH100")):  # in float32, and in bfloat16
+        alone = json.loads(run_plan(capsys, *small[:2], "--gpus", machine, "--json"))["chosen"]
+        assert row["plan"]["device_bytes"] == alone["device_bytes"], machine
+    older, newer = json.loads(run_plan(capsys, *small, "--global_batch_size", "12"))
+    assert (older["plan"]["fits"], newer["plan"]["limiting_resource"]) == (True, "global_batch_size")
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
         ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),
