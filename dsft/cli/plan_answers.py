@@ -96,7 +96,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     elif options.perplexity:
         _perplexity(options, training, machine)
     elif options.longest:
-        longest = longest_sequence(_decided(options, training, machine).job, machine)
+        longest = longest_sequence(_decided(options, training, machine))
         if options.json:
             print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
         elif longest:

@@ -906,6 +906,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
     words = ["--model", configs["8b"], "--gpus", "1xA100-40GB", "--method", "lora"]
     longest = json.loads(run_plan(capsys, *words, "--longest", "--json"))["seq_len"]
     assert 2048 <= longest <= 8192 and longest % 256 == 0
+    asked = json.loads(run_plan(capsys, *words, "--zero", "3", "--longest", "--json"))
+    assert asked["plan"]["zero"] == "3", "of what is asked for, not of what would fit longer ones"
     with pytest.raises(SystemExit) as caught:
         run_plan(capsys, "--model", configs["8b"], "--gpus", "1xL4", "--host_memory", "32GB", "--longest")
     assert caught.value.code == 1 and "no sequence fits" in capsys.readouterr().out
