@@ -179,7 +179,10 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
 
     commands = [command(way.change) for way in ways]
     cost = _cost(options, offline, choice, machine)
-    written = write_plan(Path(options.write), plan, job, machine) if options.write else []
+    written = []
+    if options.write:
+        clipping = offline.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
+        written = write_plan(Path(options.write), plan, job, machine, max_grad_norm=clipping)
     if options.record:
         print(predicted(command({}), plan, ranks=machine.world_size))
     elif options.json:

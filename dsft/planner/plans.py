@@ -476,7 +476,7 @@ def checkpointing_flags(plan: Plan, job: Job) -> str:
     return flags
 
 
-def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Path]:
+def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float) -> list[Path]:
     """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
 
     Raises:
@@ -493,8 +493,8 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Pat
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
-        "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
-        "bf16": {"enabled": job.dtype == "bfloat16"},
+        "gradient_clipping": max_grad_norm,
+        "bf16": plan.deepspeed_config.get("bf16", {}) | {"enabled": job.dtype == "bfloat16"},
         "fp16": {"enabled": job.dtype == "float16"},
         "zero_optimization": {key: value for key, value in resolved.items() if key in zero},
     }

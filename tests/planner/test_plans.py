@@ -937,6 +937,12 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
         and len(printed["candidates"]) > 15
     )
     assert chosen["micro_batch"] * chosen["accumulation"] * 8 * 1024 == 64 * 1024
+    more = ("--max_grad_norm", "0.5", "--states", "bfloat16")
+    run_plan(capsys, *words, *more, "--write", str(tmp_path / "more"))
+    written = read_zero_file(str(tmp_path / "more/deepspeed.json"), [])
+    assert written["gradient_clipping"] == 0.5 and written["bf16"]["bf16_optimizer_states"] is True
+    again = json.loads(run_plan(capsys, *words, *more, "--zero", str(tmp_path / "more/deepspeed.json"), "--json"))
+    assert again["chosen"]["fits"], "what was written is taken with the same options"
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)
