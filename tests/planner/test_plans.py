@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, grid
 from paper_jobs import EIGHT_GPUS, paper_job
 from tiny import ARCHITECTURES
-from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
+from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, MixtralConfig
 
 import dsft
 from dsft.cli.main import main
@@ -252,6 +252,9 @@ def test_experts_without_adapters_and_kernels_that_are_missing_are_said(tmp_path
         cls(**values).save_pretrained(tmp_path / architecture)
     moe = TrainConfig(model=str(tmp_path / "qwen2_moe"), method="lora", lora_target_modules=["q_proj"])
     assert any("of experts get no adapters" in note for note in unmodelled(paper_job(moe, seq_len=64), {}))
+    MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=1000).save_pretrained(tmp_path / "mamba")
+    mamba = TrainConfig(model=str(tmp_path / "mamba"), method="lora", lora_target_modules=["in_proj"])
+    assert unmodelled(paper_job(mamba, seq_len=64), {}) == [], "convolutions are no experts"
     gpt2 = TrainConfig(model=str(tmp_path / "gpt2"), training={"use_liger_kernel": True})
     plain = TrainConfig(model=str(tmp_path / "gpt2"))
     with_kernels, without = (paper_job(options, seq_len=64) for options in (gpt2, plain))
