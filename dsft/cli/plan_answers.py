@@ -139,9 +139,9 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> T
             f"--tokens_per_step {wanted} is less than one sequence of --seq_len {training.seq_len}; raise it"
         )
     elif wanted:
-        share = Batch(
-            training.training.get("per_device_train_batch_size") or 1, 1, machine.world_size, training.sequence_parallel
-        ).sequences
+        micro = training.training.get("per_device_train_batch_size") or 1
+        # 0 where fewer ranks are there than are to share a sequence, which is refused below.
+        share = Batch(micro, 1, machine.world_size, training.sequence_parallel).sequences or 1
         sequences = max(1, wanted // training.seq_len // share) * share
         training = dataclasses.replace(training, global_batch_size=sequences)
         if sequences * training.seq_len != wanted:
@@ -447,7 +447,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
 
 def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:
     """The ways to hold a model while scoring; speeds where they are more than rules of thumb."""
-    plain = dataclasses.replace(training, batch_tokens=None, zero="auto", packing=False)
+    plain = dataclasses.replace(training, global_batch_size=None, batch_tokens=None, zero="auto", packing=False)
     offline = _decided(options, plain, machine)
     choice = plan_evaluation(
         offline.model,

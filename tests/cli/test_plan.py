@@ -7,6 +7,7 @@ import re
 import pytest
 
 from dsft.cli.commands import PlanOptions
+from dsft.cli.main import main
 from dsft.cli.plan import read_machine, read_machines
 from dsft.cli.plan_answers import describe_machine
 from dsft.errors import UserError
@@ -121,3 +122,10 @@ def test_this_machine_is_measured_here_and_planned_for_elsewhere(run, tiny, tmp_
     (tmp_path / "machine.json").write_text(here.stdout)
     there = run([*words, "--machine", tmp_path / "machine.json"], XDG_CACHE_HOME=str(tmp_path / "there"))
     assert "speeds: measured there on" in there.stdout
+
+
+def test_more_ranks_to_a_sequence_than_there_are_is_one_line(capsys):
+    words = ["--gpus", "1xH100", "--sequence_parallel", "2", "--tokens_per_step", "8192"]
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--model", "Qwen/Qwen2.5-0.5B", *words])
+    assert caught.value.code == 2 and "sequence_parallel=2: must divide" in capsys.readouterr().err
