@@ -21,10 +21,11 @@ from dsft.errors import UserError, shown_command
 from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
-from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
+from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import (
     MEMORY_ERROR,
     WORTH_IT,
+    Needs,
     Plan,
     RunCost,
     as_dict,
@@ -365,7 +366,7 @@ def show_cheapest(
                 f"{plan.zero}{checkpointing}, {plan.micro_batch} x {plan.accumulation}",
                 f"{plan.device_bytes / GiB:,.1f}",
                 *(numbers if plan.fits else "---"),
-                _fits(plan, plan.limiting_resource),
+                _fits(plan),
             )
         dtypes = dict.fromkeys(run.job.dtype for run in decided.values())
         show_text(f"{describe_question(offline.options, job, dtypes)}\n{describe_model(job.size)}")
@@ -437,7 +438,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
             f"{plan.device_bytes / GiB:,.1f}",
             f"{plan.host_bytes / GiB:,.0f}",
             *(times if plan.has_time_estimate else "---"),
-            _fits(plan, plan.limiting_resource),
+            _fits(plan),
         )
     show_table(table)
     is_weak = options.scaling == "weak"
@@ -476,7 +477,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
             f"{plan.batch_tokens:,}",
             *(f"{number / GiB:,.1f}" for number in numbers),
             f"{plan.tokens_per_second:,.0f}" if choice.speeds.has_time_estimate else "-",
-            _fits(plan, plan.limiting_resource),
+            _fits(plan),
         )
     show_text(f"{describe_model(offline.model.size)}\n{machine}")
     show_table(table)
@@ -529,15 +530,15 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
             f"{plan.micro_batch} x {plan.accumulation}",
             *(f"{number / GiB:,.1f}" for number in sizes),
             *(times if plan.has_time_estimate else "---"),
-            _fits(plan, plan.limiting_resource.replace(" memory", "").replace(" and ", "+")),
+            _fits(plan).replace(" memory", "").replace(" and ", "+"),
         )
     show_text(f"{describe_model(size)}\n{machine}")
     show_table(table)
     show_text(f"{chosen.time.tokens_per_step:,} tokens per step")
 
 
-def _fits(plan: Plan | EvaluationPlan, limiting_resource: str) -> str:
-    return ("tight" if plan.low_headroom else "yes") if plan.fits else f"no: {limiting_resource}"
+def _fits(plan: Needs) -> str:
+    return ("tight" if plan.low_headroom else "yes") if plan.fits else f"no: {plan.limiting_resource}"
 
 
 def speed_text(plan: Plan, machine: Machine) -> str:

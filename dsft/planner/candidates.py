@@ -73,10 +73,7 @@ NAMES = (
     *("3-offload", "3-nvme"),
 )
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
-
-
 OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
-
 UNMODELLED = {
     "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
     "zero_optimization.zero_quantized_gradients": "4-bit gradients",
@@ -118,31 +115,22 @@ class Job:
     """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
     checkpoint_offload: bool = False
     """With checkpointing, whether what it saves lies in pinned host memory."""
-
     liger: bool = False
     """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
-
     tiled_loss: bool = False
     """Whether logits of some tokens at a time exist (models/head.py)."""
-
     fp32_accumulation: bool | None = None
     """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
-
     fp32_reduction: bool = False
     """Whether gradients are sent in fp32."""
-
     bf16_states: bool = False
     """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
-
     compiled: bool = False
     """Whether torch.compile is asked for."""
-
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
-
     async_save: bool = False
     """Whether checkpoints are written of copies in host memory."""
-
     compute_loss: Callable | None = None
     """A loss of the user's own."""
 

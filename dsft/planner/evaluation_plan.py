@@ -15,7 +15,7 @@ from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import Job
-from dsft.planner.plans import add_up, shortage, with_room
+from dsft.planner.plans import Needs, add_up, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (
     GATHER_SECONDS,
@@ -42,24 +42,17 @@ MOST_POSITIONS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationPlan:
+class EvaluationPlan(Needs):
     """One way of holding the model while scoring."""
 
     zero: str
     """As the option `zero` of `dsft eval` takes it."""
     batch_tokens: int
-    terms: tuple[Term, ...]
     weight_bytes: int
     """On one device, with what is gathered for a moment."""
     activation_bytes: int
-    device_bytes: int
-    host_bytes: int
-    """Of one node."""
     tokens_per_second: float
     """Over all ranks."""
-    fits: bool
-    low_headroom: bool
-    limiting_resource: str
 
 
 def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
