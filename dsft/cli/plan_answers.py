@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -41,7 +40,7 @@ from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_seque
 from dsft.run_setup.arguments import batch_decisions
 from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
-from dsft.runtime.hardware import Machine, has_gpu, split_gpus
+from dsft.runtime.hardware import Machine, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
 
 NOTHING_FITS = 1
@@ -65,8 +64,6 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     """Print the answer for one machine or several. Args: `training`: as it was asked for, without decisions; `words`:
     those of the command line that `training` was read from. Raises UserError with every problem of the model.
     """
-    if not has_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
     machine = machines[0]
     if options.calibrate:
         if not machine.measured:
@@ -312,8 +309,6 @@ def show_cheapest(
     """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest. Args:
     `priced`: machines, with the dollars of one GPU for an hour; `source`: of the prices.
     """
-    if not has_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     epochs = training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
     tokens = options.tokens * epochs if options.tokens else 1e9
     max_steps = training.training.get("max_steps", -1)

@@ -6,6 +6,7 @@ Ranks that share a window exchange its positions for heads around attention: Dee
 """
 
 import dataclasses
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +144,10 @@ def plan_evaluation(
     if job.attention == "flash":
         positions = job.size.max_positions or MOST_POSITIONS
         step = min(WINDOW_STEP, positions)
-        low, high = 0, positions // step
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = any(plan.fits for plan in plans_with(middle * step))
-            low, high = (middle, high) if fits else (low, middle - 1)
-        longest = low * step
+        windows = range(step, positions + 1, step)
+        longest = step * bisect_left(
+            windows, True, key=lambda window: not any(plan.fits for plan in plans_with(window))
+        )
     return EvaluationChoice(plan=chosen, candidates=tuple(plans), reason=reason, longest_window=longest, speeds=speeds)
 
 

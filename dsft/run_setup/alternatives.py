@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,11 +146,9 @@ def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     def plan_for(length: int) -> Plan:
         return plan_run(run.options, of_length(job, length), run.machine, zero_file=run.zero_file, must_fit=False).plan
 
-    low, high = 0, positions // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if plan_for(middle * step).fits else (low, middle - 1)
-    return (low * step, plan_for(low * step)) if low else None
+    lengths = range(step, positions + 1, step)
+    number = bisect_left(lengths, True, key=lambda length: not plan_for(length).fits)
+    return (lengths[number - 1], plan_for(lengths[number - 1])) if number else None
 
 
 METHODS = ("full", "lora", "qlora")
