@@ -60,7 +60,7 @@ from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_ma
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
-from dsft.planner.step_time import GPUS, Speeds, gpu_name
+from dsft.planner.step_time import GPUS, Speeds, gpu_name, named_gpus
 from dsft.planner.traced_model import LIGER_MODELS, Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
 from dsft.run_setup.arguments import (
@@ -504,6 +504,8 @@ def auto_dtype(machine: Machine) -> str:
     """Resolves the option `dtype: auto` on this machine."""
     if machine.measured or not machine.has_gpu:
         return resolve_dtype("auto") if machine.has_gpu else "float32"
+    if machine.carried and not named_gpus(machine.gpu_type):  # a card in no table: by what was measured there
+        return "bfloat16" if machine.carried["bits"] == 16 else "float32"
     return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
 
 

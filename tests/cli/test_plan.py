@@ -13,6 +13,7 @@ from dsft.cli.plan_answers import describe_machine
 from dsft.errors import UserError
 from dsft.planner.calibration import gpus_key, keep, ranks_key, speeds_for
 from dsft.planner.step_time import speeds_of
+from dsft.run_setup.resolve import auto_dtype
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -58,6 +59,15 @@ def test_a_json_without_measured_rates_and_a_missing_one_are_refused(tmp_path, m
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match="no measured rates in it; write it with"):
             read_machine(path)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(16, "bfloat16"), (32, "float32")])
+def test_a_card_in_no_table_computes_elsewhere_in_what_was_measured(bits, dtype):
+    """By its memory alone it would be a V100, which has no bfloat16."""
+    carried = {"bits": bits, "ranks": {"flops": 1e14, "date": "2026-01-01"}, "outside": None}
+    there = dataclasses.replace(H100, gpu_type="NVIDIA GeForce RTX 4080", device_bytes=16 * GiB, measured=False)
+    assert auto_dtype(dataclasses.replace(there, carried=carried)) == dtype
+    assert auto_dtype(dataclasses.replace(there, gpu_type="NVIDIA V100-SXM2-16GB", carried=carried)) == "float32"
 
 
 @pytest.mark.parametrize(
