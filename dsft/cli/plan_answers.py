@@ -245,8 +245,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
 
 def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
     """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
-    carried = {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""} if machine.measured else {}
-    return dataclasses.asdict(machine) | carried
+    carried = {"carried": to_carry(machine, dtype=dtype)} if machine.measured else {}
+    return dataclasses.asdict(machine) | carried | {"nvme_path": "", "host_names": ()}
 
 
 def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int, int, int] | None:

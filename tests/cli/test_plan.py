@@ -27,7 +27,9 @@ def test_a_plan_elsewhere_counts_on_what_the_json_says(tmp_path, monkeypatch, ca
     keep("ranks", ranks_key(here, "bfloat16"), {"flops": 3e14, "link_bytes": 2e11})
     keep("outside", gpus_key(here), {"context_bytes": 100, "communicators_bytes": [10, 20, 30]})
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"machine": describe_machine(here, dtype="bfloat16")}))
+    named = dataclasses.replace(here, host_names=("a", "b"), nvme_path="/data")
+    path.write_text(json.dumps({"machine": describe_machine(named, dtype="bfloat16")}))
+    assert not {"a", "b", "/data"} & {*re.findall(r'"([^"]*)"', path.read_text())}, "hosts and folders stay here"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine's cache"))
     machine = read_machine(path)
     assert dataclasses.replace(machine, carried={}) == dataclasses.replace(here, measured=False)
