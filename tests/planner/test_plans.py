@@ -585,6 +585,8 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
     assert problems == []
     with pytest.raises(UserError, match=r"GiB per GPU.*offload.* would fit; memory_check=false"):
         planned(config, gpus(1, 80))
+    with pytest.raises(UserError, match="cannot fit.*use more GPUs"):  # an offloaded optimizer would be refused
+        planned(dataclasses.replace(config, learning_rates={"embed": 0.1}), gpus(1, 80))
     assert not planned(dataclasses.replace(config, memory_check=False), gpus(1, 80)).fits
     with pytest.raises(UserError, match="nothing fits.*more GPUs"):
         planned(dataclasses.replace(config, zero="auto"), gpus(1, 16, host=64))
