@@ -93,9 +93,9 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         solved: set[str] = set()
         for change, changed_job, changed_machine in trials:
             if not change.keys() <= solved:
-                found = tried(before | change, options, changed_job, changed_machine)
-                solved |= change.keys() if found else set()
-                yield from found
+                ways = tried(before | change, options, changed_job, changed_machine)
+                solved |= change.keys() if ways else set()
+                yield from ways
 
     alternatives, freed = [], {}
     if options.zero != "auto":  # part of every change: what follows is planned so
@@ -107,8 +107,8 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]
     others = {method: other for method in methods if (other := replanned(method=method))}
     for method, other in others.items():
-        if found := tried(freed | {"method": method}, other.options, other.job, machine):
-            alternatives += found
+        if ways := tried(freed | {"method": method}, other.options, other.job, machine):
+            alternatives += ways
             break
     alternatives += fitting(options, job, freed)
     if not alternatives:
