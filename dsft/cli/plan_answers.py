@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, shown_command
+from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
@@ -126,8 +127,10 @@ def print_note(text: str) -> None:
     show_text(f"dsft: note: {text}", file=sys.stderr)
 
 
-def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> TrainingRun:
-    """What the training would decide on this machine; what was rounded is printed."""
+def _decided(
+    options: PlanOptions, training: TrainConfig, machine: Machine, *, noted: Collection[str] = ()
+) -> TrainingRun:
+    """What the training would decide on this machine; what was rounded is printed, and notes but those `noted`."""
     problems: list[str] = []
     wanted = options.tokens_per_step
     if wanted and training.global_batch_size:
@@ -151,7 +154,8 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> T
         training, machine, attention=options.attention, scored=options.perplexity, problems=problems
     )
     for note in offline.notes:
-        print_note(note)
+        if note not in noted:
+            print_note(note)
     return offline
 
 
@@ -314,9 +318,13 @@ def show_cheapest(
     max_steps = training.training.get("max_steps", -1)
     rows, decided = [], {}  # for each dtype that is taken on some of the machines, what else is decided with it
     for machine, dollars in priced:
+        if refusal := refused_ranks(training.sequence_parallel, machine.world_size):
+            print_note(f"{name_of(machine)}: sequence_parallel={training.sequence_parallel}: {refusal}")
+            continue
         if (dtype := auto_dtype(machine)) not in decided:  # on the fewest of its ranks, which can share any batch
             fewest = dataclasses.replace(machine, nodes=1, ranks_per_node=training.sequence_parallel)
-            decided[dtype] = _decided(options, training, fewest)
+            noted = {note for run in decided.values() for note in run.notes}
+            decided[dtype] = _decided(options, training, fewest, noted=noted)
         offline, job = decided[dtype], decided[dtype].job
         asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
         decisions, problems = batch_decisions(asked, machine.world_size)

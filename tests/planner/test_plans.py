@@ -835,6 +835,8 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     for row, machine in ((older, "1xV100-32GB"), (newer, "8xH100")):  # in float32, and in bfloat16
         alone = json.loads(run_plan(capsys, *small[:2], "--gpus", machine, "--json"))["chosen"]
         assert row["plan"]["device_bytes"] == alone["device_bytes"], machine
+    (shared,) = json.loads(run_plan(capsys, *small, "--sequence_parallel", "2"))
+    assert shared["machine"]["gpu_type"] == "H100", "a single GPU shares its sequences with no other"
     older, newer = json.loads(run_plan(capsys, *small, "--global_batch_size", "12"))
     assert (older["plan"]["fits"], newer["plan"]["limiting_resource"]) == (True, "global_batch_size")
     for content, more, said in [
