@@ -124,8 +124,13 @@ def plan_evaluation(
     if job.size.quantization:  # no such model is sharded (check_sharding)
         names = ["0"]
 
-    def plans_with(tokens: int) -> list[EvaluationPlan]:
+    def plans_with(tokens: int, job: Job = job) -> list[EvaluationPlan]:
         return [_plan(name, tokens, job, machine, speeds, sequence_parallel) for name in names]
+
+    def fits_alone(window: int) -> bool:
+        taken = attention or attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
+        other = job if taken == job.attention else dataclasses.replace(job, attention=taken, seq_len=window)
+        return any(plan.fits for plan in plans_with(window, other))
 
     plans = plans_with(batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu))
     if fitting := with_room(plans):
@@ -144,10 +149,7 @@ def plan_evaluation(
     if job.attention == "flash":
         positions = job.size.max_positions or MOST_POSITIONS
         step = min(WINDOW_STEP, positions)
-        windows = range(step, positions + 1, step)
-        longest = step * bisect_left(
-            windows, True, key=lambda window: not any(plan.fits for plan in plans_with(window))
-        )
+        longest = step * bisect_left(range(step, positions + 1, step), True, key=lambda window: not fits_alone(window))
     return EvaluationChoice(plan=chosen, candidates=tuple(plans), reason=reason, longest_window=longest, speeds=speeds)
 
 

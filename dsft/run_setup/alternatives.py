@@ -18,7 +18,7 @@ from dsft.models.size import USUAL_MODELS, usual_config
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job
 from dsft.planner.plans import HOST_SHARE, Plan
-from dsft.planner.traced_model import Attention
+from dsft.planner.traced_model import Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER
 from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine
@@ -117,13 +117,14 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
     return alternatives
 
 
-def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
-    """The same job with sequences of another length and the activations that were traced: bytes per token do not change
-    where attention makes no matrix.
+def of_length(job: Job, seq_len: int, *, attention: Attention | None = None, **changes: Any) -> Job:
+    """The same job with sequences of another length, and with the activations that were traced where attention makes no
+    matrix: there the bytes of a token do not change. `attention` is that of this length, by default the job's.
     """
-    if job.attention == "flash":
+    attention = attention or job.attention
+    if attention == job.attention == "flash":
         return job.with_same_activations(seq_len=seq_len, **changes)
-    return dataclasses.replace(job, seq_len=seq_len, **changes)
+    return dataclasses.replace(job, seq_len=seq_len, attention=attention, **changes)
 
 
 def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> float:
@@ -143,8 +144,14 @@ def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     positions = job.size.max_positions or MOST_POSITIONS
     step = min(LENGTH_STEP, positions)
 
+    def attention_at(length: int) -> Attention:  # one that reaches a sliding window has a mask
+        return attention_of(run.model, seq_len=length, masked=run.masked)
+
+    is_own = job.attention == attention_at(job.seq_len)  # not the one that was asked for
+
     def plan_for(length: int) -> Plan:
-        return plan_run(run.options, of_length(job, length), run.machine, zero_file=run.zero_file, must_fit=False).plan
+        longer = of_length(job, length, attention=attention_at(length) if is_own else None)
+        return plan_run(run.options, longer, run.machine, zero_file=run.zero_file, must_fit=False).plan
 
     lengths = range(step, positions + 1, step)
     number = bisect_left(lengths, True, key=lambda length: not plan_for(length).fits)

@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, grid
 from paper_jobs import EIGHT_GPUS, paper_job
 from tiny import ARCHITECTURES
-from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, MixtralConfig
+from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, MistralConfig, MixtralConfig
 
 import dsft
 from dsft.cli.main import main
@@ -918,6 +918,23 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
     with pytest.raises(SystemExit) as caught:
         run_plan(capsys, "--model", configs["8b"], "--gpus", "1xL4", "--host_memory", "32GB", "--longest")
     assert caught.value.code == 1 and "no sequence fits" in capsys.readouterr().out
+
+
+def test_the_longest_sequence_and_window_have_the_mask_of_a_sliding_window(tmp_path, capsys):
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    MistralConfig(**sizes, **heads, sliding_window=512, max_position_embeddings=2**17).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path / "config.json"), "--gpus", "1xL4", "--json"]
+    longest = json.loads(run_plan(capsys, *words, "--longest"))
+    batch = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1")
+    alone = json.loads(run_plan(capsys, *words, "--seq_len", str(longest["seq_len"]), *batch))["chosen"]
+    assert longest["seq_len"] < 2**17 and longest["plan"]["device_bytes"] == alone["device_bytes"]
+    window = json.loads(run_plan(capsys, *words, "--perplexity", "--seq_len", "256"))["longest_window"]
+    assert 1024 < window < 2**17
+    for length, fits in ((window, True), (window + 1024, False)):
+        asked = ("--perplexity", "--seq_len", str(length), "--batch_tokens", str(length))
+        candidates = json.loads(run_plan(capsys, *words, *asked))["candidates"]
+        assert any(candidate["fits"] for candidate in candidates) == fits, length
 
 
 def test_the_batch_stays_or_grows_with_the_nodes(configs, capsys):
