@@ -14,12 +14,11 @@ from checkpoint_tools import finished
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.config.options import TrainConfig
-from dsft.planner.candidates import Job
 from dsft.planner.plans import Plan
 from dsft.planner.plans import shortlist as shortlist
 from dsft.planner.zero_layout import bytes_by_phase
 from dsft.run_setup.alternatives import USUAL_MODELS, longest_sequence, usual_config
-from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
+from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, resolve_offline
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GiB
 
@@ -36,19 +35,18 @@ def machines(**options: Any) -> list[Machine]:
 
 def choose(model: str, machine: Machine, **options: Any) -> Choice:
     """What a training with these options would take there."""
-    return choose_plan(_job(model, machine, **options), machine)
+    return choose_plan(_resolved(model, machine, **options).job, machine)
 
 
 def longest(model: str, machine: Machine, **options: Any) -> int:
     """The most tokens per sequence that fit, 0 where none do."""
-    length_and_plan = longest_sequence(_job(model, machine, **options), machine)
+    length_and_plan = longest_sequence(_resolved(model, machine, **options))
     return length_and_plan[0] if length_and_plan else 0
 
 
-def _job(model: str, machine: Machine, **options: Any) -> Job:
-    """The training as the planner sees it."""
+def _resolved(model: str, machine: Machine, **options: Any) -> TrainingRun:
     path = _usual_folder(model).name if model in USUAL_MODELS else model
-    return resolve_offline(TrainConfig(model=path, **options), machine).job
+    return resolve_offline(TrainConfig(model=path, **options), machine)
 
 
 @functools.cache

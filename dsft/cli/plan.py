@@ -7,6 +7,7 @@ Problems of the options are reported before torch is loaded, which takes seconds
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 import tomllib
@@ -59,6 +60,8 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     with quick_imports():
         from dsft.cli.plan_answers import answer, show_cheapest
 
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
     if priced:
         show_cheapest(options, training, priced, source)
     else:

@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,15 @@ from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, shown_command
+from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelSize
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
-from dsft.planner.evaluation_plan import EvaluationPlan, plan_evaluation
+from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import (
     MEMORY_ERROR,
     WORTH_IT,
+    Needs,
     Plan,
     RunCost,
     as_dict,
@@ -37,9 +38,10 @@ from dsft.planner.plans import (
 from dsft.planner.step_time import GPUS, TIME_RANGES, named_gpus
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
+from dsft.run_setup.arguments import batch_decisions
 from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
-from dsft.runtime.hardware import Machine, has_gpu, split_gpus
+from dsft.runtime.hardware import Machine, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
 
 NOTHING_FITS = 1
@@ -63,8 +65,6 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     """Print the answer for one machine or several. Args: `training`: as it was asked for, without decisions; `words`:
     those of the command line that `training` was read from. Raises UserError with every problem of the model.
     """
-    if not has_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
     machine = machines[0]
     if options.calibrate:
         if not machine.measured:
@@ -95,7 +95,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     elif options.perplexity:
         _perplexity(options, training, machine)
     elif options.longest:
-        longest = longest_sequence(_decided(options, training, machine).job, machine)
+        longest = longest_sequence(_decided(options, training, machine))
         if options.json:
             print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
         elif longest:
@@ -127,8 +127,10 @@ def print_note(text: str) -> None:
     show_text(f"dsft: note: {text}", file=sys.stderr)
 
 
-def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> TrainingRun:
-    """What the training would decide on this machine; what was rounded is printed."""
+def _decided(
+    options: PlanOptions, training: TrainConfig, machine: Machine, *, noted: Collection[str] = ()
+) -> TrainingRun:
+    """What the training would decide on this machine; what was rounded is printed, and notes but those `noted`."""
     problems: list[str] = []
     wanted = options.tokens_per_step
     if wanted and training.global_batch_size:
@@ -138,9 +140,9 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> T
             f"--tokens_per_step {wanted} is less than one sequence of --seq_len {training.seq_len}; raise it"
         )
     elif wanted:
-        share = Batch(
-            training.training.get("per_device_train_batch_size") or 1, 1, machine.world_size, training.sequence_parallel
-        ).sequences
+        micro = training.training.get("per_device_train_batch_size") or 1
+        # 0 where fewer ranks are there than are to share a sequence, which is refused below.
+        share = Batch(micro, 1, machine.world_size, training.sequence_parallel).sequences or 1
         sequences = max(1, wanted // training.seq_len // share) * share
         training = dataclasses.replace(training, global_batch_size=sequences)
         if sequences * training.seq_len != wanted:
@@ -152,7 +154,8 @@ def _decided(options: PlanOptions, training: TrainConfig, machine: Machine) -> T
         training, machine, attention=options.attention, scored=options.perplexity, problems=problems
     )
     for note in offline.notes:
-        print_note(note)
+        if note not in noted:
+            print_note(note)
     return offline
 
 
@@ -178,7 +181,10 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
 
     commands = [command(way.change) for way in ways]
     cost = _cost(options, offline, choice, machine)
-    written = write_plan(Path(options.write), plan, job, machine) if options.write else []
+    written = []
+    if options.write:
+        clipping = offline.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
+        written = write_plan(Path(options.write), plan, job, machine, max_grad_norm=clipping)
     if options.record:
         print(predicted(command({}), plan, ranks=machine.world_size))
     elif options.json:
@@ -196,7 +202,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         )
     else:
         shown = [plan] if plan.fits else shortlist(plan, list(choice.candidates), machine)
-        show_text(describe_question(offline.options, job))
+        show_text(describe_question(offline.options, job, [job.dtype]))
         shown = list(choice.candidates) if options.all else shown
         show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in job.activations.source)
         if options.explain:
@@ -243,8 +249,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
 
 def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
     """Make what `--machine` reads: this machine and what was measured on it, without names of hosts and folders."""
-    carried = {"carried": to_carry(machine, dtype=dtype), "nvme_path": ""} if machine.measured else {}
-    return dataclasses.asdict(machine) | carried
+    carried = {"carried": to_carry(machine, dtype=dtype)} if machine.measured else {}
+    return dataclasses.asdict(machine) | carried | {"nvme_path": "", "host_names": ()}
 
 
 def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int, int, int] | None:
@@ -307,17 +313,29 @@ def show_cheapest(
     """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest. Args:
     `priced`: machines, with the dollars of one GPU for an hour; `source`: of the prices.
     """
-    if not has_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    offline = _decided(options, training, priced[0][0])
-    job, epochs = offline.job, training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+    epochs = training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
     tokens = options.tokens * epochs if options.tokens else 1e9
-    if job.sequences_per_step:  # the accumulation that makes them up is that of the first machine
-        job = dataclasses.replace(job, accumulation=None)
     max_steps = training.training.get("max_steps", -1)
-    rows = []
+    rows, decided = [], {}  # for each dtype that is taken on some of the machines, what else is decided with it
     for machine, dollars in priced:
+        if refusal := refused_ranks(training.sequence_parallel, machine.world_size):
+            print_note(f"{name_of(machine)}: sequence_parallel={training.sequence_parallel}: {refusal}")
+            continue
+        if (dtype := auto_dtype(machine)) not in decided:  # on the fewest of its ranks, which can share any batch
+            fewest = dataclasses.replace(machine, nodes=1, ranks_per_node=training.sequence_parallel)
+            noted = {note for run in decided.values() for note in run.notes}
+            decided[dtype] = _decided(options, training, fewest, noted=noted)
+        offline, job = decided[dtype], decided[dtype].job
+        asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
+        decisions, problems = batch_decisions(asked, machine.world_size)
+        shared = {decision.name: decision.value for decision in decisions}
+        if job.sequences_per_step:
+            micro = shared.get("per_device_train_batch_size", training.training.get("per_device_train_batch_size"))
+            job = dataclasses.replace(job, micro_batch=micro, accumulation=shared.get("gradient_accumulation_steps"))
         plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
+        for problem in problems if training.global_batch_size else []:  # with which a training is refused there
+            print_note(f"{name_of(machine)}: {problem}")
+            plan = dataclasses.replace(plan, fits=False, limiting_resource="global_batch_size")
         steps = max_steps if max_steps > 0 else tokens / plan.time.tokens_per_step
         taken = steps * plan.time.tokens_per_step if max_steps > 0 else tokens
         passes = taken / options.tokens if options.tokens else None
@@ -351,9 +369,10 @@ def show_cheapest(
                 f"{plan.zero}{checkpointing}, {plan.micro_batch} x {plan.accumulation}",
                 f"{plan.device_bytes / GiB:,.1f}",
                 *(numbers if plan.fits else "---"),
-                _fits(plan, plan.limiting_resource),
+                _fits(plan),
             )
-        show_text(f"{describe_question(offline.options, job)}\n{describe_model(job.size)}")
+        dtypes = dict.fromkeys(run.job.dtype for run in decided.values())
+        show_text(f"{describe_question(offline.options, job, dtypes)}\n{describe_model(job.size)}")
         show_table(table)
         show_text(f"prices (--prices): {source}")
         best = []
@@ -374,12 +393,12 @@ def name_of(machine: Machine) -> str:
     return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type}"
 
 
-def describe_question(options: TrainConfig, job: Job) -> str:
+def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> str:
     """One line: what was asked, with the options that change it."""
     how = "full finetuning" if options.method == "full" else f"{options.method} of rank {options.lora_r}"
     return (
-        f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {job.dtype} (--dtype), {job.optimizer}"
-        " (--optim)"
+        f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
+        f" {job.optimizer} (--optim)"
     )
 
 
@@ -422,7 +441,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
             f"{plan.device_bytes / GiB:,.1f}",
             f"{plan.host_bytes / GiB:,.0f}",
             *(times if plan.has_time_estimate else "---"),
-            _fits(plan, plan.limiting_resource),
+            _fits(plan),
         )
     show_table(table)
     is_weak = options.scaling == "weak"
@@ -432,7 +451,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
 
 def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:
     """The ways to hold a model while scoring; speeds where they are more than rules of thumb."""
-    plain = dataclasses.replace(training, batch_tokens=None, zero="auto", packing=False)
+    plain = dataclasses.replace(training, global_batch_size=None, batch_tokens=None, zero="auto", packing=False)
     offline = _decided(options, plain, machine)
     choice = plan_evaluation(
         offline.model,
@@ -461,7 +480,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
             f"{plan.batch_tokens:,}",
             *(f"{number / GiB:,.1f}" for number in numbers),
             f"{plan.tokens_per_second:,.0f}" if choice.speeds.has_time_estimate else "-",
-            _fits(plan, plan.limiting_resource),
+            _fits(plan),
         )
     show_text(f"{describe_model(offline.model.size)}\n{machine}")
     show_table(table)
@@ -514,15 +533,15 @@ def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machin
             f"{plan.micro_batch} x {plan.accumulation}",
             *(f"{number / GiB:,.1f}" for number in sizes),
             *(times if plan.has_time_estimate else "---"),
-            _fits(plan, plan.limiting_resource.replace(" memory", "").replace(" and ", "+")),
+            _fits(plan).replace(" memory", "").replace(" and ", "+"),
         )
     show_text(f"{describe_model(size)}\n{machine}")
     show_table(table)
     show_text(f"{chosen.time.tokens_per_step:,} tokens per step")
 
 
-def _fits(plan: Plan | EvaluationPlan, limiting_resource: str) -> str:
-    return ("tight" if plan.low_headroom else "yes") if plan.fits else f"no: {limiting_resource}"
+def _fits(plan: Needs) -> str:
+    return ("tight" if plan.low_headroom else "yes") if plan.fits else f"no: {plan.limiting_resource}"
 
 
 def speed_text(plan: Plan, machine: Machine) -> str:

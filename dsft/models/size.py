@@ -432,10 +432,14 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
-        # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt.
+        # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt;
+        # those of convolutions have 3 dimensions too.
         names = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
         with_adapter = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
-        experts = {name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad}
+        kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+        experts = {
+            name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad and id(p) not in kernels
+        }
         unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]

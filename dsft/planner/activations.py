@@ -34,6 +34,7 @@ from dsft.models.size import ModelSize, decoder_layers
 from dsft.planner.traced_model import Attention, layer_kinds, meta_model, traced_model
 from dsft.planner.zero_layout import Term, pinned_bytes
 from dsft.runtime.disk import user_cache
+from dsft.runtime.software import version_of
 from dsft.units import DTYPE_BYTES, write_json
 
 aten = torch.ops.aten
@@ -256,6 +257,7 @@ def trace_training(
     liger: bool = False,
     tiled: bool = False,
     tiled_mlp: bool = False,
+    zero_3: bool = False,
     compute_loss: Callable | None = None,
     layers_of_kind: int = 2,
     most_operators: float = math.inf,
@@ -267,6 +269,7 @@ def trace_training(
             still hold what the first returned.
         tiled: the loss is of tiles, each of one sequence.
         tiled_mlp: feed-forwards compute some tokens at a time.
+        zero_3: linear layers are DeepSpeed's.
         most_operators: of one forward and backward; more raise TooManyOperators.
 
     Returns:
@@ -277,7 +280,7 @@ def trace_training(
     saved: list[dict[int, int]] = [{} for _ in batches]
     kept_inputs: list[dict[int, int]] = [{} for _ in batches]
     for layers in layer_kinds(blueprint):
-        parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp}
+        parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp, "zero_3": zero_3}
         with traced_model(blueprint, layers=layers[:1] * layers_of_kind, **parts) as model:
             steps = [
                 [
@@ -516,6 +519,7 @@ def training_activations(
     adapters: LoraConfig | None = None,
     patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     liger: bool = False,
+    zero_3: bool = False,
     compute_loss: Callable | None = None,
 ) -> TrainingActivations:
     """Trace a model's training, or that of a Llama of the same widths where its code does not run over meta tensors.
@@ -523,10 +527,11 @@ def training_activations(
     Args:
         patterns: of the parameters that are trained, and of those that are frozen.
         liger: with Liger's norms and feed-forwards; its own loss is "fused".
+        zero_3: with the linear layers of ZeRO-3, which keep the inputs of frozen weights too.
         compute_loss: the user's own; planned as nats where it does not run over meta tensors.
     """
     how = {"liger": liger, "patterns": patterns, "tiled": loss == "tiled", "compute_loss": compute_loss}
-    how["tiled_mlp"] = size.tiled_params > 0
+    how |= {"tiled_mlp": size.tiled_params > 0, "zero_3": zero_3}
     options = {"attention": attention, "seq_len": seq_len, "dtype": dtype, "adapters": adapters}
     traces, source = _traced(trace_training, size, model_config, **options, **how)
     seq_len = traces[0]["seq_len"]
@@ -631,6 +636,7 @@ def _cached(
             torch.__version__,
             transformers.__version__,
             peft.__version__,
+            version_of("deepspeed"),
             source,
             str((BATCHES, MOST_OPERATORS, SHORTER, SCANNED_LENGTH)),
         ],

@@ -73,10 +73,7 @@ NAMES = (
     *("3-offload", "3-nvme"),
 )
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
-
-
 OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
-
 UNMODELLED = {
     "zero_optimization.zero_quantized_weights": "gathers of 8-bit weights",
     "zero_optimization.zero_quantized_gradients": "4-bit gradients",
@@ -118,38 +115,29 @@ class Job:
     """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
     checkpoint_offload: bool = False
     """With checkpointing, whether what it saves lies in pinned host memory."""
-
     liger: bool = False
     """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
-
     tiled_loss: bool = False
     """Whether logits of some tokens at a time exist (models/head.py)."""
-
     fp32_accumulation: bool | None = None
     """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
-
     fp32_reduction: bool = False
     """Whether gradients are sent in fp32."""
-
     bf16_states: bool = False
     """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
-
     compiled: bool = False
     """Whether torch.compile is asked for."""
-
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
-
     async_save: bool = False
     """Whether checkpoints are written of copies in host memory."""
-
     compute_loss: Callable | None = None
     """A loss of the user's own."""
 
     def with_same_activations(self, **changes: Any) -> "Job":
         """Return the job with changes on which the bytes of a token do not depend, and what was traced."""
         other = replace(self, **changes)
-        other.__dict__["activations"] = self.activations
+        other.__dict__.update({name: getattr(self, name) for name in ("activations", "activations_of_shards")})
         return other
 
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
@@ -157,6 +145,16 @@ class Job:
 
     @cached_property
     def activations(self) -> TrainingActivations:
+        """Under ZeRO 0 to 2."""
+        return self._training_activations(zero_3=False)
+
+    @cached_property
+    def activations_of_shards(self) -> TrainingActivations:
+        """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
+        all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
+        return self.activations if all_trained else self._training_activations(zero_3=True)
+
+    def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
         liger = self.liger and self.size.model_type in LIGER_MODELS
         return training_activations(
             self.size,
@@ -169,6 +167,7 @@ class Job:
             loss="tiled" if self.tiled_loss else "fused" if liger and not self.compute_loss else "hf",
             compute_loss=self.compute_loss,
             liger=liger,
+            zero_3=zero_3,
         )
 
     @cached_property

@@ -6,6 +6,7 @@ Ranks that share a window exchange its positions for heads around attention: Dee
 """
 
 import dataclasses
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import Job
-from dsft.planner.plans import add_up, shortage, with_room
+from dsft.planner.plans import Needs, add_up, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (
     GATHER_SECONDS,
@@ -42,24 +43,17 @@ MOST_POSITIONS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationPlan:
+class EvaluationPlan(Needs):
     """One way of holding the model while scoring."""
 
     zero: str
     """As the option `zero` of `dsft eval` takes it."""
     batch_tokens: int
-    terms: tuple[Term, ...]
     weight_bytes: int
     """On one device, with what is gathered for a moment."""
     activation_bytes: int
-    device_bytes: int
-    host_bytes: int
-    """Of one node."""
     tokens_per_second: float
     """Over all ranks."""
-    fits: bool
-    low_headroom: bool
-    limiting_resource: str
 
 
 def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
@@ -130,8 +124,13 @@ def plan_evaluation(
     if job.size.quantization:  # no such model is sharded (check_sharding)
         names = ["0"]
 
-    def plans_with(tokens: int) -> list[EvaluationPlan]:
+    def plans_with(tokens: int, job: Job = job) -> list[EvaluationPlan]:
         return [_plan(name, tokens, job, machine, speeds, sequence_parallel) for name in names]
+
+    def fits_alone(window: int) -> bool:
+        taken = attention or attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
+        other = job if taken == job.attention else dataclasses.replace(job, attention=taken, seq_len=window)
+        return any(plan.fits for plan in plans_with(window, other))
 
     plans = plans_with(batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu))
     if fitting := with_room(plans):
@@ -150,12 +149,7 @@ def plan_evaluation(
     if job.attention == "flash":
         positions = job.size.max_positions or MOST_POSITIONS
         step = min(WINDOW_STEP, positions)
-        low, high = 0, positions // step
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = any(plan.fits for plan in plans_with(middle * step))
-            low, high = (middle, high) if fits else (low, middle - 1)
-        longest = low * step
+        longest = step * bisect_left(range(step, positions + 1, step), True, key=lambda window: not fits_alone(window))
     return EvaluationChoice(plan=chosen, candidates=tuple(plans), reason=reason, longest_window=longest, speeds=speeds)
 
 

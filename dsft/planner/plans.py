@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from dsft.config.deepspeed import stage
 from dsft.errors import UserError
 from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
@@ -62,11 +63,29 @@ BEST = 3
 """Plans that fit and are shown."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a plan, of a training or of an evaluation, takes of a machine."""
+
+    terms: tuple[Term, ...]
+    """Every part of the prediction."""
+    device_bytes: int
+    """Peak on one GPU (one rank, on CPU), context and communication buffers included."""
+    host_bytes: int
+    """Host memory of one node, all its ranks together."""
+    fits: bool
+    low_headroom: bool
+    """Whether it fits, but leaves less on the GPU than fragmentation under ZeRO-3 and the reserve may take."""
+    limiting_resource: str
+    """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
+    fits.
+    """
+
+
 def add_up(
     terms: list[Term], machine: Machine, outside: OutsideMemory, *, communicators: int, stage: int
 ) -> dict[str, Any]:
-    """Return what the terms add up to on a machine, as fields of a plan of training or of evaluation: `terms` with what
-    a GPU holds beyond them, the peaks `device_bytes` and `host_bytes`, `fits`, `limiting_resource`, `low_headroom`.
+    """Return what the terms add up to on a machine, and what a GPU holds beyond them: the fields of `Needs`.
 
     Args:
         communicators: of NCCL, that the GPUs of a run make; 0 with one GPU.
@@ -106,19 +125,17 @@ def add_up(
     }
 
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Needs)
 
 
 def with_room(plans: Iterable[P]) -> list[P]:
-    """Return the plans (of training or of evaluation) that fit and leave the reserve; where none does, those that
-    fit.
-    """
+    """Return the plans that fit and leave the reserve; where none does, those that fit."""
     fitting = [plan for plan in plans if plan.fits]
     return [plan for plan in fitting if not plan.low_headroom] or fitting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Needs):
     """One DeepSpeed configuration with its predicted memory and time."""
 
     zero: str
@@ -134,26 +151,13 @@ class Plan:
     """Ranks that share each micro batch."""
     deepspeed_config: dict[str, Any]
     """What training gets; "auto" numbers are left to transformers."""
-    terms: tuple[Term, ...]
-    """Every part of the prediction."""
     activation_bytes: int
-    """Of these, activations, logits and loss of one micro batch on one rank."""
+    """Of the terms, activations, logits and loss of one micro batch on one rank."""
     time: StepTime
-    device_bytes: int
-    """Peak on one GPU (one rank, on CPU), context and communication buffers included."""
-    host_bytes: int
-    """Host memory of one node, all its ranks together."""
     ranks_per_node: int
     has_gpu: bool
     has_time_estimate: bool
     """Whether `time` is good for more than an order (Speeds.has_time_estimate)."""
-    fits: bool
-    low_headroom: bool
-    """Whether it fits, but leaves less on the GPU than fragmentation under ZeRO-3 and the reserve may take."""
-    limiting_resource: str
-    """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
-    fits.
-    """
 
     @property
     def is_unbenchmarked(self) -> bool:
@@ -285,7 +289,9 @@ def _fitted(
     Args:
         every: each so manieth layer is computed again; 0 is none.
     """
-    plans, traced, shared_by = [], job.activations, job.sequence_parallel
+    plans, shared_by = [], job.sequence_parallel
+    is_sharded = name.startswith("3") if zero_file is None else stage(zero_file) == 3
+    traced = job.activations_of_shards if is_sharded else job.activations
     tokens = -(-micro_batch * job.seq_len // shared_by)
     offloads = every and job.checkpoint_offload and machine.has_gpu  # without a GPU it lies there anyhow
     activations = traced.terms(tokens, every, offloading_ranks=machine.ranks_per_node if offloads else 0)
@@ -362,8 +368,8 @@ def _fitted(
     return next(iter(with_room(plans)), plan)
 
 
-def shortage(plan: Any, machine: Machine) -> float:
-    """Return how much of the scarcest resource a plan (of training or of evaluation) asks for, over what is there."""
+def shortage(plan: Needs, machine: Machine) -> float:
+    """Return how much of the scarcest resource a plan asks for, over what is there."""
     device = (plan.device_bytes + RESERVE_BYTES) / machine.device_bytes if machine.has_gpu else 0.0
     nvme = peak_bytes(plan.terms, "nvme") / machine.nvme_bytes if machine.nvme_bytes else 0.0
     return max(device, nvme, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
@@ -473,7 +479,7 @@ def checkpointing_flags(plan: Plan, job: Job) -> str:
     return flags
 
 
-def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Path]:
+def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float) -> list[Path]:
     """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
 
     Raises:
@@ -490,8 +496,8 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine) -> list[Pat
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
-        "gradient_clipping": 1.0,  # max_grad_norm of transformers.TrainingArguments
-        "bf16": {"enabled": job.dtype == "bfloat16"},
+        "gradient_clipping": max_grad_norm,
+        "bf16": plan.deepspeed_config.get("bf16", {}) | {"enabled": job.dtype == "bfloat16"},
         "fp16": {"enabled": job.dtype == "float16"},
         "zero_optimization": {key: value for key, value in resolved.items() if key in zero},
     }
@@ -587,19 +593,10 @@ def run_cost(
     )
 
 
-COLUMNS = ("job", "plan", "GiB of a GPU", "seconds of a step", "tokens/s of a GPU", "versions", "date", "hash")
-NAMED = ("torch", "deepspeed", "transformers")
-"""Packages whose versions stand in a row, beside dsft's."""
-
-
 def record(job: str, plan: str, memory: str, seconds: str, speed: str) -> str:
-    """The row as Markdown: what is given, versions, today, and the hash."""
-    installed = [
-        "dsft " + version_of("dsft"),
-        "code " + code_hash()[:8],
-        *(f"{name} {version_of(name)}" for name in NAMED),
-    ]
-    versions = ", ".join(installed)
+    """The row as Markdown: job, plan, GiB of a GPU, seconds of a step, tokens/s of a GPU, versions, date, and hash."""
+    libraries = [f"{name} {version_of(name)}" for name in ("torch", "deepspeed", "transformers")]
+    versions = ", ".join([f"dsft {version_of('dsft')}", f"code {code_hash()[:8]}", *libraries])
     cells = [job, plan, memory, seconds, speed, versions, datetime.date.today().isoformat()]
     cells = [" ".join(cell.replace("|", "/").split()) for cell in cells]
     return f"| {' | '.join([*cells, hash_of(cells)])} |"

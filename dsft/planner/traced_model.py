@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -25,7 +26,7 @@ from dsft.models.feed_forward import tile_feed_forwards
 from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import ModelFacts, decoder_layers, without_zero_init
-from dsft.models.trained import adapted_for_a_look, select_trained
+from dsft.models.trained import adapted_for_a_look, select_trained, unwrapped
 from dsft.runtime import patches
 
 Attention = Literal["flash", "sdpa", "eager"]
@@ -134,6 +135,7 @@ def traced_model(
     liger: bool = False,
     tile_rows: int | None = None,
     tiled_mlp: bool = False,
+    zero_3: bool = False,
 ) -> Iterator[PreTrainedModel]:
     """Copy a `meta_model` for a trace, within what it needs to run.
 
@@ -142,8 +144,12 @@ def traced_model(
         liger: with Liger's norms and feed-forwards of gate, up and down: what all architectures share of it.
         tile_rows: with the loss of tiles of so many rows.
         tiled_mlp: with the feed-forwards of some tokens at a time.
+        zero_3: with the linear layers of ZeRO-3, which keep the inputs of frozen weights too (deepspeed/runtime/zero:
+            linear.py; partition_parameters.py, _enable_mem_efficient_linear).
     """
-    dtype = blueprint.dtype
+    dtype, linear = blueprint.dtype, torch._C._nn.linear
+    if zero_3:
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap as linear  # takes seconds
     if layers is None:
         model = copy.deepcopy(blueprint)
     else:  # the others are not copied
@@ -165,6 +171,10 @@ def traced_model(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
         stack.enter_context(patches.replaced("meta_is_traced", lambda _: lambda tensor: True))
+        if unwrapped(blueprint).__module__.startswith("transformers."):
+            # A mask chooses every position, the most that it can (GLM-5's pools of keys). A repository's own code may
+            # choose the tokens of each expert so, and each would get all of them: it is not traced.
+            stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))
         stack.enter_context(patches.replaced("autocast_of_meta", _autocast_as_on_a_cpu))
         if dtype != torch.bfloat16:
             # transformers' own operator for where there are no grouped products keeps the same tensors.
@@ -172,7 +182,10 @@ def traced_model(
         for parameter in model.parameters():  # as DeepSpeed gives it to adapters too
             parameter.data = parameter.data.to(dtype)
         for module in model.modules():
-            if isinstance(module, nn.Dropout):
+            if type(module) is nn.Linear:
+                # Named here, since DeepSpeed leaves its own in torch.nn.functional of a process that has trained.
+                module.forward = lambda hidden, *, layer=module: linear(hidden, layer.weight, layer.bias)
+            elif isinstance(module, nn.Dropout):
                 # As on a GPU, which keeps a mask of bools; a CPU keeps one in the activations' dtype.
                 module.forward = lambda tensor, *, drop=module: (
                     torch.native_dropout(tensor, drop.p, drop.training)[0] if drop.p else tensor

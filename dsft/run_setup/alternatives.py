@@ -2,9 +2,11 @@
 the usual models fit a machine: the largest for full finetuning, for LoRA and for QLoRA.
 """
 
+import contextlib
 import dataclasses
 import math
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,9 @@ from dsft.models.size import USUAL_MODELS, usual_config
 from dsft.planner.activations import Cost, TrainingActivations
 from dsft.planner.candidates import Job
 from dsft.planner.plans import HOST_SHARE, Plan
-from dsft.planner.traced_model import Attention
+from dsft.planner.traced_model import Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER
-from dsft.run_setup.resolve import Choice, choose_plan, resolve_offline
+from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -26,8 +28,10 @@ MOST_NODES = 64
 SHORTEST = 512
 LONG = 8192
 """Tokens of a sequence from which on activations of feed-forwards are worth tiles."""
-LENGTH_STEP = 256
-"""Lengths that are tried for the longest sequence are multiples of it."""
+LENGTH_STEP, MOST_POSITIONS = 256, 2**20
+"""Lengths that are tried for the longest sequence are multiples of it, up to the model's positions or, without a limit,
+as many.
+"""
 HOST_STEP = 64 * GB
 EIGHT_BIT = "adamw_8bit"
 """The optimizer that is proposed where the default one has no room."""
@@ -48,20 +52,26 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
     these on top of another method. `attention` is planned, whatever the model would take.
     """
 
-    def replanned(**changes: Any) -> Job | None:
+    def replanned(**changes: Any) -> TrainingRun | None:
         try:
-            return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention).job
+            return resolve_offline(dataclasses.replace(options, **changes), machine, attention=attention)
         except UserError:  # the model has no layers for adapters
             return None
 
-    def fitting(job: Job, before: dict[str, Any]) -> Iterator[Alternative]:
+    def tried(change: dict[str, Any], options: TrainConfig, job: Job, machine: Machine) -> list[Alternative]:
+        with contextlib.suppress(UserError):  # a training would be refused
+            plan = plan_run(options, job, machine, must_fit=False).plan
+            return [Alternative(change, machine, plan)] if plan.fits else []
+        return []
+
+    def fitting(options: TrainConfig, job: Job, before: dict[str, Any]) -> Iterator[Alternative]:
         """Tries one change of this job at a time, of each option the smallest first, on top of those `before`."""
         trials: list[tuple[dict[str, Any], Job, Machine]] = []
         if job.optimizer == DEFAULT_OPTIMIZER and not job.size.lora_r and machine.has_gpu:
             trials.append(({"optim": EIGHT_BIT}, dataclasses.replace(job, optimizer=EIGHT_BIT), machine))
         may_tile = job.seq_len >= LONG and not job.size.tiled_params and machine.has_gpu
         if may_tile and (in_tiles := replanned(**before, tiled_mlp=True)):
-            trials.append(({"tiled_mlp": True}, in_tiles, machine))
+            trials.append(({"tiled_mlp": True}, in_tiles.job, machine))
         nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
         while nodes <= MOST_NODES and machine.has_gpu:
             larger = dataclasses.replace(machine, nodes=nodes)
@@ -83,40 +93,38 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         solved: set[str] = set()
         for change, changed_job, changed_machine in trials:
             if not change.keys() <= solved:
-                plan = choose_plan(changed_job, changed_machine).plan
-                if plan.fits:
-                    solved |= change.keys()
-                    yield Alternative(before | change, changed_machine, plan)
+                ways = tried(before | change, options, changed_job, changed_machine)
+                solved |= change.keys() if ways else set()
+                yield from ways
 
     alternatives, freed = [], {}
     if options.zero != "auto":  # part of every change: what follows is planned so
         freed, options = {"zero": "auto"}, dataclasses.replace(options, zero="auto")
-        job = replanned() or job
-        plan = choose_plan(job, machine).plan
-        if plan.fits:
-            alternatives.append(Alternative(freed, machine, plan))
+        if free := replanned():
+            options, job = free.options, free.job
+        alternatives += tried(freed, options, job, machine)
     # A quantised base is not sharded, that of LoRA is.
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]
     others = {method: other for method in methods if (other := replanned(method=method))}
     for method, other in others.items():
-        plan = choose_plan(other, machine).plan
-        if plan.fits:
-            alternatives.append(Alternative(freed | {"method": method}, machine, plan))
+        if ways := tried(freed | {"method": method}, other.options, other.job, machine):
+            alternatives += ways
             break
-    alternatives += fitting(job, freed)
+    alternatives += fitting(options, job, freed)
     if not alternatives:
         for method, other in others.items():
-            alternatives += fitting(other, freed | {"method": method})
+            alternatives += fitting(other.options, other.job, freed | {"method": method})
     return alternatives
 
 
-def of_length(job: Job, seq_len: int, **changes: Any) -> Job:
-    """The same job with sequences of another length and the activations that were traced: bytes per token do not change
-    where attention makes no matrix.
+def of_length(job: Job, seq_len: int, *, attention: Attention | None = None, **changes: Any) -> Job:
+    """The same job with sequences of another length, and with the activations that were traced where attention makes no
+    matrix: there the bytes of a token do not change. `attention` is that of this length, by default the job's.
     """
-    if job.attention == "flash":
+    attention = attention or job.attention
+    if attention == job.attention == "flash":
         return job.with_same_activations(seq_len=seq_len, **changes)
-    return dataclasses.replace(job, seq_len=seq_len, **changes)
+    return dataclasses.replace(job, seq_len=seq_len, attention=attention, **changes)
 
 
 def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> float:
@@ -128,22 +136,26 @@ def seconds_at(job: Job, machine: Machine, choice: Choice, *, seq_len: int) -> f
     return choose_plan(job, machine, zero=plan.zero, zero_file=zero_file).plan.time.step_seconds
 
 
-def longest_sequence(job: Job, machine: Machine) -> tuple[int, Plan] | None:
+def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     """(the most tokens per sequence that fit, their plan), one sequence per GPU, or for all GPUs that share one, at a
     time; None where none fits.
     """
-    positions = getattr(job.model_config.get_text_config(), "max_position_embeddings", None) or 2**20
-    job = dataclasses.replace(job, micro_batch=1, accumulation=1, sequences_per_step=None)
+    job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
+    positions = job.size.max_positions or MOST_POSITIONS
+    step = min(LENGTH_STEP, positions)
 
-    def fitting(length: int) -> Plan | None:
-        plan = choose_plan(of_length(job, length), machine).plan
-        return plan if plan.fits else None
+    def attention_at(length: int) -> Attention:  # one that reaches a sliding window has a mask
+        return attention_of(run.model, seq_len=length, masked=run.masked)
 
-    low, high = 0, positions // LENGTH_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fitting(middle * LENGTH_STEP) else (low, middle - 1)
-    return (low * LENGTH_STEP, fitting(low * LENGTH_STEP)) if low else None
+    is_own = job.attention == attention_at(job.seq_len)  # not the one that was asked for
+
+    def plan_for(length: int) -> Plan:
+        longer = of_length(job, length, attention=attention_at(length) if is_own else None)
+        return plan_run(run.options, longer, run.machine, zero_file=run.zero_file, must_fit=False).plan
+
+    lengths = range(step, positions + 1, step)
+    number = bisect_left(lengths, True, key=lambda length: not plan_for(length).fits)
+    return (lengths[number - 1], plan_for(lengths[number - 1])) if number else None
 
 
 METHODS = ("full", "lora", "qlora")
@@ -169,18 +181,31 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
         for name in names:
             usual_config(name).save_pretrained(Path(folder, name))
         for method in METHODS if machine.has_gpu else METHODS[:2]:  # bitsandbytes needs a GPU
+            plan, run, refusal = None, None, None
             for number in range(len(names), 0, -1):
                 asked = dataclasses.replace(options, model=str(Path(folder, names[number - 1])), method=method, data=[])
-                job = resolve_offline(asked, machine, attention=attention).job
+                try:
+                    run = resolve_offline(asked, machine, attention=attention)
+                except UserError as error:  # too few positions, or the method is not for what else is asked
+                    refusal = error
+                    continue
                 # Without any activations first: what does not fit so needs no trace.
-                bare = dataclasses.replace(job)
-                layers = (Cost(),) * job.size.num_layers
+                bare = dataclasses.replace(run.job)
+                layers = (Cost(),) * bare.size.num_layers
                 none = TrainingActivations(layers_saved=layers, layers_input=layers, source="none", **costs)
-                bare.__dict__["activations"] = none
-                if choose_plan(bare, machine).plan.fits and (plan := choose_plan(job, machine).plan).fits:
+                bare.__dict__.update(activations=none, activations_of_shards=none)
+                for job in (bare, run.job):
+                    plan = plan_run(run.options, job, machine, zero_file=run.zero_file, must_fit=False).plan
+                    if not plan.fits:
+                        break
+                if plan.fits:
                     break
             else:
                 number, plan = 0, None
+            if run is None and method == options.method:
+                raise refusal
+            if run is None:
+                continue
             fits, too_large = tuple(names[:number]), tuple(names[number:])
             answers.append(Largest(method=method, fits=fits, too_large=too_large, plan=plan))
     return answers

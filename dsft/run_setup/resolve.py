@@ -60,7 +60,7 @@ from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_ma
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
-from dsft.planner.step_time import GPUS, Speeds, gpu_name
+from dsft.planner.step_time import GPUS, Speeds, gpu_name, named_gpus
 from dsft.planner.traced_model import LIGER_MODELS, Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
 from dsft.run_setup.arguments import (
@@ -504,6 +504,8 @@ def auto_dtype(machine: Machine) -> str:
     """Resolves the option `dtype: auto` on this machine."""
     if machine.measured or not machine.has_gpu:
         return resolve_dtype("auto") if machine.has_gpu else "float32"
+    if machine.carried and not named_gpus(machine.gpu_type):  # a card in no table: by what was measured there
+        return "bfloat16" if machine.carried["bits"] == 16 else "float32"
     return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
 
 
@@ -681,10 +683,10 @@ def plan_run(
     with_nvme = machine
     if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
         with_nvme = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
-    left_out = set(NOT_TAKEN_OVER) if checkpoint and zero == "auto" else set()
-    if learning_rates(options) and zero == "auto":  # DeepSpeed's own optimizers have one rate
-        left_out |= {name for name in NAMES if "optimizer" in (read_zero_file(name, []) or {})}
-    how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": left_out}
+    refused = set(NOT_TAKEN_OVER) if checkpoint else set()
+    if learning_rates(options):  # DeepSpeed's own optimizers have one rate
+        refused |= {name for name in NAMES if "optimizer" in (read_zero_file(name, []) or {})}
+    how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": refused if zero == "auto" else ()}
     choice = choose_plan(job, with_nvme, zero=zero, **how)
     config = choice.plan.deepspeed_config
     decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
@@ -693,9 +695,10 @@ def plan_run(
         problems.append(f"sequence_parallel={job.sequence_parallel}: {refusal}")
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
-        other, without = choose_plan(dataclasses.replace(job, checkpointing=None), machine).plan, ""
+        freed, without = dataclasses.replace(job, checkpointing=None), ""
+        other = choose_plan(freed, machine, left_out=refused).plan
         if job.samples and not other.fits:
-            other = choose_plan(dataclasses.replace(job, checkpointing=None, samples=False), machine).plan
+            other = choose_plan(dataclasses.replace(freed, samples=False), machine, left_out=refused).plan
             without = " without generate_samples"
         way_out = (
             f"{other.label}{without} would fit"

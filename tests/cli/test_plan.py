@@ -7,11 +7,13 @@ import re
 import pytest
 
 from dsft.cli.commands import PlanOptions
+from dsft.cli.main import main
 from dsft.cli.plan import read_machine, read_machines
 from dsft.cli.plan_answers import describe_machine
 from dsft.errors import UserError
 from dsft.planner.calibration import gpus_key, keep, ranks_key, speeds_for
 from dsft.planner.step_time import speeds_of
+from dsft.run_setup.resolve import auto_dtype
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -25,7 +27,9 @@ def test_a_plan_elsewhere_counts_on_what_the_json_says(tmp_path, monkeypatch, ca
     keep("ranks", ranks_key(here, "bfloat16"), {"flops": 3e14, "link_bytes": 2e11})
     keep("outside", gpus_key(here), {"context_bytes": 100, "communicators_bytes": [10, 20, 30]})
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({"machine": describe_machine(here, dtype="bfloat16")}))
+    named = dataclasses.replace(here, host_names=("a", "b"), nvme_path="/data")
+    path.write_text(json.dumps({"machine": describe_machine(named, dtype="bfloat16")}))
+    assert not {"a", "b", "/data"} & {*re.findall(r'"([^"]*)"', path.read_text())}, "hosts and folders stay here"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine's cache"))
     machine = read_machine(path)
     assert dataclasses.replace(machine, carried={}) == dataclasses.replace(here, measured=False)
@@ -57,6 +61,15 @@ def test_a_json_without_measured_rates_and_a_missing_one_are_refused(tmp_path, m
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match="no measured rates in it; write it with"):
             read_machine(path)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(16, "bfloat16"), (32, "float32")])
+def test_a_card_in_no_table_computes_elsewhere_in_what_was_measured(bits, dtype):
+    """By its memory alone it would be a V100, which has no bfloat16."""
+    carried = {"bits": bits, "ranks": {"flops": 1e14, "date": "2026-01-01"}, "outside": None}
+    there = dataclasses.replace(H100, gpu_type="NVIDIA GeForce RTX 4080", device_bytes=16 * GiB, measured=False)
+    assert auto_dtype(dataclasses.replace(there, carried=carried)) == dtype
+    assert auto_dtype(dataclasses.replace(there, gpu_type="NVIDIA V100-SXM2-16GB", carried=carried)) == "float32"
 
 
 @pytest.mark.parametrize(
@@ -121,3 +134,10 @@ def test_this_machine_is_measured_here_and_planned_for_elsewhere(run, tiny, tmp_
     (tmp_path / "machine.json").write_text(here.stdout)
     there = run([*words, "--machine", tmp_path / "machine.json"], XDG_CACHE_HOME=str(tmp_path / "there"))
     assert "speeds: measured there on" in there.stdout
+
+
+def test_more_ranks_to_a_sequence_than_there_are_is_one_line(capsys):
+    words = ["--gpus", "1xH100", "--sequence_parallel", "2", "--tokens_per_step", "8192"]
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--model", "Qwen/Qwen2.5-0.5B", *words])
+    assert caught.value.code == 2 and "sequence_parallel=2: must divide" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import transformers
 from allocator import allocator_peak
 from conftest import grid
 from datasets import Dataset
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from peft import LoraConfig
 from ranks import on_ranks
 from tiny import ARCHITECTURES
@@ -234,6 +235,17 @@ def test_what_cannot_be_traced_is_planned_as_a_llama_of_its_widths(model_config)
     assert peak(predicted, 64, False) == peak(predict(llama, seq_len=64), 64, False)
 
 
+def test_glm_5_is_traced_as_it_is_with_its_streams_of_hidden_states():
+    """Its pools of keys are chosen by a mask, of which a meta tensor cannot say how many it chooses."""
+    text = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "index_n_heads"), 4)
+    widths = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "index_head_dim"), 16)
+    kinds = {"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense"] * 2, "index_topk": 32}
+    predicted = predict(transformers.Glm5NextConfig(text_config=text | heads | widths | kinds), seq_len=64)
+    assert predicted.source == "trace of its own code"
+    assert predicted.layers_input[0].per_token == 4 * 2 * 64
+
+
 def test_a_trace_is_kept_in_the_process_and_on_disk(cache, monkeypatch):
     traced = predict(LLAMA_405B, seq_len=2048)
 
@@ -435,6 +447,24 @@ def test_saved_bytes_of_adapters_as_they_are_built_are_those_that_are_planned(dt
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     head = 512 * (4 * 3000 + 4 * 64)  # log-softmax; input of the last norm in fp32: head and norms are frozen
     assert saved_by_autograd(model) == pytest.approx(traced["once"] + sum(traced["layers_saved"]) + head, rel=0.01)
+
+
+def test_zero_3_keeps_the_inputs_of_frozen_layers_and_leaves_no_mark_on_other_traces(monkeypatch):
+    """zero.Init puts DeepSpeed's linear layer in the place of torch's for as long as the process lives."""
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
+    options = {"batches": (1,), "seq_len": 512, "dtype": torch.float32, "attention": "flash", "adapters": adapters}
+    config, ways = transformers.LlamaConfig(**SMALL), (False, True)
+    before = [trace_training(config, **options, zero_3=zero_3) for zero_3 in ways]
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    assert [trace_training(config, **options, zero_3=zero_3) for zero_3 in ways] == before
+    (plain,), (sharded,) = before
+    assert sum(sharded["layers_saved"]) > 1.1 * sum(plain["layers_saved"])
+    model = add_lora(
+        real_model("sdpa"), TrainConfig(method="lora", lora_r=16, lora_target_modules=["q_proj", "v_proj"])
+    )
+    model.enable_input_require_grads()
+    head = 512 * (4 * 3000 + 2 * 4 * 64)  # log-softmax; inputs of the last norm and of the head
+    assert saved_by_autograd(model) == pytest.approx(sharded["once"] + sum(sharded["layers_saved"]) + head, rel=0.01)
 
 
 def test_evaluation_takes_what_is_predicted():

@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, grid
 from paper_jobs import EIGHT_GPUS, paper_job
 from tiny import ARCHITECTURES
-from transformers import AutoConfig, LlamaConfig, LlavaConfig, MixtralConfig
+from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, MistralConfig, MixtralConfig
 
 import dsft
 from dsft.cli.main import main
@@ -252,6 +252,9 @@ def test_experts_without_adapters_and_kernels_that_are_missing_are_said(tmp_path
         cls(**values).save_pretrained(tmp_path / architecture)
     moe = TrainConfig(model=str(tmp_path / "qwen2_moe"), method="lora", lora_target_modules=["q_proj"])
     assert any("of experts get no adapters" in note for note in unmodelled(paper_job(moe, seq_len=64), {}))
+    MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=1000).save_pretrained(tmp_path / "mamba")
+    mamba = TrainConfig(model=str(tmp_path / "mamba"), method="lora", lora_target_modules=["in_proj"])
+    assert unmodelled(paper_job(mamba, seq_len=64), {}) == [], "convolutions are no experts"
     gpt2 = TrainConfig(model=str(tmp_path / "gpt2"), training={"use_liger_kernel": True})
     plain = TrainConfig(model=str(tmp_path / "gpt2"))
     with_kernels, without = (paper_job(options, seq_len=64) for options in (gpt2, plain))
@@ -397,6 +400,16 @@ def test_what_a_deepspeed_json_leaves_to_auto_is_chosen_as_for_a_named_configura
     assert filled["stage3_param_persistence_threshold"] == 7 and filled["reduce_bucket_size"] == 512
     too_small = dataclasses.replace(gpus(8), device_bytes=GB)
     assert zero_of(too_small) == written["zero_optimization"]
+
+
+def test_zero_3_holds_more_activations_over_a_frozen_base(configs):
+    """DeepSpeed's linear layers keep inputs that no weight's gradient needs."""
+    options = TrainConfig(model=configs["8b"], method="lora", lora_target_modules=["q_proj"], dtype="bfloat16")
+    job, held = dataclasses.replace(paper_job(options), micro_batch=1, checkpointing=False), {}
+    for zero in ("2", "3"):
+        (plan,) = all_plans(job, gpus(), speeds_of(gpus(), dtype=job.dtype), zero=zero)
+        held[zero] = sum(term.num_bytes for term in plan.terms if term.name == "saved activations")
+    assert held["3"] > 1.2 * held["2"]
 
 
 def test_a_single_rank_overlaps_no_communication(configs):
@@ -572,6 +585,8 @@ def test_training_refuses_what_cannot_fit(configs, tmp_path):
     assert problems == []
     with pytest.raises(UserError, match=r"GiB per GPU.*offload.* would fit; memory_check=false"):
         planned(config, gpus(1, 80))
+    with pytest.raises(UserError, match="cannot fit.*use more GPUs"):  # an offloaded optimizer would be refused
+        planned(dataclasses.replace(config, learning_rates={"embed": 0.1}), gpus(1, 80))
     assert not planned(dataclasses.replace(config, memory_check=False), gpus(1, 80)).fits
     with pytest.raises(UserError, match="nothing fits.*more GPUs"):
         planned(dataclasses.replace(config, zero="auto"), gpus(1, 16, host=64))
@@ -814,6 +829,16 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     )  # the first machine has one rank, the others 8
     assert {row["plan"]["time"]["tokens_per_step"] for row in limited} == {64 * 1024}
     assert {row["cost"]["tokens"] for row in limited} == {10 * 64 * 1024}
+    prices.write_text('[[machine]]\ngpus = "1xV100-32GB"\n[[machine]]\ngpus = "8xH100"\n')
+    small = ["--model", "Qwen/Qwen2.5-0.5B", "--cheapest", "--prices", str(prices), "--json"]
+    older, newer = json.loads(run_plan(capsys, *small))
+    for row, machine in ((older, "1xV100-32GB"), (newer, "8xH100")):  # in float32, and in bfloat16
+        alone = json.loads(run_plan(capsys, *small[:2], "--gpus", machine, "--json"))["chosen"]
+        assert row["plan"]["device_bytes"] == alone["device_bytes"], machine
+    (shared,) = json.loads(run_plan(capsys, *small, "--sequence_parallel", "2"))
+    assert shared["machine"]["gpu_type"] == "H100", "a single GPU shares its sequences with no other"
+    older, newer = json.loads(run_plan(capsys, *small, "--global_batch_size", "12"))
+    assert (older["plan"]["fits"], newer["plan"]["limiting_resource"]) == (True, "global_batch_size")
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
         ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),
@@ -888,9 +913,28 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
     words = ["--model", configs["8b"], "--gpus", "1xA100-40GB", "--method", "lora"]
     longest = json.loads(run_plan(capsys, *words, "--longest", "--json"))["seq_len"]
     assert 2048 <= longest <= 8192 and longest % 256 == 0
+    asked = json.loads(run_plan(capsys, *words, "--zero", "3", "--longest", "--json"))
+    assert asked["plan"]["zero"] == "3", "of what is asked for, not of what would fit longer ones"
     with pytest.raises(SystemExit) as caught:
         run_plan(capsys, "--model", configs["8b"], "--gpus", "1xL4", "--host_memory", "32GB", "--longest")
     assert caught.value.code == 1 and "no sequence fits" in capsys.readouterr().out
+
+
+def test_the_longest_sequence_and_window_have_the_mask_of_a_sliding_window(tmp_path, capsys):
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    MistralConfig(**sizes, **heads, sliding_window=512, max_position_embeddings=2**17).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path / "config.json"), "--gpus", "1xL4", "--json"]
+    longest = json.loads(run_plan(capsys, *words, "--longest"))
+    batch = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1")
+    alone = json.loads(run_plan(capsys, *words, "--seq_len", str(longest["seq_len"]), *batch))["chosen"]
+    assert longest["seq_len"] < 2**17 and longest["plan"]["device_bytes"] == alone["device_bytes"]
+    window = json.loads(run_plan(capsys, *words, "--perplexity", "--seq_len", "256"))["longest_window"]
+    assert 1024 < window < 2**17
+    for length, fits in ((window, True), (window + 1024, False)):
+        asked = ("--perplexity", "--seq_len", str(length), "--batch_tokens", str(length))
+        candidates = json.loads(run_plan(capsys, *words, *asked))["candidates"]
+        assert any(candidate["fits"] for candidate in candidates) == fits, length
 
 
 def test_the_batch_stays_or_grows_with_the_nodes(configs, capsys):
@@ -917,6 +961,12 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
         and len(printed["candidates"]) > 15
     )
     assert chosen["micro_batch"] * chosen["accumulation"] * 8 * 1024 == 64 * 1024
+    more = ("--max_grad_norm", "0.5", "--states", "bfloat16")
+    run_plan(capsys, *words, *more, "--write", str(tmp_path / "more"))
+    written = read_zero_file(str(tmp_path / "more/deepspeed.json"), [])
+    assert written["gradient_clipping"] == 0.5 and written["bf16"]["bf16_optimizer_states"] is True
+    again = json.loads(run_plan(capsys, *words, *more, "--zero", str(tmp_path / "more/deepspeed.json"), "--json"))
+    assert again["chosen"]["fits"], "what was written is taken with the same options"
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)

@@ -49,7 +49,7 @@ def job_of(name: str, method: str, **others) -> Job:
     config, size = size_of(name, method)
     job = Job(size=size, model_config=config, **others)
     hidden, ffn, layers, _ = WIDTHS[name]
-    job.__dict__["activations"] = TrainingActivations(
+    drawn = TrainingActivations(
         once=Cost(per_token=512),
         layers_saved=(Cost(per_token=20 * hidden + 8 * ffn),) * layers,
         layers_input=(Cost(per_token=2 * hidden),) * layers,
@@ -60,6 +60,7 @@ def job_of(name: str, method: str, **others) -> Job:
         traffic_checkpointed=Cost(per_token=layers * 280 * hidden),
         source="drawn",
     )
+    job.__dict__.update(activations=drawn, activations_of_shards=drawn)
     return job
 
 

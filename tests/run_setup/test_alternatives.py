@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 from tiny import ARCHITECTURES
+from transformers import MptConfig
 
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
@@ -57,6 +58,20 @@ def test_the_largest_that_fits_is_named_with_the_next(capsys):
         assert all(row["plan"]["fits"] for row in rows.values())
         main(["plan", "--largest", "--gpus", "1xT4", "--host_memory", "16GB", "--seq_len", "32"])
         assert "full: up to small (ZeRO" in (text := capsys.readouterr().out) and "; not large" in text
+
+
+def test_what_is_asked_for_is_asked_of_the_largest_too_and_leaves_out_methods_that_it_refuses(capsys, cheap_traces):
+    with mock.patch.dict(USUAL_MODELS, {"small": {"model_type": "llama", **ARCHITECTURES["llama"][1]}}, clear=True):
+        main(["plan", "--largest", "--gpus", "8xH100", "--zero", "3", "--seq_len", "32", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["method"], row["plan"]["zero"]) for row in rows] == [("full", "3"), ("lora", "3")]
+
+
+def test_a_model_without_the_name_of_its_positions_is_planned_up_to_them(tmp_path, capsys, cheap_traces):
+    MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=1000, max_seq_len=700).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path / "config.json"), "--seq_len", "512", "--gpus", "1xH100"]
+    main(["plan", *words, "--longest", "--json"])
+    assert json.loads(capsys.readouterr().out)["seq_len"] == 512
 
 
 def test_a_machine_without_gpus_is_asked_for_no_qlora(capsys, cheap_traces):
