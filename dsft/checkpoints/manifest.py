@@ -228,8 +228,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict):
-        raise ValueError(f"{path} holds no JSON object")
+    if not isinstance(manifest, dict) or not manifest:
+        raise ValueError(f"{path} holds no JSON object, or an empty one")
     if SEAL in manifest and manifest != sealed(manifest):
         raise ValueError(f"{path} has changed")
     return manifest

@@ -401,13 +401,14 @@ def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
         tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
     except UserError:  # `adapter_problems` reports it
         return {}
-    ends = [name for name, module in model.named_modules() if module in _ends(model)]
+    ends = {name: module.weight for name, module in model.named_modules() if module in _ends(model)}
     whole = r"((base_layer|token_adapter|original_module)\.)*weight"
     return {
         end: len(tensor)
-        for end in ends
+        for end, weight in ends.items()
         for name, tensor in tensors.items()
         if re.fullmatch(rf"base_model\.model\.{re.escape(end)}\.{whole}", name)
+        and tensor.shape[1:] == weight.shape[1:]  # of another width is another base's
     }
 
 

@@ -145,8 +145,8 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     """Lets a training that resumes on another number of ranks, of all or of those that share a sequence, take as many
     sequences per step as before, unless `global_batch_size` is set. UserError where so many ranks cannot share them.
     """
-    manifest = read_manifest(Path(checkpoint))
-    if "run_identity" not in (manifest or {}) or options.global_batch_size:
+    manifest = read_manifest(checkpoint)
+    if "run_identity" not in manifest or options.global_batch_size:
         return []
     then = Batch(1, 1, manifest["world_size"], manifest.get("sequence_parallel", 1))
     if then.sequences == Batch(1, 1, world, options.sequence_parallel).sequences:

@@ -528,7 +528,7 @@ def resume_decisions(
         seed, elements = shuffle_seed(training.get("data_seed"), training.get("seed", 42)), facts.size.num_trainable
         # transformers does not tie a head whose weights lie beside the embedding's, with other values (`tie_weights`).
         untied = elements + facts.size.embedding_params
-        saved = (read_manifest(Path(checkpoint)) or {}).get("run_identity", {})
+        saved = read_manifest(checkpoint).get("run_identity", {})
         if options.method == "full" and not facts.size.head_params and saved.get(TRAINED_ELEMENTS) == untied:
             elements = untied
         check_identity(checkpoint, {TRAINED_ELEMENTS: elements, "seed of the order": seed})
@@ -678,7 +678,7 @@ def plan_run(
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
-        if zero == "auto" and (read_manifest(Path(checkpoint)) or {}).get("zero_stage") == 0:
+        if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     with_nvme = machine
     if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
