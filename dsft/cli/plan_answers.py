@@ -148,7 +148,7 @@ def _decided(
         if sequences * training.seq_len != wanted:
             print_note(
                 f"{sequences * training.seq_len:,} tokens per step instead of {wanted:,}: {sequences:,} sequences of"
-                f" {training.seq_len:,} are what {machine.world_size:,} ranks can share evenly"
+                f" {training.seq_len:,} are what {plural(machine.world_size, 'rank')} can share evenly"
             )
     offline = resolve_offline(
         training, machine, attention=options.attention, scored=options.perplexity, problems=problems
@@ -316,20 +316,29 @@ def show_cheapest(
     epochs = training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
     tokens = options.tokens * epochs if options.tokens else 1e9
     max_steps = training.training.get("max_steps", -1)
-    rows, decided = [], {}  # for each dtype that is taken on some of the machines, what else is decided with it
+    has_own_file = training.zero.endswith(".json")  # which may fix the batch for some numbers of ranks
+    rows, decided = [], {}  # what is decided for each dtype that is taken on some of the machines
     for machine, dollars in priced:
         if refusal := refused_ranks(training.sequence_parallel, machine.world_size):
             print_note(f"{name_of(machine)}: sequence_parallel={training.sequence_parallel}: {refusal}")
             continue
-        if (dtype := auto_dtype(machine)) not in decided:  # on the fewest of its ranks, which can share any batch
-            fewest = dataclasses.replace(machine, nodes=1, ranks_per_node=training.sequence_parallel)
+        # Else on the fewest of its ranks, which can share any batch.
+        fewest = dataclasses.replace(machine, nodes=1, ranks_per_node=training.sequence_parallel)
+        key = (auto_dtype(machine), machine.world_size if has_own_file else None)
+        if key not in decided:
             noted = {note for run in decided.values() for note in run.notes}
-            decided[dtype] = _decided(options, training, fewest, noted=noted)
-        offline, job = decided[dtype], decided[dtype].job
-        asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
-        decisions, problems = batch_decisions(asked, machine.world_size)
-        shared = {decision.name: decision.value for decision in decisions}
-        if job.sequences_per_step:
+            try:
+                decided[key] = _decided(options, training, machine if has_own_file else fewest, noted=noted)
+            except UserError as error:
+                if not has_own_file:
+                    raise
+                print_note(f"{name_of(machine)}: {'; '.join(error.problems)}")
+                continue
+        offline, job, problems = decided[key], decided[key].job, []
+        if job.sequences_per_step and not has_own_file:
+            asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
+            decisions, problems = batch_decisions(asked, machine.world_size)
+            shared = {decision.name: decision.value for decision in decisions}
             micro = shared.get("per_device_train_batch_size", training.training.get("per_device_train_batch_size"))
             job = dataclasses.replace(job, micro_batch=micro, accumulation=shared.get("gradient_accumulation_steps"))
         plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
@@ -341,6 +350,8 @@ def show_cheapest(
         passes = taken / options.tokens if options.tokens else None
         cost = run_cost(plan, machine, tokens=taken, epochs=passes, steps=steps, dollars=dollars)
         rows.append((machine, plan, cost))
+    if not rows:
+        raise UserError("--cheapest: none of these machines can share this job, as noted above; change what they name")
     fitting = [row for row in rows if row[1].fits]
     smallest = min(fitting, key=lambda row: row[0].world_size, default=None)
     cheapest = min((row for row in fitting if row[2].dollars is not None), key=lambda row: row[2].dollars, default=None)

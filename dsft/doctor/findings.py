@@ -407,10 +407,12 @@ def check_interfaces(facts: dict[str, NodeFacts], used: dict[str, str]) -> Itera
     """
     for name, node in facts.items():
         for variable, value in node.network.variables.items():
-            names, wanted = list(node.network.interfaces), value.removeprefix("=").split(",")
-            # NCCL takes what a name may begin with, and after "=" whole names; gloo takes these alone.
-            if variable == "GLOO_SOCKET_IFNAME" or value.startswith("="):
+            names, wanted = list(node.network.interfaces), value.split(",")
+            # NCCL takes what a name may begin with, and after "=" whole names; gloo takes whole names alone.
+            if variable == "GLOO_SOCKET_IFNAME":
                 is_there = not {*wanted}.isdisjoint(names)
+            elif value.startswith("="):
+                is_there = not {*value[1:].split(",")}.isdisjoint(names)
             else:
                 is_there = value.startswith("^") or any(name.startswith(tuple(wanted)) for name in names)
             if variable.endswith("_IFNAME") and value and not is_there:

@@ -408,7 +408,8 @@ def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
         for end, weight in ends.items()
         for name, tensor in tensors.items()
         if re.fullmatch(rf"base_model\.model\.{re.escape(end)}\.{whole}", name)
-        and tensor.shape[1:] == weight.shape[1:]  # of another width is another base's
+        # Of another width is another base's. A shard of ZeRO-3 has its shape elsewhere.
+        and tensor.shape[1:] == getattr(weight, "ds_shape", weight.shape)[1:]
     }
 
 

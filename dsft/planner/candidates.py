@@ -152,7 +152,8 @@ class Job:
     def activations_of_shards(self) -> TrainingActivations:
         """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
         all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
-        return self.activations if all_trained else self._training_activations(zero_3=True)
+        is_alike = all_trained or self.size.quantization  # which is never sharded
+        return self.activations if is_alike else self._training_activations(zero_3=True)
 
     def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
         liger = self.liger and self.size.model_type in LIGER_MODELS

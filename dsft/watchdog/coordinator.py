@@ -107,9 +107,7 @@ class Coordinator:
         # One that has not come by then could not reach this node.
         all_have_come = len(self.members) == self.world_size or now > self.started + 2 * CONNECT_SECONDS
         all_are_gone = bool(self.members) and all(member.is_gone for member in self.members.values())
-        is_explained = (
-            self.state is not JobState.COLLECTING
-        )  # else what the last of them was lost by is still to be said
+        is_explained = self.state is not JobState.COLLECTING  # else the cause is still to be printed
         return self._all_left() or (all_have_come and all_are_gone and is_explained)
 
     def finish(self) -> None:

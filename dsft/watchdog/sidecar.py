@@ -111,9 +111,7 @@ class Sidecar:
         while self._is_watching() or any(part and not part.is_over() for part in (self.coordinator, self.relay)):
             ready = self.poller.ready(POLL_SECONDS)
             now = time.monotonic()
-            if (
-                now - last_pass > self.lost_timeout / 2
-            ):  # this process was stopped, perhaps with all others (a paused job)
+            if now - last_pass > self.lost_timeout / 2:  # it was stopped, perhaps with all others (a paused job)
                 self.last_heard = self.last_progress = now
                 self.stopped_since = None
                 for part in filter(None, (self.coordinator, self.relay)):

@@ -396,6 +396,7 @@ def test_tasks_of_srun_that_see_one_gpu_each_have_not_too_many_slots():
         ("NCCL_SOCKET_IFNAME", "^docker,lo", True),
         ("NCCL_SOCKET_IFNAME", "", True),  # as if it were not set
         ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "=eth0", False),
         ("GLOO_SOCKET_IFNAME", "lo,eth0", True),
         ("NCCL_IB_HCA", "mlx5", True),
     ],

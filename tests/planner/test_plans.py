@@ -18,7 +18,7 @@ from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, Mist
 
 import dsft
 from dsft.cli.main import main
-from dsft.config.deepspeed import check_deepspeed_json, read_zero_file
+from dsft.config.deepspeed import CONFIG_DIR, check_deepspeed_json, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
@@ -839,6 +839,14 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     assert shared["machine"]["gpu_type"] == "H100", "a single GPU shares its sequences with no other"
     older, newer = json.loads(run_plan(capsys, *small, "--global_batch_size", "12"))
     assert (older["plan"]["fits"], newer["plan"]["limiting_resource"]) == (True, "global_batch_size")
+    with pytest.raises(SystemExit):
+        run_plan(capsys, *small, "--sequence_parallel", "3")
+    assert "none of these machines can share this job" in capsys.readouterr().err
+    file = json.loads((CONFIG_DIR / "zero2.json").read_text())
+    file |= {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    (tmp_path / "own.json").write_text(json.dumps(file))
+    (own,) = json.loads(run_plan(capsys, *small, "--zero", str(tmp_path / "own.json")))  # 8 ranks alone take 64 so
+    assert (own["machine"]["gpu_type"], own["plan"]["micro_batch"], own["plan"]["accumulation"]) == ("H100", 4, 2)
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
         ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),
