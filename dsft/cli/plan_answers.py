@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
+from dsft.config.deepspeed import stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
@@ -185,6 +186,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
     if options.write:
         clipping = offline.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
         written = write_plan(Path(options.write), plan, job, machine, max_grad_norm=clipping)
+    is_sharded = stage(plan.deepspeed_config) == 3
+    traced_by = (job.activations_of_shards if is_sharded else job.activations).source
     if options.record:
         print(predicted(command({}), plan, ranks=machine.world_size))
     elif options.json:
@@ -195,7 +198,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
                 "model": dataclasses.asdict(job.size),
                 "machine": describe_machine(machine, dtype=job.dtype),
                 "speeds": dataclasses.asdict(choice.speeds),
-                "activations": job.activations.source,
+                "activations": traced_by,
                 "cost": cost and dataclasses.asdict(cost),
                 "would_fit": commands,
             }
@@ -204,10 +207,10 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         shown = [plan] if plan.fits else shortlist(plan, list(choice.candidates), machine)
         show_text(describe_question(offline.options, job, [job.dtype]))
         shown = list(choice.candidates) if options.all else shown
-        show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in job.activations.source)
+        show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in traced_by)
         if options.explain:
             explain(plan)
-        sources = f"{choice.speeds.source}; activations: {job.activations.source}"
+        sources = f"{choice.speeds.source}; activations: {traced_by}"
         if machine.has_gpu and not choice.speeds.outside.measured:
             sources += "; memory outside of torch: assumed"
         # For which card the time is, where only a size was given and others have it too.

@@ -137,7 +137,8 @@ class Job:
     def with_same_activations(self, **changes: Any) -> "Job":
         """Return the job with changes on which the bytes of a token do not depend, and what was traced."""
         other = replace(self, **changes)
-        other.__dict__.update({name: getattr(self, name) for name in ("activations", "activations_of_shards")})
+        names = {"activations", "activations_of_shards"} & self.__dict__.keys()  # of both, what was asked for
+        other.__dict__.update({name: self.__dict__[name] for name in names})
         return other
 
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:

@@ -102,6 +102,11 @@ class Looks(torch.nn.Module):
         raise InterruptedError
 
 
+def evaluated(model: torch.nn.Module, windows: Windows, recorder: Recorder | None = None) -> None:
+    how = {"pad_token_id": 0, "batch_tokens": 8, "device": torch.device("cpu"), "collective_forward": False}
+    evaluate_windows(model, windows, recorder=recorder, **how)
+
+
 @pytest.mark.parametrize("everywhere", ["tf32", "none"])
 @pytest.mark.parametrize("products", ["tf32", "ieee"])
 def test_an_evaluation_multiplies_exactly_and_training_goes_on_as_before(everywhere, products):
@@ -111,14 +116,7 @@ def test_an_evaluation_multiplies_exactly_and_training_goes_on_as_before(everywh
     try:
         torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = everywhere, products
         with pytest.raises(InterruptedError):
-            evaluate_windows(
-                model,
-                windows,
-                pad_token_id=0,
-                batch_tokens=8,
-                device=torch.device("cpu"),
-                collective_forward=False,
-            )
+            evaluated(model, windows)
         assert model.seen == ("ieee", "ieee")
         assert [setting.fp32_precision for setting in settings] == [everywhere, products]
     finally:
@@ -140,14 +138,6 @@ def test_passes_over_all_windows_and_documents_do_not_grow_with_the_batches(tiny
     taken = {}
     for number in (2, 12):
         windows = windows_of_sequences([sequence(np.arange(8), np.ones(8, bool))] * number)
-        evaluate_windows(
-            model,
-            windows,
-            pad_token_id=0,
-            batch_tokens=8,
-            device=torch.device("cpu"),
-            collective_forward=False,
-            recorder=Recorder(windows, tokens=tmp_path / str(number)),
-        )
+        evaluated(model, windows, Recorder(windows, tokens=tmp_path / str(number)))
         taken[number], passes[:] = sorted(passes), []
     assert taken[2] == taken[12] and {*taken[2]} == {"lengths", "document_starts"}
