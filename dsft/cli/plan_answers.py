@@ -17,9 +17,9 @@ from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
-from dsft.errors import UserError, shown_command
+from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.models.sequence_parallel import refused_ranks
-from dsft.models.size import ModelSize
+from dsft.models.size import ModelSize, check_sharding
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
 from dsft.planner.evaluation_plan import plan_evaluation
@@ -40,7 +40,16 @@ from dsft.planner.step_time import GPUS, TIME_RANGES, named_gpus
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.arguments import batch_decisions
-from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline
+from dsft.run_setup.evaluation_checks import read_scoring_file
+from dsft.run_setup.resolve import (
+    Choice,
+    TrainingRun,
+    auto_dtype,
+    choose_plan,
+    plan_run,
+    resolve_offline,
+    with_disk_of,
+)
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
@@ -466,7 +475,12 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
 def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:
     """The ways to hold a model while scoring; speeds where they are more than rules of thumb."""
     plain = dataclasses.replace(training, global_batch_size=None, batch_tokens=None, zero="auto", packing=False)
+    problems: list[str] = []
+    zero_file = read_scoring_file(training.zero, problems) if training.zero not in ("auto", "0") else {}
+    raise_if_any(problems)
     offline = _decided(options, plain, machine)
+    raise_if_any(check_sharding(offline.model.size, stage=stage(zero_file), model=training.model))
+    machine = with_disk_of(zero_file, machine)
     choice = plan_evaluation(
         offline.model,
         machine,
@@ -475,6 +489,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
         attention=options.attention,
         batch_tokens=training.batch_tokens,
         sequence_parallel=training.sequence_parallel,
+        zero=training.zero,
     )
     if options.json:
         return print_json(

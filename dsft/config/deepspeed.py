@@ -214,9 +214,9 @@ def stage(deepspeed_config: dict[str, Any]) -> int:
     return get_value(deepspeed_config, "zero_optimization.stage") or 0
 
 
-def offloads(deepspeed_config: dict[str, Any]) -> bool:
-    """Whether optimizer or parameters leave the device."""
-    return any(get_value(deepspeed_config, f"{part}.device") not in (None, "none") for part in OFFLOADED)
+def offloads(deepspeed_config: dict[str, Any], *, to: Collection[str] = ("cpu", "nvme")) -> bool:
+    """Whether optimizer or parameters leave the device, for one of `to`."""
+    return any(get_value(deepspeed_config, f"{part}.device") in to for part in OFFLOADED)
 
 
 def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:

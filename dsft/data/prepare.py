@@ -349,7 +349,7 @@ def _tokenised(
                 if not started.done():  # workers take seconds to start; until then this process does it
                     yield batch, tokenised(batch)
                     continue
-                waiting.append((batch, submitted(_work, pickle.dumps(batch))))
+                waiting.append((batch, submitted(_work, _pickled(batch))))
                 if len(waiting) > 2 * workers:
                     yield first_waiting()
             while waiting:
@@ -391,7 +391,16 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     _worker = tokenised
 
 
+def _pickled(batch: Batch) -> bytes:
+    try:
+        return pickle.dumps(batch)
+    except (AttributeError, TypeError, pickle.PicklingError):  # map_row has put a local class, a lock ... into a row
+        return b""
+
+
 def _work(pickled: bytes) -> Tokens | None:
+    if not pickled:
+        return None
     try:
         batch = pickle.loads(pickled)
     except (AttributeError, ImportError):  # a row holds a class of the user's program or notebook, which is not here

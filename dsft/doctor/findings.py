@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dsft.config.deepspeed import offloads, read_zero_file
 from dsft.config.reader import read_file_and_flags, read_flags, sent_files
 from dsft.data.sources import is_path
 from dsft.doctor.phases import SLOWEST_LINK, NodeFacts, Reached
@@ -472,7 +473,7 @@ def read_run_files(argv: list[str]) -> RunFiles:
         models=[*dict.fromkeys(words["model"] + words["tokenizer"] + words["adapter"])],
         output_dir="".join(words["output_dir"][:1]),
         saves=str(values.get("save_strategy", "steps")) != "no",
-        nvme="nvme" in "".join(words["zero"]),
+        nvme=any(offloads(read_zero_file(zero, []), to=("nvme",)) for zero in words["zero"]),
         config=config,
         config_is_sent=config in sent_files(),
     )

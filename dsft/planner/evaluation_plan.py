@@ -93,6 +93,7 @@ def plan_evaluation(
     attention: Attention | None = None,
     batch_tokens: int | None = None,
     sequence_parallel: int = 1,
+    zero: str = "auto",
 ) -> EvaluationChoice:
     """Choose how a model is held while it is scored: for `dsft eval` and for `dsft plan --perplexity`.
 
@@ -101,6 +102,7 @@ def plan_evaluation(
         attention: that is planned, whatever the model would take; scoring feeds no mask.
         batch_tokens: of all the ranks that share a batch; None for the default.
         sequence_parallel: ranks that share the tokens of a batch.
+        zero: "auto" for all ways, else the one that is asked for.
 
     Raises:
         UserError: where so many ranks cannot share a window.
@@ -123,6 +125,8 @@ def plan_evaluation(
     ]
     if job.size.quantization:  # no such model is sharded (check_sharding)
         names = ["0"]
+    if zero != "auto":
+        names = [zero]
 
     def plans_with(tokens: int, job: Job = job) -> list[EvaluationPlan]:
         return [_plan(name, tokens, job, machine, speeds, sequence_parallel) for name in names]
@@ -139,10 +143,13 @@ def plan_evaluation(
         reason = f"{how}, {chosen.batch_tokens:,} tokens at once: {in_gib(chosen.device_bytes)} needed"
     else:
         chosen = min(plans, key=lambda plan: shortage(plan, machine))
-        reason = (
-            f"nothing fits; the closest to fitting is zero {chosen.zero}, which needs {in_gib(chosen.device_bytes)} per"
+        reason = "nothing fits; the closest to fitting is" if zero == "auto" else "it does not fit:"
+        reason += (
+            f" zero {chosen.zero}, which needs {in_gib(chosen.device_bytes)} per"
             f" rank and {in_gib(chosen.host_bytes)} per host"
         )
+    if zero != "auto":
+        reason = f"zero={zero} (requested): {reason}"
     reason += f"; available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'}"
     reason += f" and {in_gib(machine.host_bytes)} per host."
     longest = None

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -27,6 +28,17 @@ from dsft.runtime.distributed import require_same_start
 from dsft.units import token_counts
 
 
+def read_scoring_file(zero: str, problems: list[str]) -> dict[str, Any]:
+    """The DeepSpeed configuration of an explicit `zero` other than 0; {} where it cannot be read."""
+    zero_file = read_sound_file(zero, problems)
+    if zero_file and stage(zero_file) != 3:
+        problems.append(
+            f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+            f" {stage(zero_file)}"
+        )
+    return zero_file
+
+
 def check_evaluation(
     config: EvalConfig, problems: list[str]
 ) -> tuple[list[Candidate], Candidate | None, dict[str, FormattedSource]]:
@@ -44,13 +56,7 @@ def check_evaluation(
     if refusal := refused_ranks(config.sequence_parallel, distributed.world_size()):
         problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
-        zero_file = read_sound_file(config.zero, problems)
-        problems += check_nvme(zero_file, config.zero)
-        if zero_file and stage(zero_file) != 3:
-            problems.append(
-                f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
-                f" {stage(zero_file)}"
-            )
+        problems += check_nvme(read_scoring_file(config.zero, problems), config.zero)
 
     models = [candidate_of(config, name, problems) for name in config.model]
     candidates = [each for model in models for each in in_formats(model, config.quantization, problems)]

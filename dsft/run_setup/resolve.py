@@ -680,12 +680,8 @@ def plan_run(
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
         if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
-    with_nvme = machine
-    if (path := nvme_path(zero_file or {})) and Path(path).is_dir():  # of the disk that a DeepSpeed JSON names
-        with_nvme = dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
-    refused = set(NOT_TAKEN_OVER) if checkpoint else set()
-    if learning_rates(options):  # DeepSpeed's own optimizers have one rate
-        refused |= {name for name in NAMES if "optimizer" in (read_zero_file(name, []) or {})}
+    with_nvme = with_disk_of(zero_file or {}, machine)
+    refused = refused_candidates(options, checkpoint)
     how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": refused if zero == "auto" else ()}
     choice = choose_plan(job, with_nvme, zero=zero, **how)
     config = choice.plan.deepspeed_config
@@ -709,6 +705,21 @@ def plan_run(
     return choice
 
 
+def with_disk_of(zero_file: dict[str, Any], machine: Machine) -> Machine:
+    """Returns the machine with the NVMe that a DeepSpeed JSON names, where it is here."""
+    if (path := nvme_path(zero_file)) and Path(path).is_dir():
+        return dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
+    return machine
+
+
+def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]:
+    """Returns the candidates that this training cannot have, whatever memory they take."""
+    refused = set(NOT_TAKEN_OVER) if checkpoint else set()
+    if learning_rates(options):  # DeepSpeed's own optimizers have one rate
+        refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
+    return refused
+
+
 def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
     """Takes over what an earlier plan of the run has, where no option names it now: a smaller micro batch, after one
     that had no room, gets the accumulation that makes up the same steps.
@@ -729,12 +740,13 @@ def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
     )
 
 
-def smaller_plan(job: Job, machine: Machine, plan: Plan) -> Plan | None:
-    """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of `plan`, if
+def smaller_plan(run: TrainingRun) -> Plan | None:
+    """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of the run's, if
     any.
     """
+    job, machine, plan = run.job, run.machine, run.plan
     per_step = job.sequences_per_step or job.batch(plan.micro_batch, plan.accumulation, machine).sequences
     job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
-    best = choose_plan(job, smaller).plan
+    best = choose_plan(job, smaller, left_out=refused_candidates(run.options, run.checkpoint)).plan
     return best if best.device_bytes <= smaller.device_bytes else None

@@ -325,7 +325,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
         if not on_gpu:
             predicted, there = plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node
         try:
-            smaller = smaller_plan(run.job, machine, plan)
+            smaller = smaller_plan(run)
         except Exception:  # there may be no memory for a search: the cause is reported all the same
             smaller = None
         way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"

@@ -179,8 +179,11 @@ def test_one_batch_is_tokenised_without_other_processes(monkeypatch):
         next(preparing._tokenised(iter(["first", "second"]), str.upper, workers=2))
 
 
-def test_rows_with_classes_of_the_users_program_are_tokenised_in_the_first_process(monkeypatch):
-    """Those of a notebook ended the process that tokenised, as if its memory had run out."""
+@pytest.mark.parametrize("qualified", ["Word", "make.<locals>.Word"], ids=["program", "function"])
+def test_rows_with_classes_of_the_users_program_are_tokenised_in_the_first_process(monkeypatch, qualified):
+    """Those of a notebook ended the process that tokenised, as if its memory had run out; those of a function, which
+    cannot be pickled, ended with a traceback.
+    """
 
     class Word(str):
         pass
@@ -192,7 +195,7 @@ def test_rows_with_classes_of_the_users_program_are_tokenised_in_the_first_proce
                 future.result()
             return future
 
-    Word.__module__, Word.__qualname__ = "__main__", "Word"
+    Word.__module__, Word.__qualname__ = "__main__", qualified
     monkeypatch.setattr(sys.modules["__main__"], "Word", Word, raising=False)
     monkeypatch.setattr(preparing, "ProcessPoolExecutor", Started)
     words = ["a", Word("b"), "c"]

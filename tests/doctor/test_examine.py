@@ -536,6 +536,10 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     expected = {"data": ["a.jsonl", "b.jsonl"], "models": ["m", "l"], "output_dir": "runs/y"}
     assert files == RunFiles(**expected, saves=False, nvme=True, config=str(tmp_path / "run.yaml"))
     assert read_run_files([]) == RunFiles()
+    json_file = tmp_path / "zero.json"
+    for device in ("cpu", "nvme"):
+        json_file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}))
+        assert read_run_files(["--zero", str(json_file)]).nvme == (device == "nvme")
     # The run refuses an option that is given twice; what is looked at is one of them.
     assert read_run_files(["--output_dir", "a", "--output_dir", "b"]).output_dir == "a"
     assert read_run_files(["--config", "a", "--config", "b"]).config == "a"

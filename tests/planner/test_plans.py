@@ -1005,6 +1005,17 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     assert printed["8b"]["weight_bytes"] == 2 * 8_030_261_248
 
 
+def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_path, capsys):
+    sharded = tmp_path / "sharded.json"
+    sharded.write_text('{"zero_optimization": {"stage": 3}}')
+    words = ["--model", configs["8b"], "--perplexity", "--gpus", "8x80GB", "--json", "--zero"]
+    plans = {zero: json.loads(run_plan(capsys, *words, zero)) for zero in ("0", "3", str(sharded))}
+    for zero, plan in plans.items():
+        assert [plan["chosen"]["zero"]] == [each["zero"] for each in plan["candidates"]] == [zero]
+        assert plan["chosen"]["reason"].startswith(f"zero={zero} (requested): ")
+    assert plans["3"]["chosen"]["weight_bytes"] < plans["0"]["chosen"]["weight_bytes"]
+
+
 def test_windows_that_are_spread_over_more_ranks_may_be_longer(configs, capsys):
     words = ["--model", configs["long"], "--perplexity", "--seq_len", "131072", "--gpus", "8x80GB"]
     plans = [json.loads(run_plan(capsys, *words, "--sequence_parallel", str(n), "--json")) for n in (1, 2, 8)]
@@ -1056,6 +1067,7 @@ def test_sequences_that_ranks_share_may_be_longer_and_count_once(tmp_path, capsy
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "has 8 per node"),
         (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
         (["--perplexity", "--gpus", "8x80GB", "--sequence_parallel", "3"], "use 1, 2, 4 or 8"),
+        (["--perplexity", "--gpus", "8x80GB", "--zero", "2"], "shards of stage 3, not of stage 2"),
         (
             ["--perplexity", "--gpus", "24x80GB", "--sequence_parallel", "6"],
             "cannot be shared by 6 ranks; use 1, 2, 4 or 8",

@@ -16,10 +16,10 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
+from dsft.planner.candidates import NAMES, SEQUENCES_PER_RANK, Job
 from dsft.planner.zero_layout import Term
 from dsft.run_setup.arguments import step_limit_decision
-from dsft.run_setup.resolve import choose_plan, job_of, plan_run, smaller_plan
+from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -166,10 +166,32 @@ def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path)
     options = TrainConfig(dtype="bfloat16", seq_len=256, training={"per_device_train_batch_size": 64})
     job = plain_job(facts, options)
     plan = choose_plan(job, EIGHT_GPUS, zero="0").plan
-    smaller = smaller_plan(job, EIGHT_GPUS, plan)
+    run = TrainingRun(options=options, machine=EIGHT_GPUS, job=job, plan=plan)
+    smaller = smaller_plan(run)
     assert smaller.device_bytes <= 0.9 * plan.device_bytes
     assert smaller.micro_batch * smaller.accumulation == plan.micro_batch * plan.accumulation
-    smallest = dataclasses.replace(plan, device_bytes=GB // 100)
-    assert smaller_plan(job, EIGHT_GPUS, smallest) is None
-    tried = dataclasses.replace(plan, device_bytes=1000 * GB)  # with memory_check=false, beyond any card
-    assert smaller_plan(job, EIGHT_GPUS, tried).device_bytes <= EIGHT_GPUS.device_bytes
+    run.plan = dataclasses.replace(plan, device_bytes=GB // 100)
+    assert smaller_plan(run) is None
+    run.plan = dataclasses.replace(plan, device_bytes=1000 * GB)  # with memory_check=false, beyond any card
+    assert smaller_plan(run).device_bytes <= EIGHT_GPUS.device_bytes
+
+
+def test_a_smaller_plan_is_one_that_the_training_can_have(tmp_path, cheap_traces):
+    """After out of memory, offloads were named that a training with learning rates refuses."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32_000}
+    transformers.LlamaConfig(**GATED | sizes).save_pretrained(tmp_path)
+    facts = measure_model(TrainConfig(model=str(tmp_path / "config.json")))
+
+    def smaller_plans(**options) -> set[str]:
+        config = TrainConfig(dtype="bfloat16", seq_len=256, **options)
+        job = plain_job(facts, config)
+        run = TrainingRun(options=config, machine=EIGHT_GPUS, job=job, plan=choose_plan(job, EIGHT_GPUS).plan)
+        named = set()
+        while smaller := smaller_plan(run):
+            named.add(smaller.zero)
+            run.plan = smaller
+        return named
+
+    of_deepspeed = {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
+    assert smaller_plans() & of_deepspeed
+    assert not smaller_plans(learning_rates={"embed": 0.1}) & of_deepspeed
