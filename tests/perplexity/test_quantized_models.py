@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft import eval_ppl
 from dsft.api import evaluate
+from dsft.cli.main import main
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.evaluation import model_identity
@@ -180,7 +181,7 @@ def test_layers_that_no_group_divides_are_refused_rather_than_left_as_they_are(t
     assert "has no linear layers, which torchao-int8wo quantises" in problem
 
 
-def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, tmp_path):
+def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, tmp_path, capsys):
     folder = shutil.copytree(tiny / "model", tmp_path / "gptq")
     describe(folder, ON_DISK["gptq"][0])
     plans = {}
@@ -190,6 +191,9 @@ def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, t
     assert [plan.zero for plan in plans[folder]] == ["0"] and len(plans[tiny / "model"]) > 1
     terms = {term.name: term for term in plans[folder][0].terms}
     assert terms["weights"].num_bytes == (folder / "model.safetensors").stat().st_size
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(folder), "--perplexity", "--seq_len", "32", "--zero", "3", "--gpus", "8x80GB"])
+    assert "its weights are quantised (gptq)" in capsys.readouterr().err
 
 
 def test_gguf_files_are_read_beside_the_model_they_were_made_from(tiny, model, tmp_path):
