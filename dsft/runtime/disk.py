@@ -276,7 +276,7 @@ class OperatorLock(HeldFile):
             if reason and lock == suspect and self.take_over(lock, reason):
                 return True
             suspect = lock if reason else None
-            if not is_said and time.monotonic() - start > SILENT_SECONDS:
+            if not is_said and time.monotonic() - start > SILENT_SECONDS and not _is_of_this_launch(self.path):
                 is_said = True
                 holder = f"held by {_holder(self.path)}; if that is wrong, remove the file"
                 say_from_any_rank(f"waiting for {self.path}, {holder}")
@@ -358,6 +358,14 @@ def _holder(path: Path) -> str:
     if owner is not None:
         return f"process {owner.pid} on {owner.host}"
     return f"process {pid} on {socket.gethostname()}" if pid else "another machine's or another user's process"
+
+
+def _is_of_this_launch(path: Path) -> bool:
+    """Whether another rank of this node holds an operator's lock, which itself prints that it compiles."""
+    owner = owner_of(path)
+    with contextlib.suppress(psutil.Error):
+        return owner is not None and owner.is_here() and psutil.Process(owner.pid).ppid() == os.getppid()
+    return False
 
 
 def _process_with(path: Path) -> int | None:

@@ -250,7 +250,8 @@ def test_a_fresh_lock_whose_owner_is_dead_is_taken_over_at_once(tmp_path, capfd,
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_lock_that_is_held_is_waited_for_and_its_owner_named(tmp_path, capfd, named):
+def test_a_lock_that_is_held_is_waited_for_and_its_owner_named(tmp_path, capfd, monkeypatch, named):
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # else the holder counts as a rank of the same launch
     path = tmp_path / "lock"
     if named:
         holder = OperatorLock(str(path))
@@ -275,6 +276,24 @@ def test_a_lock_that_is_held_is_waited_for_and_its_owner_named(tmp_path, capfd, 
         path.unlink()
     waiter.join(60)
     assert acquired == [False]  # its owner has built
+
+
+def test_of_the_ranks_of_a_launch_the_one_that_compiles_says_so_and_the_others_wait_in_silence(tmp_path, capfd):
+    holder = OperatorLock(str(tmp_path / "lock"))
+    assert holder.try_acquire()
+    acquired = []
+    waiter = threading.Thread(target=lambda: acquired.append(OperatorLock(str(tmp_path / "lock")).try_acquire()))
+    waiter.start()
+    screen, until = "", time.monotonic() + 60
+    while "compiling DeepSpeed's operator" not in screen and time.monotonic() < until:
+        screen += capfd.readouterr().err
+        time.sleep(0.05)
+    time.sleep(3 * disk.SILENT_SECONDS)
+    holder.release()
+    waiter.join(60)
+    screen += capfd.readouterr().err
+    assert acquired == [False]
+    assert "compiling DeepSpeed's operator" in screen and "waiting for" not in screen
 
 
 def test_a_lock_of_another_machine_is_respected_until_it_is_old(tmp_path):
