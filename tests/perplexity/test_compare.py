@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,16 @@ def test_a_document_that_one_tokenizer_makes_a_single_token_of_has_not_gained_mo
         comparison = comparison_of(*pair)
         assert 7 not in [item.document for item in comparison.moved]
         assert comparison.better + comparison.worse + comparison.same == 39
+
+
+def test_the_documents_that_gained_and_lost_most_are_shown_each_with_its_kind_the_largest_change_first():
+    base, other = evaluation("base", 0), evaluation("other", 1)
+    rows = comparison_of(base, other).summary()
+    change_D = other.perplexity.document_nats - base.perplexity.document_nats
+    for row, sign in (("gained most", 1), ("lost most", -1)):
+        shown = [int(number) for number in re.findall(r"^document (\d+): ", rows[row], re.MULTILINE)]
+        changed = [int(number) for number in np.argsort(sign * change_D) if sign * change_D[number] < 0]
+        assert shown and shown == changed[: len(shown)]
 
 
 def test_an_option_that_changes_no_window_does_not_keep_results_apart():
