@@ -199,11 +199,13 @@ def test_a_value_that_no_trainer_reads_is_named_and_a_file_that_exists_is_kept(f
         "evals_per_epoch": "often",
         "optimizer": "lion_of_mine",
         "lora_target_modules": "x.(y|z)",
+        "flash_attention": "of_mine",
     }
     values, text = convert(folder, given | {"adapter": "lora"})
     assert "# evals_per_epoch: 'often' cannot be read as axolotl has it" in text
     assert "# optimizer: optim: invalid choice: 'lion_of_mine'" in text and "optim" not in values
     assert "# lora_target_modules: a regular expression" in text
+    assert "# flash_attention: of_mine: no counterpart; eager, sdpa, " in text
     with pytest.raises(SystemExit):
         main(["convert", "theirs.yaml"])
     assert "run.yaml: exists; name another file with --output" in capsys.readouterr().err

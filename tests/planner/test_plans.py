@@ -803,6 +803,18 @@ def test_the_command_repeats_the_question_and_shows_the_chosen_one_and_its_cost(
     assert (by_default["epochs"], by_default["tokens"]) == (3, 3e9)  # of transformers' TrainingArguments
 
 
+def test_hours_of_data_that_is_not_prepared_are_left_out_with_a_note(tiny, capsys):
+    data = tiny / "texts.jsonl"
+    words = ["plan", "--model", str(tiny / "model"), "--seq_len", "64", "--gpus", "8xH100"]
+    for given, is_noted in (
+        ([], False),
+        (["--data", str(data)], True),
+        (["--data", str(data), "--tokens", "1e9"], False),
+    ):
+        main([*words, *given])
+        assert ("hours are counted once the data is prepared" in capsys.readouterr().err) == is_noted, given
+
+
 def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_path):
     words = ["--model", configs["8b"], "--cheapest", "--tokens", "1e9"]
     rows = json.loads(run_plan(capsys, *words, "--json"))
