@@ -17,6 +17,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Several test processes share the cores: threads of torch that wait for each other there took 30 times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+BIN = Path(sys.executable).parent
+# Of two versions of ninja in turn, the environment's and the system's, each compiles DeepSpeed's operators again.
+os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # `tiny` and `ranks`
@@ -26,7 +29,6 @@ from torch.utils import cpp_extension
 
 from dsft.runtime.distributed import free_port
 
-BIN = Path(sys.executable).parent
 KERNEL = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 
 
@@ -93,10 +95,8 @@ def cache(tmp_path_factory) -> None:
 
 def run_command(command: list[str], *, timeout: int = 1800, **environment: str) -> subprocess.CompletedProcess:
     """Run from the checkout's root as a user would, in this environment; CPU ranks."""
-    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
-    return subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    words, env = [str(part) for part in command], os.environ | environment
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,6 @@
 
 # ruff: noqa: F401
 import gc
-import os
-import sys
-from pathlib import Path
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed's ZeRO imports it late, and TorchInductor with it
 import peft
@@ -22,8 +19,7 @@ import dsft.training.run
 from dsft.runtime.disk import name_owners_of_operator_locks
 
 name_owners_of_operator_locks()  # else the lock of a test that was killed while it compiled is waited for without end
-# DeepSpeed takes a second in each rank to see, with the environment's ninja, that an operator is compiled already.
-os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
+# DeepSpeed takes a second in each rank to see that an operator is compiled already.
 for operator in (CPUAdamBuilder(), ShareMemCommBuilder()):
     operator.load(verbose=False)
 

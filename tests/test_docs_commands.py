@@ -4,7 +4,6 @@ Models are small, and stand for those of the hub under their names. The README's
 the other pages run on forked ranks. test_docs.py reads all of them in the quick tier.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -12,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, flags
+from conftest import ROOT, flags
 from ranks import run_entry
 from test_docs import PAGES, SCRIPTS, commands, name_of
 from tiny import sentences, write_jsonl, write_model
@@ -141,8 +140,7 @@ SCRIPTS_OF = {name: module for module, name in SCRIPTS.items() if "/" not in mod
 
 
 def typed(line: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
-    return subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)

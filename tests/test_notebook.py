@@ -5,13 +5,12 @@ that are easy to get wrong.
 import ast
 import html
 import json
-import os
 import re
 import sys
 
 import pytest
 import torch
-from conftest import BIN, ROOT, flags, read_json
+from conftest import ROOT, flags, read_json
 from ranks import run_entry
 from tiny import sentences, write_jsonl
 from tokenizers.processors import TemplateProcessing
@@ -77,8 +76,6 @@ def execute(monkeypatch, folder, held_out, *, notebook=NOTEBOOK, **environment) 
         monkeypatch.setenv(f"DSFT_{name}", str(value))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # As `run` has it: another ninja than the training's would compile DeepSpeed's operator again, each time.
-    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     content = nbformat.read(notebook, as_version=4)
     NotebookClient(
         content, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(notebook.parent)}}

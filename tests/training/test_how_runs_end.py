@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import BIN, ROOT, flags, grid, launch_words
+from conftest import ROOT, flags, grid, launch_words
 from ranks import run_entry
 from tiny import write_jsonl, write_texts
 
@@ -112,7 +112,7 @@ def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options
     start = ["dsft", "train", "--num_gpus", "2"] if launcher == "dsft" else launch_words(launcher, "train")
     temporary, log = tmp_path / "tmp", tmp_path / "log"
     temporary.mkdir()
-    variables = {"PATH": f"{BIN}:{os.environ['PATH']}", "TMPDIR": str(temporary)}
+    variables = {"TMPDIR": str(temporary)}
     process = subprocess.Popen(
         [*start, *flags(words)],
         cwd=ROOT,
