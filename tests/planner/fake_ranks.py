@@ -86,8 +86,8 @@ def _owner(frame) -> str:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of training, or `steps`: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
-    and step, and of what is gathered for samples after them.
+    """Three steps of training, or `steps`: bytes by owner and in total, after the last ("always") and at the peaks of
+    load, compute and step, and of what is gathered for samples after them.
 
     `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, ranks, micro_batches (per step),
     tokens (rows and columns of a micro batch), steps.
