@@ -40,9 +40,10 @@ VARIANTS = [
     "chat",
 ]
 STAGES = VARIANTS[4:10]
-OF_OTHERS = ["stage-1", "offload", "checkpointing"]
-"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, and dora
-recomputes activations.
+OF_OTHERS = ["stage-1", "offload", "checkpointing", "own-file", "chat"]
+"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, dora
+recomputes activations, test_resume_groups.py goes on from the runs of two files with the stages that they are of, and
+test_answers_end.py exports a model of chats.
 """
 CONTINUES = {
     "resumed": "uninterrupted",
