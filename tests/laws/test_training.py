@@ -324,7 +324,7 @@ def test_a_model_of_nan_weights_stops_at_the_first_step(options, tiny, tmp_path)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(float("nan"))
     model.save_pretrained(folder)
-    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(folder))), world=2)
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(folder))))
     assert result.returncode == EXIT_STOPPED, result.stderr
     assert result.stderr.count("dsft: error: the loss is NaN or infinite at step 1; nothing had been saved yet") == 1
     assert "Traceback" not in result.stderr
