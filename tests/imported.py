@@ -1,15 +1,24 @@
 """All that ranks import, for the process that the ranks of the tests are forked from."""
 
 # ruff: noqa: F401
+import functools
 import gc
+import importlib.metadata
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # DeepSpeed's ZeRO imports it late, and TorchInductor with it
+# What DeepSpeed and torch import late, in the middle of a training; with Muon's optimizer also TorchInductor.
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.runtime.superoffload.superoffload_stage3
+import deepspeed.runtime.zero.muon.muon_optimizer
 import peft
 import pytest
+import torch._subclasses.schema_check_mode
+import torch.profiler._cupti_monitor
+import torch.utils.serialization
 import transformers.models.llama.modeling_llama
 import xdist.scheduler
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from deepspeed.ops.op_builder.cpu.cpu_adam import CPUAdamBuilder
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import dsft.api
 import dsft.eval_ppl
@@ -17,11 +26,19 @@ import dsft.perplexity.evaluation
 import dsft.train
 import dsft.training.run
 from dsft.runtime.disk import name_owners_of_operator_locks
+from dsft.runtime.patches import PATCHES
+from dsft.runtime.software import numeric_versions, untested_versions, versions
 
 name_owners_of_operator_locks()  # else the lock of a test that was killed while it compiled is waited for without end
 # DeepSpeed takes a second in each rank to see that an operator is compiled already.
 for operator in (CPUAdamBuilder(), ShareMemCommBuilder()):
     operator.load(verbose=False)
+
+# A training asks dozens of times for versions of packages: to read them all was a quarter of a short one's seconds.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+versions(), numeric_versions(), untested_versions()
+changes = [patch.change for patch in PATCHES.values()]
+get_checkpoint_conversion_mapping("llama")  # transformers compiles those of all architectures at once
 
 # Objects that the collector leaves alone: a collection in a rank would copy every page that it shares with the others.
 gc.collect()

@@ -3,8 +3,8 @@
 import json
 import sys
 
-from conftest import ROOT, flags
-from ranks import run_entry
+from conftest import ROOT, read_json
+from ranks import train_all
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -22,10 +22,10 @@ def test_a_fact_is_what_a_run_wrote_of_itself(options, tiny, tmp_path, monkeypat
         "resumed": {"save_strategy": "steps", "save_steps": 2, "zero": "2"},
         "failed": {"learning_rate": 1e30, "max_steps": 30},
     }
-    for name, changes in runs.items():
-        run_entry("dsft.train", flags(options(tmp_path / name, **changes)), world=2)
+    cases = [options(tmp_path / name, **changes) for name, changes in runs.items()]
     more = runs["resumed"] | {"max_steps": 4, "resume_from_checkpoint": "auto"}
-    assert run_entry("dsft.train", flags(options(tmp_path / "resumed", **more)), world=2).returncode == 0
+    printed = train_all(2, [*cases, options(tmp_path / "resumed", **more)], tmp_path / "log")
+    assert printed.count("resuming from") == 1 and read_json(tmp_path / "resumed" / "run.json")["status"] == "done"
     monkeypatch.setattr(support, "SESSIONS", tmp_path / "sessions")
     support.record("here", tmp_path, ["tests"], 1)
     session = json.loads((tmp_path / "sessions" / "here.json").read_text())

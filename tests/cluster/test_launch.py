@@ -13,8 +13,11 @@ import pytest
 import yaml
 from conftest import ROOT, read_json
 from launch.words import WORDS
+from ranks import run_entry
+from tiny import write_texts
 
 from cluster.slurm import Slurm
+from cluster.test_launchers import STEPS, assert_same_training
 from dsft.checkpoints.manifest import integrity_errors
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
@@ -31,9 +34,12 @@ sys.exit(subprocess.call(build_command(options, "launch.words", WORDS)))
 
 
 @pytest.fixture(scope="module")
-def folder(options, tmp_path_factory) -> Path:
+def folder(options, tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
-    (folder / "run.yaml").write_text(yaml.safe_dump(options(folder / "run", logging_steps=1)))
+    batch = {"global_batch_size": 12, "per_device_train_batch_size": 1, "max_steps": STEPS, "logging_steps": 1}
+    data = {"data": str(write_texts(folder / "train.jsonl", 120)), "eval_data": str(tiny / "held_out.jsonl")}
+    told = options(folder / "run", **batch, **data, eval_on_start=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(told))
     return folder
 
 
@@ -67,18 +73,25 @@ def through_ssh(four_hosts, folder):
         HF_HOME="/tmp/elsewhere",
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    assert all(host.is_idle() for host in four_hosts)
     return result, trained(folder / "ssh")
 
 
-def test_a_host_file_is_examined_then_deepspeed_starts_the_ranks(through_ssh, folder):
+def test_a_host_file_is_examined_then_deepspeed_starts_the_ranks_that_train_what_one_process_trains(
+    through_ssh, folder
+):
     result, losses = through_ssh
     assert (
         "dsft doctor: 2 nodes, 2 ranks" in result.stdout  # of a busy machine it may say that something is slow
         and "error:" not in result.stdout
         and "dsft: deepspeed --hostfile" in result.stdout
     )
-    assert len(losses) == 2
+    assert len(losses) == STEPS
+    assert result.stdout.count("dsft: done: ") == 1  # rank 0 alone speaks
     content = read_json(folder / "ssh" / "run.json")
+    alone = run_entry("dsft.train", ["--config", folder / "run.yaml", "--output_dir", folder / "one", "--zero", "3"])
+    assert alone.returncode == 0, alone.stderr
+    assert_same_training(content, read_json(folder / "one" / "run.json"))
     assert content["plan"]["zero"] == "3" and content["config"]["run_name"] == RUN_NAME
     assert all(
         (folder / "ssh" / "logs" / f"rank_{rank}.log").read_text().startswith(f"# rank {rank} on node-{rank}")

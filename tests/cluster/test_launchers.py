@@ -149,11 +149,12 @@ def test_two_hosts_that_call_themselves_127_0_1_1_train_what_one_process_trains(
 @pytest.mark.parametrize(
     ("slots", "choice", "ranks", "nodes"),
     [
-        pytest.param([2, 2, 2, 2], ["--exclude", "node-2@node-3"], 4, 2, id="2x2", marks=pytest.mark.exhaustive),
-        pytest.param([2, 2, 2, 2], ["--num_gpus", "1"], 4, 4, id="4x1", marks=pytest.mark.exhaustive),
+        pytest.param([2, 2, 2, 2], ["--exclude", "node-2@node-3"], 4, 2, id="2x2"),
+        pytest.param([2, 2, 2, 2], ["--num_gpus", "1"], 4, 4, id="4x1"),
         pytest.param([2, 2, 2, 2], ["--include", "node-1:0@node-3"], 3, 2, id="1+2"),
     ],
 )
+@pytest.mark.exhaustive  # test_launch.py holds the same of `dsft launch`, which starts deepspeed through pdsh too
 def test_deepspeed_through_pdsh(hosts, job, one_process, nothing_left, slots, choice, ranks, nodes):
     hostfile, out = hosts.hostfile(job / "hostfile", slots), job / f"pdsh-{ranks}-{nodes}"
     first = hosts[1 if "--include" in choice else 0]

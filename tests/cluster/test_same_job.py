@@ -64,6 +64,7 @@ def test_a_launch_sends_its_configuration_and_one_copy_is_enough(hosts, folder, 
     assert all(host.is_idle() for host in hosts)
 
 
+@pytest.mark.exhaustive  # on forked ranks: laws/test_agreement.py
 def test_a_rank_that_meets_another_job_ends_and_takes_nobodys_place(hosts, folder, tmp_path):
     """Rank 1 of the job "other" is there before rank 1 of the job whose rank 0 comes first."""
     command = ["deepspeed", "--hostfile", hosts.hostfile(tmp_path / "hostfile", [1, 1]), "--no_ssh", "--master_addr"]

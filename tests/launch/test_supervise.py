@@ -214,8 +214,11 @@ def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launch, tmp_path):
 
 @pytest.mark.parametrize(
     "work",
-    ["say('ready'); time.sleep(1000)", WAITS, "to_another_host()" + WAITS],
-    ids=["before its sidecar", "before the ranks meet", "on another host"],
+    [
+        pytest.param("say('ready'); time.sleep(1000)", id="before its sidecar"),
+        pytest.param(WAITS, id="before the ranks meet", marks=pytest.mark.exhaustive),
+        pytest.param("to_another_host()" + WAITS, id="on another host"),
+    ],
 )
 def test_a_killed_launch_leaves_nothing_before_the_ranks_have_met(launch, work, tmp_path):
     process = launch(work)

@@ -2,9 +2,11 @@
 
 import os
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
-from ranks import on_ranks, train
+from conftest import flags, read_json
+from ranks import on_ranks, started_entry, train
 
 from dsft.api import evaluate
 from dsft.checkpoints.manifest import MANIFEST
@@ -98,6 +100,27 @@ def test_a_model_with_other_weights_on_one_host_is_not_evaluated(tiny, tmp_path)
     told = {"model": ["model"], "data": ["texts.jsonl"], "seq_len": 64}
     first, second = on_ranks(2, in_own_folder, tmp_path, evaluate_as_told, [told, told])
     assert first == second and len(first) == 1 and "tokens of texts.jsonl differs between the ranks" in first[0]
+
+
+def test_a_rank_that_meets_another_job_ends_and_takes_nobodys_place(options, tmp_path):
+    """Rank 1 of the job "other" is there before rank 1 of the job whose rank 0 comes first."""
+    port = str(distributed.free_port())
+    of_all = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ExitStack() as stack:
+
+        def start(number: int, name: str):
+            words = flags(options(tmp_path / name, zero="3"))
+            place = of_all | {"RANK": str(number), "LOCAL_RANK": "0"}  # each the first of its node, which speaks
+            return stack.enter_context(started_entry("dsft.train", words, **place))
+
+        other, first = start(1, "other"), start(0, "first")
+        ended, _ = other()
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        said = f"found another job at 127.0.0.1 port {port}: that is output_dir={tmp_path / 'first'}"
+        assert said in ended.stdout + ended.stderr
+        results = [wait()[0] for wait in (start(1, "first"), first)]
+        assert [result.returncode for result in results] == [0, 0], results
+    assert read_json(tmp_path / "first" / "run.json")["status"] == "done"
 
 
 def agree(facts: list[dict]) -> list[str]:

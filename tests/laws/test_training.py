@@ -40,9 +40,10 @@ VARIANTS = [
     "chat",
 ]
 STAGES = VARIANTS[4:10]
-OF_OTHERS = ["stage-1", "offload", "checkpointing"]
-"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, and dora
-recomputes activations.
+OF_OTHERS = ["stage-1", "offload", "checkpointing", "own-file", "chat"]
+"""What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, dora
+recomputes activations, test_resume_groups.py goes on from the runs of two files with the stages that they are of, and
+test_answers_end.py exports a model of chats.
 """
 CONTINUES = {
     "resumed": "uninterrupted",
@@ -323,7 +324,7 @@ def test_a_model_of_nan_weights_stops_at_the_first_step(options, tiny, tmp_path)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(float("nan"))
     model.save_pretrained(folder)
-    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(folder))), world=2)
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", model=str(folder))))
     assert result.returncode == EXIT_STOPPED, result.stderr
     assert result.stderr.count("dsft: error: the loss is NaN or infinite at step 1; nothing had been saved yet") == 1
     assert "Traceback" not in result.stderr

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from conftest import grid
 from ranks import on_ranks
 from tiny import sentences, write_jsonl
 from tokenizers.processors import TemplateProcessing
@@ -67,7 +68,7 @@ def test_a_data_set_is_prepared_once_for_all_ranks_and_for_models_with_the_same_
     assert stores_in(cache) == stores
 
 
-@pytest.mark.parametrize("mode", ["windows", pytest.param("sliding", marks=pytest.mark.exhaustive), "rolling"])
+@pytest.mark.parametrize("mode", grid(["windows", "sliding", "rolling"], ["rolling"]))
 def test_memory_of_windows_does_not_grow_with_the_tokens(tokenizer, tmp_path, mode):
     held, tokens = [], []
     for copies in (1, 8):
@@ -123,7 +124,10 @@ def test_a_joined_text_has_the_tokens_of_the_whole_and_comes_in_pieces(tiny, tok
     assert len(list(documents.JoinedTexts().batches(split_in(source, 50), source.rules, tokenizer))) > 5
 
 
-@pytest.mark.parametrize("frame", [None, "<|user|> $A <|end|>"], ids=["plain", "framed"])
+@pytest.mark.parametrize(
+    "frame",
+    [pytest.param(None, id="plain", marks=pytest.mark.exhaustive), pytest.param("<|user|> $A <|end|>", id="framed")],
+)
 def test_a_long_document_comes_in_pieces_and_has_its_tokens(tiny, tokenizer, tmp_path, monkeypatch, frame):
     """Among short ones, as a row and as a text file that is read in several rows."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 4096)

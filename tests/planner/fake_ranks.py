@@ -86,11 +86,11 @@ def _owner(frame) -> str:
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of training: bytes by owner and in total, after the last ("always") and at the peaks of load, compute
-    and step, and of what is gathered for samples after them.
+    """Three steps of training, or `steps`: bytes by owner and in total, after the last ("always") and at the peaks of
+    load, compute and step, and of what is gathered for samples after them.
 
     `case`: model (fields of a LlamaConfig), config (DeepSpeed's), dtype, lora_r, rank, ranks, micro_batches (per step),
-    tokens (rows and columns of a micro batch).
+    tokens (rows and columns of a micro batch), steps.
     """
     import deepspeed
     import torch.distributed as dist
@@ -112,7 +112,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
                 ledger.peak
             )  # with the flat copy that these make, before there are optimizer states
         compute, step = Counter(), Counter()
-        for _ in range(3):  # ZeRO-3 records its trace in the first two
+        for _ in range(case.get("steps", 3)):  # ZeRO-3 records its trace in the first two
             for _ in range(case.get("micro_batches", 1)):
                 ledger.restart_peak()
                 engine.backward(engine(input_ids=tokens, labels=tokens).loss)

@@ -66,7 +66,11 @@ def options_of(step: dict[str, Any]) -> TrainConfig:
 
 
 def size_of(step: dict[str, Any]) -> ModelSize:
-    return _size(json.dumps({key: step[key] for key in ("model", "seq_len", "lora", "qlora") if key in step}))
+    """Of all sequence lengths at once, but where positions are learnt (MPT's)."""
+    asked = {key: step[key] for key in ("model", "seq_len", "lora", "qlora") if key in step}
+    if ROWS["models"][step["model"]]["like"] != "mpt":
+        del asked["seq_len"]
+    return _size(json.dumps(asked))
 
 
 @cache

@@ -1,6 +1,7 @@
 """The choice of a configuration: laws that hold for every plan, choices that are known to be right, and the command."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import calibrate
-from dsft.planner.candidates import NAMES, candidate_names, settings, unmodelled
+from dsft.planner.candidates import NAMES, Job, candidate_names, settings, unmodelled
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import sums_in_fp32
@@ -78,9 +79,14 @@ def gpus(number: int = 8, gigabytes: int = 80, *, nodes: int = 1, host: int = 10
     )
 
 
+@functools.cache
+def job_in_bf16(model: str, method: str) -> Job:
+    """Resolved and traced once for all lengths and machines."""
+    return paper_job(TrainConfig(model=model, method=method, dtype="bfloat16"))
+
+
 def plans_of(model: str, machine: Machine, *, method: str = "full", zero: str = "auto", seq_len: int = 1024, **job):
-    options = TrainConfig(model=model, method=method, dtype="bfloat16")
-    job = of_length(paper_job(options), seq_len, **job)  # one trace for all lengths
+    job = of_length(job_in_bf16(model, method), seq_len, **job)
     plans = all_plans(job, machine, speeds_of(machine, dtype=job.dtype), zero=zero)
     return choose(plans, machine), plans
 

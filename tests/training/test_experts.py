@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import read_json
-from ranks import on_ranks, train, train_all
+from ranks import train_all
 from tiny import write_jsonl, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,23 +72,27 @@ def losses(options, tmp_path_factory):
     }
     losses_of = {}
     for world, zeros in ((1, ["2"]), (2, ["2", "3"])):
-        for name, model in models.items():
-            for zero in zeros:
-                case = options(
-                    folder / f"{name}-{world}-{zero}",
-                    model=model,
-                    trust_remote_code=True,
-                    data=data,
-                    zero=zero,
-                    max_steps=4,
-                    logging_steps=1,
-                    per_device_train_batch_size=1,
-                    gradient_accumulation_steps=2 // world,
-                    dtype="float32",
-                )
-                on_ranks(world, train, case, log=folder / f"log-{name}-{world}-{zero}")
-                log = read_json(folder / f"{name}-{world}-{zero}" / "run.json")["results"]["log"]
-                losses_of[name, world, zero] = [entry["loss"] for entry in log if "loss" in entry]
+        cases = {
+            (name, world, zero): options(
+                folder / f"{name}-{world}-{zero}",
+                model=model,
+                trust_remote_code=True,
+                data=data,
+                zero=zero,
+                max_steps=4,
+                logging_steps=1,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=2 // world,
+                dtype="float32",
+            )
+            for name, model in models.items()
+            for zero in zeros
+        }
+        output = train_all(world, list(cases.values()), folder / f"log-{world}")
+        for case, told in cases.items():
+            assert (folder / told["output_dir"] / "logits.pt").is_file(), output[-5000:]
+            log = read_json(folder / told["output_dir"] / "run.json")["results"]["log"]
+            losses_of[case] = [entry["loss"] for entry in log if "loss" in entry]
     return losses_of
 
 

@@ -1,16 +1,18 @@
 """However a run ends, run.json and the report say so: errors before training, killed ranks, disks of one node alone."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT, flags, grid, launch_words
-from ranks import run_entry
+from ranks import run_entry, started_entry
 from tiny import write_jsonl, write_texts
 
 from dsft.report.runs import read_report
@@ -90,6 +92,12 @@ def processes_of(job: Path) -> list[psutil.Process]:
     return members
 
 
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     """Files of /dev/shm that they have mapped and that still have a name."""
     maps = ""
@@ -102,43 +110,57 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
 @pytest.mark.parametrize(
     ("launcher", "phase"),
     grid(
-        [(launcher, phase) for launcher in ("deepspeed", "torchrun", "dsft") for phase in ("loading", "training")],
-        quick=[("deepspeed", "training")],
+        product(("ranks", "deepspeed", "torchrun", "dsft"), ("loading", "training")),
+        quick=[("ranks", "training")],
     ),
 )
 def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options, tmp_path, launcher, phase):
-    """deepspeed's ranks are killed with it, those of torchrun and `dsft train` are in groups of their own."""
+    """deepspeed's ranks are killed with it, as those that are forked here, those of torchrun and `dsft train` are in
+    groups of their own.
+    """
     words = options(tmp_path / "run", max_steps=10_000, lost_timeout=10, logging_steps=1)
-    start = ["dsft", "train", "--num_gpus", "2"] if launcher == "dsft" else launch_words(launcher, "train")
-    temporary, log = tmp_path / "tmp", tmp_path / "log"
+    temporary, log, metrics = tmp_path / "tmp", tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
     temporary.mkdir()
     variables = {"TMPDIR": str(temporary)}
-    process = subprocess.Popen(
-        [*start, *flags(words)],
-        cwd=ROOT,
-        env=os.environ | variables | {"JOB_OF_TEST": str(tmp_path)},
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    begun = {"loading": (tmp_path / "run" / "run.json").exists, "training": lambda: "step      2 " in log.read_text()}
+    mine = variables | {"JOB_OF_TEST": str(tmp_path)}
+    begun = {
+        "loading": (tmp_path / "run" / "run.json").exists,
+        "training": lambda: metrics.exists() and '"step": 2' in metrics.read_text(),
+    }
     mapped: set[Path] = set()
-    try:
-        until = time.monotonic() + 600
-        while not begun[phase]() and process.poll() is None and time.monotonic() < until:
-            mapped |= shared_memory_of(processes_of(tmp_path))
-            time.sleep(0.2)
-        assert process.poll() is None, log.read_text()[-3000:]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        until = time.monotonic() + 120
-        while (left := processes_of(tmp_path)) and time.monotonic() < until:
-            time.sleep(0.2)
-        assert not left, log.read_text()[-3000:]
-    finally:
-        for each in processes_of(tmp_path):
-            with suppress(psutil.Error):
-                each.kill()
+    with ExitStack() as stack:
+        if launcher == "ranks":
+            stack.enter_context(started_entry("dsft.train", flags(words), world=2, folder=ROOT, **mine))
+            # Their variables are not to be seen from outside: those of a forked process are of its beginning.
+            started = [psutil.Process(rank.pid) for rank in multiprocessing.active_children()]
+            assert len(started) == 2
+        else:
+            start = ["dsft", "train", "--num_gpus", "2"] if launcher == "dsft" else launch_words(launcher, "train")
+            process = subprocess.Popen(
+                [*start, *flags(words)],
+                cwd=ROOT,
+                env=os.environ | mine,
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            started = [psutil.Process(process.pid)]
+        try:
+            until = time.monotonic() + 600
+            while not begun[phase]() and all(map(is_alive, started)) and time.monotonic() < until:
+                mapped |= shared_memory_of(started + processes_of(tmp_path))
+                time.sleep(0.2)
+            assert all(map(is_alive, started)), log.read_text()[-3000:] if log.exists() else ""
+            for each in started:
+                each.kill() if launcher == "ranks" else os.killpg(each.pid, signal.SIGKILL)
+            until = time.monotonic() + 120
+            while (left := [*filter(is_alive, started), *processes_of(tmp_path)]) and time.monotonic() < until:
+                time.sleep(0.2)
+            assert not left, log.read_text()[-3000:] if log.exists() else left
+        finally:
+            for each in processes_of(tmp_path):
+                with suppress(psutil.Error):
+                    each.kill()
     status, error = end_of(tmp_path / "run")
     # Ranks that live on are asked to end, and save where they can.
     assert status in ("failed", "preempted") and ("rank" in error or error == "dsft launch is gone"), (status, error)

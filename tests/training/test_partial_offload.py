@@ -35,7 +35,10 @@ def losses_with_half_elsewhere(options: dict) -> list[float]:
         patch_engine(engine, resumes=resumes)
 
     trainer.patch_engine = split
-    return losses(options)
+    try:
+        return losses(options)
+    finally:
+        trainer.patch_engine = patch_engine
 
 
 def losses(options: dict) -> list[float]:
@@ -46,11 +49,15 @@ def losses(options: dict) -> list[float]:
     return [entry["loss"] for entry in history]
 
 
+def losses_of_all(alone: dict, partial: dict, again: dict) -> list[list[float]]:
+    return [losses(alone), losses_with_half_elsewhere(partial), losses_with_half_elsewhere(again)]
+
+
 def test_sub_groups_on_the_gpu_follow_the_schedule_and_go_on_from_a_checkpoint(options, small_groups, tmp_path):
     partial = options(tmp_path / "partial", zero=small_groups, **SCHEDULE, save_strategy="steps", save_steps=3)
     alone = partial | {"output_dir": str(tmp_path / "alone"), "save_strategy": "no"}
-    offloaded, split = on_ranks(2, losses, alone)[0], on_ranks(2, losses_with_half_elsewhere, partial)[0]
-    assert split == pytest.approx(offloaded, rel=1e-6)
     again = partial | {"output_dir": str(tmp_path / "again"), "save_strategy": "no"}
     again["resume_from_checkpoint"] = str(tmp_path / "partial" / "checkpoint-3")
-    assert on_ranks(2, losses_with_half_elsewhere, again)[0][-3:] == split[-3:]
+    offloaded, split, resumed = on_ranks(2, losses_of_all, alone, partial, again)[0]
+    assert split == pytest.approx(offloaded, rel=1e-6)
+    assert resumed[-3:] == split[-3:]

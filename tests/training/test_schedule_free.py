@@ -70,6 +70,10 @@ def _plain(options: dict, optimizers: dict) -> dict:
     return results
 
 
+def _plain_and_refusals(seen: dict, optimizers: dict, refused: list[dict]) -> tuple[dict, list[str]]:
+    return _plain(seen, optimizers), _refusals(refused)
+
+
 @pytest.fixture(scope="module")
 def runs(request, options, tmp_path_factory):
     needed = needed_cases(request)
@@ -95,10 +99,10 @@ def runs(request, options, tmp_path_factory):
                         changes["resume_from_checkpoint"] = str(folder / words["from"] / f"checkpoint-{SAVED_AT}")
                     cases.append(case(name, world, **changes))
             log += train_all(ranks, cases, folder / f"log-{ranks}-{resumed}")
-    (plain,) = on_ranks(1, _plain, case("seen", 1, optim="sgd", max_steps=1, save_strategy="no"), OPTIMIZERS)
+    seen = case("seen", 1, optim="sgd", max_steps=1, save_strategy="no")
     refused = {"3": {}, "2-offload": {}, "0": {"dtype": "bfloat16"}}
     cases = [case(f"refused {zero}", 1, zero=zero, **words) for zero, words in refused.items()]
-    (refusals,) = on_ranks(1, _refusals, cases)
+    ((plain, refusals),) = on_ranks(1, _plain_and_refusals, seen, OPTIMIZERS, cases)
     return folder, log, plain, dict(zip(refused, refusals, strict=True))
 
 

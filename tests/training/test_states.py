@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import read_json
+from conftest import grid, needed_cases, read_json
 from ranks import on_ranks, train_all
 from test_resume_options import _refusals
 from test_schedule_free import SAVED_AT
@@ -23,6 +23,7 @@ RUNS = {
     "3, lora": {"zero": "3", "method": "lora"},
 }
 """On 2 ranks; from 4 micro batches on gradients are added up in float32."""
+QUICK = ("2, sums of 4", "3, lora")
 REFUSED = {
     "states=bfloat16 cannot be combined with zero=0": {"zero": "0"},
     "states=bfloat16 cannot be combined with zero=3-nvme": {"zero": "3-nvme"},
@@ -33,7 +34,9 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def runs(options, tmp_path_factory):
+def runs(request, options, tmp_path_factory):
+    """Only what selected tests need is trained."""
+    needed = needed_cases(request)
     folder = tmp_path_factory.mktemp("states")
     model = str(write_model(folder / "model", hidden_size=128, intermediate_size=512))
 
@@ -46,8 +49,9 @@ def runs(options, tmp_path_factory):
             )
         return options(folder / name, **words | changes)
 
-    resumed = [case(f"{name}, resumed", **words, resume_from_checkpoint=name) for name, words in RUNS.items()]
-    log = train_all(2, [case(name, **words) for name, words in RUNS.items()] + resumed, folder / "log-2")
+    runs = {name: words for name, words in RUNS.items() if name in needed}
+    resumed = [case(f"{name}, resumed", **words, resume_from_checkpoint=name) for name, words in runs.items()]
+    log = train_all(2, [case(name, **words) for name, words in runs.items()] + resumed, folder / "log-2")
     words = {"zero": "3", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     log += train_all(1, [case("on one rank", **words, resume_from_checkpoint="2, sums of 4")], folder / "log-1")
     (refusals,) = on_ranks(1, _refusals, [case(f"no {name}", **words) for name, words in enumerate(REFUSED.values())])
@@ -59,7 +63,8 @@ def losses(run) -> list[float]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid(RUNS, QUICK))
 def test_masters_and_moments_are_bfloat16_and_a_resume_is_bit_identical(runs, name):
     folder, case, log, _ = runs
     shards = ZeroShards(folder / name / f"checkpoint-{STEPS}")
@@ -83,12 +88,14 @@ def test_masters_and_moments_are_bfloat16_and_a_resume_is_bit_identical(runs, na
 
 
 @pytest.mark.launch
+@pytest.mark.cases("2, sums of 4")
 def test_a_resume_on_other_ranks_and_in_another_stage_goes_on(runs):
     folder = runs[0]
     assert losses(folder / "on one rank") == pytest.approx(losses(folder / "2, sums of 4"), rel=0.01)
 
 
 @pytest.mark.launch
+@pytest.mark.cases("2, sums of 4")
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_deepspeed_has_not_and_another_type_on_a_resume_are_refused(runs, named):
     assert named in runs[3][list(REFUSED).index(named)]
