@@ -48,7 +48,7 @@ class HardwareFields:
     gpu_type: str | None = None
     """The card, such as A100-40GB or H100, for its memory and speed; by default judged by memory."""
     host_memory: str | None = None
-    """Memory of one node, for example 768GB; 1TB where gpus or hostfile is given and this is not."""
+    """Memory of one node, for example 768GB; by default this machine's, and 1TB of a machine on paper."""
     nvme: str | None = None
     """Folder on a fast local disk, or its free size on paper, for example 4TB."""
     interconnect: str = ""

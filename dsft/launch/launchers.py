@@ -64,10 +64,11 @@ class HostFields:
     num_gpus: int | None = None
     """Ranks on each node; by default its GPUs, without GPUs 2."""
     master_addr: str | None = None
-    """Address of the first node, to which all ranks connect; by default that of the first host, or MASTER_ADDR."""
+    """Address of the first node, to which all ranks connect; by default that of the first host. Where the command is
+    given on every node MASTER_ADDR goes before it."""
     master_port: int | None = None
-    """By default MASTER_PORT; else a free port where one command starts all ranks, and one derived from the working
-    folder, --config and output_dir where the command is given on every node."""
+    """By default a free port, under SLURM one derived from the job. Where the command is given on every node
+    MASTER_PORT, else one derived from the working folder, --config and what the run reads and writes."""
 
 
 def hosts_of(options: HostFields) -> list[Node]:
@@ -104,8 +105,8 @@ class LaunchOptions(HostFields):
     no_preflight: bool = False
     """Start without examining the nodes first (see `dsft doctor`)."""
     max_restarts: int = 0
-    """Number of times that a failed training is restarted from its last checkpoint; not after an error of the options,
-    nor after Ctrl-C."""
+    """Number of times that a job is restarted after a fault, a training from its last checkpoint; not after exit codes
+    2, 3, 4 and 75, nor after Ctrl-C."""
     wait_for_nodes: float = 900
     """With a host file: seconds that a restart waits until the preflight finds no error any more."""
 

@@ -342,7 +342,11 @@ def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> Non
             before = findings
         left = deadline - time.monotonic()
         if left <= 0:
-            text = "the nodes are still not ready (above); the last checkpoint is complete, the same command resumes"
+            continues = "the same command continues"
+            if name == "train":
+                resumes = "the same command with --resume_from_checkpoint auto resumes"
+                continues = f"the last checkpoint is complete, {resumes}"
+            text = f"the nodes are still not ready (above); {continues}"
             text += "; ".join(["", *filter(None, [without_lost(launcher, name, script)])])
             raise UserError([f"--wait_for_nodes {launcher.options.wait_for_nodes:g}: {text}"])
         show_text(f"dsft: the restart waits for the nodes, {left:.0f} s at most", file=sys.stderr)

@@ -40,7 +40,7 @@ from dsft.perplexity.sums import (
     units_of,
 )
 from dsft.runtime import distributed
-from dsft.units import GiB, write_json
+from dsft.units import GiB, plural, write_json
 
 if TYPE_CHECKING:  # results are read without torch
     import torch
@@ -251,7 +251,7 @@ class Evaluation:
         quantization = self.options.get("quantization", UNQUANTISED)
         quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
         return rows | {
-            "computed as": f"{self.options['dtype']}{quantised}, ZeRO {self.zero}, {self.ranks} ranks",
+            "computed as": f"{self.options['dtype']}{quantised}, ZeRO {self.zero}, {plural(self.ranks, 'rank')}",
             "speed": f"{result.fed_tokens / self.seconds:,.0f} tokens/s, {self.seconds:.1f} s",
             "peak memory per rank": ", ".join(
                 f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()

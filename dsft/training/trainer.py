@@ -26,7 +26,7 @@ from dsft.checkpoints.export import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
 from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
 from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
-from dsft.checkpoints.run_folder import FINAL, SAMPLE
+from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config import user_code
 from dsft.config.deepspeed import get_value, offloads, stage
@@ -697,8 +697,11 @@ class PerplexityTrainer(Trainer):
             sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
             if save.later is None:
                 save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
-            if save.folder.name == FINAL and not save.errors:
-                keep_left_out(Path(output_dir), self.model, self.left_out)
+            if save.folder.name == FINAL:
+                if not save.errors:
+                    keep_left_out(Path(output_dir), self.model, self.left_out)
+                # peft's template: the run's own card follows with its results, and would differ from the manifest.
+                (Path(output_dir) / CARD).unlink(missing_ok=True)
 
         if save is None:
             write()

@@ -2,6 +2,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -32,6 +33,16 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path, is_launched):
 def test_the_version_is_that_of_the_package(capsys):
     main(["--version"])
     assert capsys.readouterr().out == f"dsft {importlib.metadata.version('dsft')}\n"
+
+
+def test_a_command_whose_output_nobody_reads_on_ends_without_a_traceback():
+    """As `dsft completion bash | head` does."""
+    unread, output = os.pipe()
+    os.close(unread)
+    command = [sys.executable, "-m", "dsft.cli.main", "completion", "bash"]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeypatch, capsys):

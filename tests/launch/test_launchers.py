@@ -273,6 +273,19 @@ def test_a_restart_that_waits_prints_what_is_found_where_that_has_changed(tmp_pa
     assert (printed.count(": full"), printed.count(": silent")) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "continues"),
+    [("train", "the same command with --resume_from_checkpoint auto resumes"), ("eval", "the same command continues")],
+)
+def test_a_restart_that_waits_in_vain_names_what_continues(name, continues, monkeypatch):
+    monkeypatch.setattr(supervise, "preflight_command", lambda *_: [sys.executable, "-c", "raise SystemExit(2)"])
+    monkeypatch.setattr(supervise, "without_lost", lambda *_: "")
+    words = ["--hostfile", str(ROOT / "hostfiles/2x8"), "--wait_for_nodes", "0", name]
+    options, name, script = read_launch(words)
+    with pytest.raises(UserError, match=f"not ready .*; .*{continues}$"):
+        supervise.wait_until_examined(options.launcher, name, script)
+
+
 def test_one_launch_for_all_nodes_sends_the_configuration_and_what_it_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("zero: zero.json\nchat_template: chatml\nlearning_rate: 0.1\n")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import checkpoints
+from dsft.cli.main import main
 from dsft.errors import EXIT_STOPPED
 
 pytestmark = pytest.mark.launch
@@ -214,6 +215,14 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(runs, prefix):
     losses = [{entry["step"]: entry["loss"] for entry in log if "loss" in entry} for log in (uninterrupted, resumed)]
     assert losses[0] == losses[1] and set(losses[0]) == {1, 2, 3, 4}
     assert torch.equal(trained_logits(runs / f"{prefix}uninterrupted"), trained_logits(runs / f"{prefix}resumed"))
+
+
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", ["uninterrupted", "lora-uninterrupted"])
+def test_a_run_that_is_done_is_as_it_was_written(runs, name, capsys):
+    main(["verify", str(runs / name)])
+    assert capsys.readouterr().out.count(" is complete: ") == 3, "two checkpoints and final/"
+    assert "learning_rate" in (runs / name / "final" / "README.md").read_text(), "dsft's card, not peft's"
 
 
 @pytest.mark.cases("best")
