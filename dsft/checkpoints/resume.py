@@ -20,7 +20,8 @@ import torch.distributed as dist
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.readback import trained_shapes
 from dsft.errors import UserError
-from dsft.models.pickles import FP32, ZeroShards
+from dsft.models.model_folder import step_folder
+from dsft.models.pickles import FP32, ZeroShards, load_pickle
 
 TAKEN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
@@ -82,7 +83,7 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
         )
 
 
-TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload"}
+TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload", "nvme": "optimizer on NVMe"}
 """What the layout of a checkpoint's shards depends on: key in the manifest -> name in a message."""
 GROUPS = {"sub_group_size": "elements of a sub group", "optimizer_in_json": "optimizer in the JSON"}
 """The same of how a shard is cut into the optimizer's groups."""
@@ -116,12 +117,12 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         scheduler: of the learning rate, which with a DeepSpeed optimizer is `engine.lr_scheduler`.
         checkpoint: of ZeRO stage 1, 2 or 3.
     """
-    optimizer = engine.optimizer
-    if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False):
+    optimizer, on_nvme = engine.optimizer, read_manifest(checkpoint).get("nvme", False)
+    if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False) or on_nvme:
         raise UserError(
             f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is resumed only"
-            " in ZeRO stage 1, 2 or 3 without NVMe; choose such a zero, or start from its weights with"
-            " --resume_weights_only"
+            f" in ZeRO stage 1, 2 or 3 without NVMe{', which it was saved with' if on_nvme else ''}; choose such a"
+            " zero, or start from its weights with --resume_weights_only"
         )
     shards = ZeroShards(checkpoint)
     trained = trained_shapes(engine.module)
@@ -195,6 +196,30 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     if engine.fp16_enabled() and shards.loss_scaler is not None:
         optimizer.loss_scaler = shards.loss_scaler
     _set_schedule(scheduler, optimizer, shards, checkpoint)
+
+
+def restore_from_nvme(engine: Any, checkpoint: str) -> None:
+    """Set the moments and the count of steps of an optimizer on NVMe, and sub-groups that are too small for it, by this
+    rank's part of `checkpoint`, which DeepSpeed has read: it copies the files back (engine.py, load_checkpoint), and
+    takes the weights alone.
+    """
+    optimizer, folder = engine.optimizer, Path(checkpoint)
+    saved = load_pickle(Path(engine._get_zero_ckpt_name(folder, step_folder(folder).name)))["optimizer_state_dict"]
+    for group, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+        on_nvme, state = optimizer._swappable_optimizer_subgroup(group), optimizer.optimizer.state[flat]
+        for name, value in saved["optimizer_state_dict"]["state"].get(group, {}).items():
+            if not torch.is_tensor(value):
+                state[name] = value
+            elif on_nvme and value.dim():  # as long as what the files hold; empty in the checkpoint
+                state[name] = torch.empty(optimizer.fp16_partitioned_groups_flat_numel[group], dtype=value.dtype)
+            else:
+                state[name] = value.clone()
+        if on_nvme:  # the swapper reads a state's file once it knows the state
+            optimizer._prepare_sub_group(group, set())
+        else:
+            flat.data.copy_(saved["fp32_flat_groups"][group])
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer._release_sub_group(group, set())
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

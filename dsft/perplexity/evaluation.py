@@ -30,9 +30,9 @@ from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
-from dsft.models.quantization import PACKAGES, Quantization
+from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
-from dsft.models.size import check_sharding
+from dsft.models.size import ModelSize, check_sharding
 from dsft.perplexity.documents import Breakdown, build_windows, grouping
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
@@ -169,8 +169,7 @@ def _load(
     # Sharded ones last: while one is loaded, transformers would shard every other that it loads.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):
         each = candidates[place]
-        quantization = each.facts.size.quantization
-        models[place] = stack.enter_context(loaded_for_scoring(each.config, zero[place], dtype, quantization))
+        models[place] = stack.enter_context(loaded_for_scoring(each.config, zero[place], dtype, each.facts.size))
     return models, zero
 
 
@@ -376,10 +375,11 @@ def _longest_window(candidate: Candidate) -> int:
 
 
 @contextlib.contextmanager
-def loaded_for_scoring(
-    config: Any, zero: str, dtype: str, quantization: Quantization | None = None
-) -> Iterator[PreTrainedModel]:
-    """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one."""
+def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | None = None) -> Iterator[PreTrainedModel]:
+    """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one. `size`: of
+    one that is sharded, or quantised.
+    """
+    quantization = size.quantization if size else None
 
     def free_memory() -> None:
         gc.collect()
@@ -407,7 +407,7 @@ def loaded_for_scoring(
                 "bf16": {"enabled": dtype == "bfloat16"},
                 "fp16": {"enabled": dtype == "float16"},
                 "steps_per_print": 10**9,
-                "zero_optimization": evaluation_section(zero),
+                "zero_optimization": evaluation_section(zero, size, distributed.world_size()),
                 **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
             }
             registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives

@@ -64,15 +64,16 @@ def exact_products() -> Iterator[None]:
 
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which images of NVIDIA set, speaks to cuBLAS's own setting.
     """
-    settings = (torch.backends, torch.backends.cuda.matmul)
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
+    everywhere, products = torch.backends, torch.backends.cuda.matmul
+    before = everywhere.fp32_precision, products.fp32_precision
+    everywhere.fp32_precision = products.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
+        # "none" follows what is set everywhere, also by a later training of this process.
+        everywhere.fp32_precision, products.fp32_precision = before[0], "none"
+        if products.fp32_precision != before[1]:
+            products.fp32_precision = before[1]
 
 
 _is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

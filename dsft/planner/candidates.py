@@ -8,7 +8,7 @@ from typing import Any
 from peft import LoraConfig
 from transformers import PreTrainedConfig
 
-from dsft.config.deepspeed import compose, get_value, read_zero_file, stage
+from dsft.config.deepspeed import AUTO, compose, get_value, read_zero_file, stage
 from dsft.models.size import ModelSize
 from dsft.planner.activations import (
     EvaluationActivations,
@@ -268,12 +268,8 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
         bf16_states=job.bf16_states,
     )
     zero, ranks, size = config["zero_optimization"], machine.world_size, job.size
-    offload_param = get_value(config, "zero_optimization.offload_param") or {}
-    if offload_param.get("device") == "nvme":
-        # DeepSpeed asserts that the shard of the largest parameter fits (swap_tensor/partitioned_param_swapper.py).
-        shard = -(-max(numel for numel, _ in size.numels) // ranks)
-        given = offload_param.get("buffer_size")
-        offload_param["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)
+    fit_nvme_buffers(zero, size, ranks)
+    on_nvme = get_value(zero, "offload_param.device") == "nvme"
     if zero_file is not None:
         if zero.get("stage") == 3 and (numbers := stage_3_buckets(zero, size)):
             yield config | {"zero_optimization": zero | numbers}
@@ -311,13 +307,31 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
             yield config | {"zero_optimization": zero}
     else:
         yield config | {"zero_optimization": zero}
-    if zero.get("stage") == 3:
+    if zero.get("stage") == 3 and not on_nvme:
         small = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
         zero = zero | dict.fromkeys(stage_3_buckets(read, size), "auto") | small
         yield config | {"zero_optimization": zero}
     offloaded = [part for part in OFFLOADED_PARTS if get_value(zero, f"{part}.pin_memory")]
     if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
         yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
+
+
+def fit_nvme_buffers(zero: dict[str, Any], size: ModelSize, ranks: int) -> None:
+    """Let a section of stage 3 that offloads weights to NVMe have buffers there that are large enough, and take no more
+    of them at once than there are.
+    """
+    offload = zero.get("offload_param") or {}
+    if offload.get("device") != "nvme":
+        return
+    # DeepSpeed asserts that the shard of the largest parameter fits (swap_tensor/partitioned_param_swapper.py).
+    shard = -(-max(numel for numel, _ in size.numels) // ranks)
+    given = offload.get("buffer_size")
+    offload["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)
+    # And that a buffer is free for each weight: it holds one until it is released. What is kept for the backward, or
+    # was fetched ahead, would be more than a layer's weights, and DeepSpeed has five by default.
+    for key in ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance"):
+        if zero.get(key, AUTO) == AUTO:
+            zero[key] = 0
 
 
 def gradient_types(config: dict[str, Any], job: Job, accumulation: int, *, decides: bool) -> Iterator[dict[str, Any]]:
@@ -352,7 +366,7 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
     """Choose what stands at "auto" in a section of stage 3: transformers' numbers, but none so small that collectives
     take longer to begin than to run.
 
-    With NVMe transformers' own stay: what is fetched ahead must fit into the buffers there.
+    With NVMe transformers' own stay, but for what `fit_nvme_buffers` sets.
     """
     if get_value(zero, "offload_param.device") == "nvme":
         return {}

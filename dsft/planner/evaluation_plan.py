@@ -13,9 +13,9 @@ from typing import Any
 from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
 from dsft.models.sequence_parallel import refused_ranks
-from dsft.models.size import ModelFacts
+from dsft.models.size import ModelFacts, ModelSize
 from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import Job
+from dsft.planner.candidates import Job, fit_nvme_buffers
 from dsft.planner.plans import Needs, add_up, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (
@@ -61,11 +61,12 @@ def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
     return max(padded_width(seq_len), DEFAULT_BATCH_TOKENS[has_gpu])
 
 
-def evaluation_section(zero: str) -> dict[str, Any]:
+def evaluation_section(zero: str, size: ModelSize, ranks: int) -> dict[str, Any]:
     """The section zero_optimization that scoring gets: that of training without its optimizer, with DeepSpeed's
-    defaults where it has "auto".
+    defaults where it has "auto", and with buffers for the model on so many ranks where it names NVMe.
     """
     section = read_zero_file(zero, []).get("zero_optimization", {"stage": 0})
+    fit_nvme_buffers(section, size, ranks)
     return {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"}
 
 
@@ -165,7 +166,7 @@ def _plan(
 ) -> EvaluationPlan:
     layout = describe_layout(
         dataclasses.replace(job.size, num_trainable=0, trainable_numels=()),  # nothing is trained
-        {"zero_optimization": evaluation_section(zero)},
+        {"zero_optimization": evaluation_section(zero, job.size, machine.world_size)},
         world_size=machine.world_size,
         ranks_per_node=machine.ranks_per_node,
         dtype=job.dtype,

@@ -304,6 +304,12 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             f"use_liger_kernel cannot be combined with zero={zero}: its loss reads the head's weight past ZeRO-3's"
             " hooks, and this run cannot take tiled_loss in its place; leave it out, or use zero 2"
         )
+    if options.generate_samples and get_value(zero_file, "zero_optimization.offload_param.device") == "nvme":
+        # partitioned_param_swapper.py, swap_in, asserts a buffer for each weight, where samples need all at once.
+        problems.append(
+            f"generate_samples cannot be combined with zero={zero}: samples need all weights at once, which NVMe has no"
+            " buffers for; leave it out, or take zero 3-offload"
+        )
     if options.states == "bfloat16":
         kind, refusal = str(get_value(zero_file, "optimizer.type")).lower(), ""
         offload = get_value(zero_file, "zero_optimization.offload_optimizer.device")

@@ -245,7 +245,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     run.disk = checkpoint_size(run.options, run.model.size, config)
     distributed.raise_together(check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
     # Products of a training in float32 go over tensor cores where the GPUs of all ranks have TF32 (since Ampere).
-    has_tf32 = all(distributed.from_all([is_torch_tf32_available()]))
+    has_tf32 = machine.has_gpu and all(distributed.from_all([is_torch_tf32_available()]))  # CPU ranks leave GPUs alone
     if run.options.dtype == "float32" and has_tf32 and "tf32" not in run.options.training:
         why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
         run.apply([Decision("tf32", True, why)])

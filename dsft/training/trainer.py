@@ -25,7 +25,14 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from dsft.checkpoints.export import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
 from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
-from dsft.checkpoints.resume import TAKEN, optimizer_kind, restore, run_identity, topology_change
+from dsft.checkpoints.resume import (
+    TAKEN,
+    optimizer_kind,
+    restore,
+    restore_from_nvme,
+    run_identity,
+    topology_change,
+)
 from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config import user_code
@@ -161,6 +168,7 @@ class PerplexityTrainer(Trainer):
             "world_size": args.world_size,
             "zero_stage": stage(deepspeed_config),
             "offload": offloads(deepspeed_config),
+            "nvme": get_value(deepspeed_config, "zero_optimization.offload_optimizer.device") == "nvme",
             "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
             "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
         }
@@ -279,6 +287,8 @@ class PerplexityTrainer(Trainer):
             with self._mapped_resume():
                 deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
                 self._load_optimizer_and_scheduler(checkpoint)
+            if self.topology["nvme"]:
+                restore_from_nvme(engine, checkpoint)
         distributed.extend_timeouts()
         patch_engine(engine, resumes=checkpoint is not None)
         if is_changed:
@@ -721,6 +731,8 @@ class PerplexityTrainer(Trainer):
         else:
             with self._mapped_resume():
                 super()._load_best_model()
+            if self.topology["nvme"]:
+                restore_from_nvme(self.model_wrapped, best)
 
 
 class LastEvaluation(TrainerCallback):

@@ -124,6 +124,20 @@ def test_an_evaluation_multiplies_exactly_and_training_goes_on_as_before(everywh
             setting.fp32_precision = precision
 
 
+def test_products_follow_what_a_later_training_sets_everywhere():
+    model, windows = Looks(), windows_of_sequences([sequence(np.arange(8), np.ones(8, bool))])
+    products, before = torch.backends.cuda.matmul, torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"  # as the option tf32 does
+        with pytest.raises(InterruptedError):
+            evaluated(model, windows)
+        assert products.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert products.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision, products.fp32_precision = before, "none"
+
+
 def test_passes_over_all_windows_and_documents_do_not_grow_with_the_batches(tiny, tmp_path, monkeypatch):
     """A pass for each batch took minutes to the first batch of a corpus of 1 GiB."""
     passes = []

@@ -671,8 +671,10 @@ def test_offload_to_a_disk_counts_the_disk(configs, tmp_path):
 def test_buffers_of_nvme_hold_the_shard_of_the_largest_parameter(configs, num_gpus):
     """DeepSpeed asserts it as it loads the embedding, here 128,256 x 4,096."""
     chosen, _ = plans_of(configs["8b"], gpus(num_gpus, nvme_bytes=10**13), zero="3-nvme")
-    buffer_size = chosen.deepspeed_config["zero_optimization"]["offload_param"]["buffer_size"]
-    assert buffer_size == max(10**8, 128256 * 4096 // num_gpus)
+    section = chosen.deepspeed_config["zero_optimization"]
+    assert section["offload_param"]["buffer_size"] == max(10**8, 128256 * 4096 // num_gpus)
+    # Each weight that stays, or is fetched ahead, holds a buffer, and there are five.
+    assert section["stage3_prefetch_bucket_size"] == section["stage3_max_reuse_distance"] == 0
 
 
 @pytest.mark.parametrize("text", ["80", "80G", "GB", "-1GB", "0GB", "80 gigabytes"])

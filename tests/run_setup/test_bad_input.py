@@ -6,9 +6,11 @@ import subprocess
 
 import pytest
 import torch
+from conftest import read_json
 from safetensors.torch import load_file, save_file
 from tiny import write_jsonl
 
+from dsft.config.deepspeed import CONFIG_DIR
 from dsft.config.options import EvalConfig, TrainConfig, common_options
 from dsft.config.reader import make_config
 from dsft.errors import UserError
@@ -402,6 +404,16 @@ def test_a_disk_too_small_or_full_is_refused(problems_of, small_disk):
 def test_offload_to_a_missing_nvme_folder_names_it(problems_of):
     problems = problems_of(zero="3-nvme")
     assert len(problems) == 1 and "nvme_path=/local_nvme is no folder here" in problems[0]
+
+
+def test_samples_are_refused_with_weights_on_nvme(problems_of, tmp_path):
+    content = read_json(CONFIG_DIR / "zero3_nvme.json")
+    for part in ("offload_optimizer", "offload_param"):
+        content["zero_optimization"][part]["nvme_path"] = str(tmp_path)
+    file = tmp_path / "nvme.json"
+    file.write_text(json.dumps(content))
+    asked = {"zero": str(file), "generate_samples": 2, "eval_fraction": 0.2}
+    assert any(problem.startswith("generate_samples cannot be combined") for problem in problems_of(**asked))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(problems_of):

@@ -93,6 +93,8 @@ def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unl
     run = resolved(dtype="bfloat16", packing=True)
     assert (run.options.packing, run.options.attn_implementation) == (True, "sdpa") and tf32_of(run) == []
     assert tf32_of(resolved(dtype="float32", tf32=False)) == []
+    # CPU ranks beside GPUs (DS_ACCELERATOR=cpu).
+    assert tf32_of(resolved(machine=dataclasses.replace(EIGHT_GPUS, has_gpu=False), dtype="float32")) == []
 
 
 def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(options, tmp_path):
