@@ -717,6 +717,8 @@ def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]
     refused = set(NOT_TAKEN_OVER) if checkpoint else set()
     if learning_rates(options):  # DeepSpeed's own optimizers have one rate
         refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
+    if options.generate_samples:
+        refused.add("3-nvme")  # check_zero_file has why
     return refused
 
 

@@ -117,6 +117,14 @@ def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over
     assert everything - considered == set(NOT_TAKEN_OVER) <= everything
 
 
+def test_no_plan_with_samples_has_weights_on_nvme(facts):
+    machine = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)
+    for samples in ("", "prompts.jsonl"):
+        options = TrainConfig(dtype="bfloat16", generate_samples=samples)
+        candidates = plan_run(options, plain_job(facts, options), machine).candidates
+        assert any(plan.zero == "3-nvme" for plan in candidates) == (not samples)
+
+
 def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=0)
