@@ -25,6 +25,7 @@ from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.distributed import require_same_start
+from dsft.runtime.software import nvme_problems
 from dsft.units import token_counts
 
 
@@ -56,7 +57,8 @@ def check_evaluation(
     if refusal := refused_ranks(config.sequence_parallel, distributed.world_size()):
         problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
-        problems += check_nvme(read_scoring_file(config.zero, problems), config.zero)
+        zero_file = read_scoring_file(config.zero, problems)
+        problems += check_nvme(zero_file, config.zero) or nvme_problems(zero_file)
 
     models = [candidate_of(config, name, problems) for name in config.model]
     candidates = [each for model in models for each in in_formats(model, config.quantization, problems)]

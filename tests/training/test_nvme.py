@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, read_json
+from deepspeed import git_version_info
 from deepspeed.runtime.swap_tensor import (
     optimizer_utils,
     partitioned_optimizer_swapper,
@@ -66,6 +67,7 @@ def with_plain_files(least_bytes: int = LEAST_BYTES) -> None:
     """`least_bytes`: of what the optimizer keeps there."""
     for module in (partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_optimizer_swapper):
         module.AsyncIOBuilder = PlainFiles
+    git_version_info.installed_ops["async_io"] = True
     partitioned_param_swapper.MIN_AIO_BYTES, optimizer_utils.MIN_AIO_BYTES = LEAST_BYTES, least_bytes
 
 
