@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import ROOT, grid
 from paper_jobs import EIGHT_GPUS, paper_job
-from tiny import ARCHITECTURES
+from tiny import ARCHITECTURES, write_texts
 from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, MistralConfig, MixtralConfig
 
 import dsft
@@ -811,8 +811,8 @@ def test_the_command_repeats_the_question_and_shows_the_chosen_one_and_its_cost(
     assert (by_default["epochs"], by_default["tokens"]) == (3, 3e9)  # of transformers' TrainingArguments
 
 
-def test_hours_of_data_that_is_not_prepared_are_left_out_with_a_note(tiny, capsys):
-    data = tiny / "texts.jsonl"
+def test_hours_of_data_that_is_not_prepared_are_left_out_with_a_note(tiny, tmp_path, capsys):
+    data = write_texts(tmp_path / "texts.jsonl", 7, seed=26)  # of no other test, which may have prepared it
     words = ["plan", "--model", str(tiny / "model"), "--seq_len", "64", "--gpus", "8xH100"]
     for given, is_noted in (
         ([], False),
