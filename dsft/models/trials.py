@@ -4,6 +4,7 @@
     row_rules              which rows may share a batch? (of the loaded model itself)
     needs_mask             must padding on the right be masked?
     try_packing            can samples that share a row be kept apart, and with which attention?
+    attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
     trains_the_same        do tiles of the loss (head.py) or of feed-forwards give the same loss and gradients?
 
 Where the architecture's own code fails on small sizes, each answer is the cautious one.
@@ -274,9 +275,9 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     return tuple(((first - other).abs().max() / first.abs().max().clamp(min=1e-12)).item() for other in others)
 
 
-NOISE = 1e-5
-"""Of loss and gradients: with a mask gradients of grouped keys are added in another order, and with other padding those
-of experts."""
+NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Of loss and gradients: with a mask, or by another kernel, those of grouped keys are added in another order, and with
+other padding those of experts."""
 
 
 @one_thread()
@@ -286,7 +287,6 @@ def needs_mask(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    noise: float = NOISE,
     trust_remote_code: bool = False,
 ) -> bool:
     """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
@@ -309,7 +309,7 @@ def needs_mask(
         )
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return True
-    return not all(_all_close(tensors, masked, noise=noise) for tensors in (unmasked, other))
+    return not all(_all_close(tensors, masked, noise=NOISE[dtype]) for tensors in (unmasked, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +406,45 @@ def isolation_problem(
     return None
 
 
+def attention_like_eager(
+    config: PreTrainedConfig,
+    *,
+    dtype: str,
+    kernels: tuple[str, ...] = KERNELS,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Picks the first of `kernels` that computes on every rank as eager attention does, for a model that has no sdpa;
+    None where none does. Packed rows ask for more (`try_packing`). Collective.
+    """
+    options = {"device": distributed.device(), "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    for kernel in kernels if dtype != "float32" else ():
+        if all(distributed.from_all([is_like_eager(config, kernel, **options)])):
+            return kernel
+    return None
+
+
+@one_thread()
+def is_like_eager(
+    config: PreTrainedConfig,
+    attn_implementation: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Returns whether an attention has the loss and the gradients of eager attention in this architecture."""
+    try:
+        results = []
+        for implementation in ("eager", attn_implementation):
+            options = {"trust_remote_code": trust_remote_code, "attn_implementation": implementation}
+            model = small_model(config, dtype=dtype, **options).to(device).train()
+            ids_BT = random_tokens(model, 2, 48)
+            results.append(_loss_and_gradients(model, input_ids=ids_BT, labels=ids_BT))
+    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+        return False
+    return _all_close(*results, noise=NOISE[dtype])
+
+
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
     """Makes the arguments by which a model finds the sequences of one row: position_ids [1, T] that restart at each, of
     which transformers makes its block mask (masking_utils.find_packed_sequence_indices), and for flash attention's
@@ -463,7 +502,9 @@ def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.T
     return [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained)]
 
 
-def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE) -> bool:
+def _all_close(
+    results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE[torch.float32]
+) -> bool:
     """Whether no element of loss and gradients differs by more than `noise` of its tensor's largest. A gradient under a
     thousandth of the largest of all is the rest of larger ones, and differs by their rounding.
     """

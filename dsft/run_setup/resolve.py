@@ -56,7 +56,14 @@ from dsft.models.sequence_parallel import failed_trial, refused_model, refused_r
 from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond
 from dsft.models.trained import learning_rates, saved_lora_config, without_rows
-from dsft.models.trials import KERNELS, Packing, architecture_problems, needs_mask, try_packing
+from dsft.models.trials import (
+    KERNELS,
+    Packing,
+    architecture_problems,
+    attention_like_eager,
+    needs_mask,
+    try_packing,
+)
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
@@ -316,11 +323,11 @@ def unused_kernels(run: TrainingRun, machine: Machine) -> list[str]:
 def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
     options, model = run.options, run.model
-    how = {"asked": options.attn_implementation, "dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+    kernel, how = None, {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         how["kernels"] = KERNELS[:1]
     if options.packing:
-        run.packing = try_packing(model.config, **how)
+        run.packing = try_packing(model.config, asked=options.attn_implementation, **how)
         kernel, problem = run.packing.attn_implementation, run.packing.problem
         run.apply(
             [
@@ -333,9 +340,14 @@ def decide_run(run: TrainingRun) -> None:
                 "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
                 f" model, {problem}"
             )
-    elif model.attn_implementation == "eager" and not how["asked"] and has_gpu():
+    if (
+        not run.options.packing
+        and model.attn_implementation == "eager"
+        and not options.attn_implementation
+        and has_gpu()
+    ):
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
-        kernel = try_packing(model.config, **how).attn_implementation
+        kernel = attention_like_eager(model.config, **how)
         if kernel:
             run.apply([Decision("attn_implementation", kernel, "eager attention would hold a matrix of all tokens")])
         else:
@@ -343,8 +355,6 @@ def decide_run(run: TrainingRun) -> None:
                 f"{model.size.model_type} has no sdpa, and neither flash nor flex attention runs here: attention holds"
                 " a matrix of all tokens; pip install kernels, and triton"
             )
-    else:
-        kernel = None
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
     run.masked = distributed.on_rank_0(lambda: is_masked(run.options, model))
     run.tiling = distributed.on_rank_0(lambda: tiled_loss_decision(run.options, model))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
 from torch._higher_order_ops.flex_attention import math_attention
-from transformers import AutoConfig, masking_utils
+from transformers import AutoConfig, masking_utils, modeling_utils
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from dsft.data import batches
@@ -34,7 +34,7 @@ from dsft.data.batches import (
     sequence,
 )
 from dsft.models import trials
-from dsft.models.trials import RowRules, isolation_problem, try_packing
+from dsft.models.trials import RowRules, attention_like_eager, is_like_eager, isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
 
 
@@ -198,6 +198,28 @@ def test_on_gpus_flex_attention_is_next_where_no_flash_attention_can_be_had(tiny
     assert try_packing(config, asked="eager", dtype="bfloat16").attn_implementation == "eager"
     mixing = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384)
     assert "change the logits" in try_packing(mixing, asked=None, dtype="bfloat16").problem
+
+
+@pytest.mark.usefixtures("flex_without_compiler")
+def test_an_attention_that_replaces_eagers_has_its_loss_and_gradients(monkeypatch):
+    """Samples of a row need not be apart: gpt-oss gives its masks no positions, whatever computes them."""
+    assert attention_like_eager(transformers.LlamaConfig(**GATED), dtype="bfloat16") == "flex_attention"
+    assert attention_like_eager(transformers.LlamaConfig(**GATED), dtype="float32") is None
+    with_sinks = transformers.GptOssConfig(num_hidden_layers=2)
+    assert attention_like_eager(with_sinks, dtype="bfloat16") is None, "flex attention has no sinks on CPUs"
+    eager = transformers.models.llama.modeling_llama.eager_attention_forward
+    for name, of_mask in (("as_eager", lambda mask: mask), ("without_mask", lambda mask: None)):
+        monkeypatch.setitem(
+            modeling_utils.ALL_ATTENTION_FUNCTIONS,
+            name,
+            lambda *args, of_mask=of_mask, **options: eager(*args[:4], of_mask(args[4]), **options),
+        )
+        monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, masking_utils.eager_mask)
+    for dtype in (torch.float32, torch.bfloat16):
+        like_eager = functools.partial(
+            is_like_eager, transformers.LlamaConfig(**GATED), device=torch.device("cpu"), dtype=dtype
+        )
+        assert like_eager("as_eager") and not like_eager("without_mask")
 
 
 class Numbered:

@@ -53,7 +53,7 @@ CHECKS = (
     Check(name="full-1", run=planned_training(zero="1", activation_checkpointing=False), seconds=120),
     Check(name="lora-1", run=planned_training(zero="1", method="lora", activation_checkpointing=False), seconds=120),
     Check(name="perplexity", run=perplexities.perplexity, seconds=180),
-    Check(name="masks", run=_in("speeds", "masks"), seconds=60),
+    Check(name="masks", run=_in("speeds", "masks"), seconds=120),
     Check(name="full-3", run=planned_training(zero="3", activation_checkpointing=True), seconds=120),
     Check(name="nan", run=faults.nan_loss, seconds=60),
     Check(name="out-of-memory", run=faults.out_of_memory, seconds=120, lacks=needs_large_model),

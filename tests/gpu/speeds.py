@@ -5,11 +5,11 @@ import operator
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GptOssConfig
 from transformers.utils import is_flash_attn_2_available
 
 from dsft.models.build import DTYPES, resolve_dtype
-from dsft.models.trials import KERNELS, isolation_problem, needs_mask
+from dsft.models.trials import KERNELS, is_like_eager, isolation_problem, needs_mask
 from dsft.planner.calibration import (
     calibrate,
     gpus_key,
@@ -41,8 +41,6 @@ RATES = {
     "all_reduce_bytes": "all-reduce",
 }
 """Field of `Speeds` -> what is timed."""
-NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Of loss and gradients, with kernels that add up in another order."""
 
 
 def facts(setting: Setting) -> Iterator[Row]:
@@ -193,9 +191,17 @@ def masks(setting: Setting) -> Iterator[Row]:
         problem = isolation_problem(config, attn_implementation=kernel, device=place, dtype=dtype)
         claim = f"packed samples do not see each other ({kernel})"
         yield Row(claim=claim, measured=problem or "they do not", ok=problem is None)
-    same = not needs_mask(config, "sdpa", device=place, dtype=dtype, noise=NOISE[dtype])
+    same = not needs_mask(config, "sdpa", device=place, dtype=dtype)
     yield Row(
         claim="loss and gradients without a mask are those with it (sdpa)",
         measured="the same" if same else "they differ",
         ok=same,
     )
+    without_sdpa = GptOssConfig(num_hidden_layers=2)
+    for kernel in usable_kernels() if setting.has_gpu else []:
+        same = is_like_eager(without_sdpa, kernel, device=place, dtype=dtype)
+        yield Row(
+            claim=f"loss and gradients of gpt-oss, which has no sdpa, are those of eager attention ({kernel})",
+            measured="the same" if same else "they differ, or it does not compute",
+            ok=same,
+        )

@@ -175,7 +175,7 @@ def test_products_are_timed_on_numbers_that_differ(monkeypatch):
 
 def test_packing_and_padding_are_tried_on_the_device(setting, tiny, monkeypatch):
     setting.path("base").symlink_to(tiny / "model")
-    monkeypatch.setattr("gpu.speeds.NOISE", {torch.float32: -1})  # no two losses are so close
+    monkeypatch.setattr("dsft.models.trials.NOISE", {torch.float32: -1})  # no two losses are so close
     packing, padding = masks(setting)
     assert packing.ok is True and padding.ok is False
 

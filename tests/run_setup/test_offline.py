@@ -152,8 +152,7 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
     if kernels == "tried":  # flex attention is compiled for it, which takes seconds
         monkeypatch.setattr(trials, "has_gpu", lambda: True)
     else:
-        none = trials.Packing(attn_implementation=None, problem=kernels)
-        monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: none)
+        monkeypatch.setattr(resolve, "attention_like_eager", lambda *_, **__: None)
     without = resolve_offline(options, this_machine())
     assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
 
