@@ -31,7 +31,7 @@ claim by hand; an empty cell was not tried.
 - **evaluate**: perplexity of held-out data on the way, or of the run's folder afterwards.
 - **export**: `final/` was written as a plain folder, read back and counted.
 - In brackets: the largest number of ranks. After the semicolon: how many runs.
-- CPU ranks and GPUs have tables of their own. Each GPU was alone: NVMe and NCCL between GPUs are open.
+- CPU ranks and GPUs have tables of their own. Each GPU was alone: NCCL between GPUs is open.
   `scripts/test --gpu` tries them ([gpus.md](gpus.md))."""
 
 
