@@ -41,6 +41,7 @@ _EMPTY_THINKING = re.compile(
     r"(?:<(think|thinking|thought|seed:think)>\s*</\1>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\]"
     r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
 )
+_THINKING_END = re.compile(r"(?:</(?:think|thinking|thought|seed:think)>|<channel\|>|\[/THINK\]|<\|END_THINKING\|>)\s*")
 _BORDER = re.compile(r"[\s>\]]")
 _WAY_OUT = (
     "name a template that does with chat_template, take it out of the data, or set drop_unrendered: true, which leaves"
@@ -245,8 +246,19 @@ class _Finder:
         if empty and self.rules.train_thinking != "all":  # else the model would learn to skip thinking
             start = max(start, begins + empty.end())
         if answer and not (thought and trains_thinking):
-            content = self._content_start(turn, rendering, int(min(at[index].min() for index in answer)))
-            start = content if thought else min(start, content)
+            answered = int(min(at[index].min() for index in answer))
+            content = self._content_start(turn, rendering, answered)
+            start = min(start, content)
+            if thought:  # all that follows it is the answer's, also what opens a call, or a channel
+                after, prompt = int(max(at[index].max() for index in thought)) + 1, self.prompts.get(turn, "")
+                between, opens = rendering.marked[after:answered], _last(self.forms.special, prompt)
+                header = prompt[opens.start() :].strip() if opens else ""
+                if header and header in between:  # reasoning is a message of its own, as gpt-oss'
+                    start = after + between.rindex(header) + len(header)
+                elif closing := _THINKING_END.search(between):
+                    start = after + closing.end()
+                else:
+                    start = content
         inside = rendering.owners[(rendering.marks >= first) & (rendering.marks <= last)]
         return _Place(
             begins=begins,

@@ -226,6 +226,31 @@ def test_train_thinking_says_which_reasoning_is_trained(how, expected):
     assert ("Muse two." in tokenizer.decode(tokens.ids)) and tokens.counts["rendered_apart"] == (how == "auto")
 
 
+@pytest.mark.parametrize(
+    ("name", "calls", "says"),
+    [
+        (
+            "qwen3",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>',
+            "It rains.<|im_end|>",
+        ),
+        (
+            "gptoss",
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>',
+            "<|channel|>final<|message|>It rains.<|return|>",
+        ),
+    ],
+)
+def test_all_that_follows_untrained_reasoning_is_trained(name, calls, says):
+    """What opens a call, or the channel of an answer, is the model's to write."""
+    ask, call, _, answer = CHATS["tool call"]["messages"]
+    call, answer = (message | {"reasoning_content": "Muse."} for message in (call, answer))
+    tokenizer, tools = tokenizer_for(name), CHATS["tool call"]["tools"]
+    for messages, expected in (([ask, call], calls), ([ask, answer], says)):
+        tokens = made({"messages": messages, "tools": tools}, tokenizer, train_thinking="none")
+        assert "Muse." in tokenizer.decode(tokens.ids) and answers(tokens, tokenizer) == [[expected]]
+
+
 def test_empty_thinking_is_rendered_and_trained_only_where_it_is_asked_for():
     tokenizer = tokenizer_for("qwen3")
     tokens = made(CHATS["one turn"], tokenizer)
