@@ -99,6 +99,12 @@ def render_chat(
     return finder.sequences(), finder.notes
 
 
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Returns the tokens of a chat in the tokenizer's template, up to where the model answers."""
+    taken = [*map(_forms(tokenizer, tokenizer.get_chat_template()).take, messages)]
+    return tokenizer.apply_chat_template(taken, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
 class _Rendering:
     """A text, and where the letters of each field of the chat stand in it."""
 
@@ -133,10 +139,7 @@ class _Finder:
     def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules):
         self.tokenizer, self.rules, self.tools = tokenizer, rules, chat.tools
         self.template = template = tokenizer.get_chat_template(tools=chat.tools or None)
-        known, key = _forms_of.setdefault(tokenizer, {}), (template, len(tokenizer))
-        if key not in known:
-            known[key] = _Forms(tokenizer, template)
-        self.forms = known[key]
+        self.forms = _forms(tokenizer, template)
         self.source = chat.messages
         self.weights = [message.get("weight", 1) for message in chat.messages]
         turns = range(chat.answers_from, len(self.source))
@@ -573,3 +576,10 @@ class _Forms:
 
 
 _forms_of: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (template, number of tokens) -> _Forms
+
+
+def _forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
+    known, key = _forms_of.setdefault(tokenizer, {}), (template, len(tokenizer))
+    if key not in known:
+        known[key] = _Forms(tokenizer, template)
+    return known[key]

@@ -27,13 +27,13 @@ from dsft.data.batches import (
     padding_share,
     sequences_of,
 )
-from dsft.data.chats import TEMPLATE_ERRORS
+from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.prepare import FACTS, MOST_SOURCES, TOO_MANY_SOURCES, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
 from dsft.errors import UserError, nearest, one_line
-from dsft.models.tokenizer import chat_ids, split_tokens, text_ids
+from dsft.models.tokenizer import split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement

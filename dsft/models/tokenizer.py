@@ -143,11 +143,6 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Returns the tokens of a chat in the tokenizer's template, up to where the model answers."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

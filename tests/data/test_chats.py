@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 
 from dsft.config.options import TrainConfig
+from dsft.data.chats import chat_ids
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, stop_tokens, tokenise
@@ -122,6 +123,13 @@ def test_answers_alone_are_trained_each_whole_and_to_a_token_that_stops(name):
             assert tokenizer(stretch, add_special_tokens=False)["input_ids"][-1] in stops
             others = ("Ask", "Be brief", "Says", "wet", "noon" if "noon" not in texts else "wet")
             assert not any(other in stretch for other in others)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+def test_the_prompt_of_a_question_holds_it(name):
+    """Also where a template takes lists of parts alone: of a text it writes nothing, and does not raise."""
+    tokenizer = tokenizer_for(name)
+    assert "Ask one?" in tokenizer.decode(chat_ids(tokenizer, CHATS["one turn"]["messages"][:1]))
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if f"{name}_training" in TEMPLATES])
