@@ -451,8 +451,11 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
     tools = [_json(tool, "a tool is no JSON") if isinstance(tool, str) else tool for tool in tools]
     if other := next((tool for tool in tools if not isinstance(tool, dict)), None):
         raise ValueError(f"tools must be a list of objects; it holds {other!r:.80}")
-    if not row.get("tools"):
-        tools = [{"type": "function", "function": function} for function in tools]
+    for number, tool in enumerate(tools):
+        # Servers give templates tools. `functions`, LLaMA-Factory's `tools` and OpenAI's Responses are functions alone.
+        if "name" in tool and "function" not in tool and tool.get("type", "function") == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+            tools[number] = {"type": "function", "function": function}
     return Chat(messages=chat, tools=tools, answers_from=first_answer)
 
 
