@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import sentences
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import check_config
@@ -217,6 +217,23 @@ def test_a_token_across_the_border_of_an_answer_is_cut_there_as_a_server_cuts_it
     whole = merges.apply_chat_template(chat, return_dict=True)["input_ids"]
     assert whole[: len(prompt)] != prompt  # "assistant:", " model"
     assert tokens.ids[: len(prompt)].tolist() == prompt and trained(tokens, tokenizer) == "model<|end|>"
+
+
+def test_a_marker_that_stands_for_the_white_space_after_it_is_no_token_across_the_border(tokenizer):
+    """Those of Phi-3 do: a server's tokens of a chat have no line break between turns."""
+    strips = with_template(
+        tokenizer,
+        "{% for m in messages %}<|the_{{ m['role'] }}|>\n{{ m['content'] }}<|stop|>\n{% endfor %}{% if"
+        " add_generation_prompt %}<|the_assistant|>\n{% endif %}",
+    )
+    markers = ("<|the_user|>", "<|the_assistant|>", "<|stop|>")
+    strips.add_tokens([AddedToken(marker, rstrip=True, special=True, normalized=False) for marker in markers])
+    texts = zip(("user", "assistant") * 2, ("a", "b", "c", " d"), strict=True)
+    chat = [{"role": role, "content": text} for role, text in texts]
+    tokens = made([{"messages": chat}], strips)
+    whole = strips.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert tokens.ids.tolist() == whole and trained(tokens, strips) == "b<|stop|>d<|stop|>"
+    assert len(whole) == 3 * len(chat)
 
 
 @pytest.mark.parametrize(
