@@ -526,6 +526,19 @@ def test_an_unknown_chat_template_lists_the_presets(tiny):
     assert problem.endswith(f"presets {', '.join(sorted(PRESETS))}") and "chatml" in PRESETS
 
 
+def test_a_template_in_a_json_file_is_the_text_of_its_key(tmp_path):
+    """chat_template.json of LLaVA is valid Jinja as it stands, and would render its own braces too."""
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    path = tmp_path / "chat_template.json"
+    for content in ({"chat_template": text}, {"other": text}, [text]):
+        path.write_text(json.dumps(content))
+        if "chat_template" in content:
+            assert load_template(str(path)) == text
+        else:
+            with pytest.raises(ValueError, match="chat_template.json holds no text under the key chat_template"):
+                load_template(str(path))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
