@@ -309,6 +309,13 @@ def load_training_data(
             f"answers end with {', '.join(tokenizer.convert_ids_to_tokens(stops))}, and the tokenizer's end token is"
             f" {tokenizer.eos_token}: a server must stop at each of them (eos_token_id of the generation configuration)"
         )
+    are_chats = tokenizer.chat_template and all(Chat in each.rules.forms for each in data)
+    if tokenizer.eos_token_id is None and not are_chats:
+        notes.append(
+            f"the tokenizer {tokenizer.name_or_path} has no end token, so nothing that is trained ends a completion or"
+            " a text, and the model will not stop by itself; add one to its files (tokenizer.eos_token = ...,"
+            " save_pretrained)"
+        )
     for store in stores:
         total, first, source = store.counts["rows"], store.facts["first"], store.facts["source"]
         for name, note in ROW_NOTES.items():
