@@ -1,5 +1,6 @@
 """Reads files back before they are trusted: what was just saved against memory, a checkpoint against its manifest."""
 
+import itertools
 import math
 import threading
 import time
@@ -31,14 +32,15 @@ class TensorsInMemory:
 
 
 class SafetensorsFiles:
-    """Gives the tensors of the `*.safetensors` of a folder, or of one of them."""
+    """Gives the tensors of files, and of the `*.safetensors` of folders."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, *paths: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         """As safetensors names them: BF16."""
-        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
+        in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
+        for file in itertools.chain(*in_order):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     tensor = tensors.get_slice(name)
