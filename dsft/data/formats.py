@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from dsft.config.options import DataFields
@@ -233,7 +234,7 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
             )
     sample = FORMATS[rules.format].sample(row, rules, has_template)
     if isinstance(sample, Chat):
-        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
+        texts = _texts_in([sample.messages, sample.tools])
     else:
         texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
     try:
@@ -242,6 +243,13 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
     except UnicodeEncodeError as error:
         raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
     return sample
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Lists all texts within lists and objects, keys too."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [value] if isinstance(value, str) else [*chain(*map(_texts_in, value))] if isinstance(value, list) else []
 
 
 @lru_cache

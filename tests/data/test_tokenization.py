@@ -390,6 +390,8 @@ def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
         {"text": "x \ud83d"},
         {"prompt": "a", "completion": "x \ud83d"},
         {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]},
+        {"messages": [CHAT[1], {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": ["x \\ud83d"]}}'}]},
+        {"messages": CHAT, "tools": [{"name": "x \ud83d"}]},
     ],
 )
 def test_an_unpaired_surrogate_names_its_row(tokenizer, row):
