@@ -175,10 +175,16 @@ class TrainingData:
     rules: RowRules = NO_RULES  # with the lengths that the model computes otherwise, and `seq_len` last
     notes: list[str] = field(default_factory=list)
 
-    def describe_batches(self, batch: Batch, *, seed: int) -> None:
+    def describe_batches(self, batch: Batch, *, seed: int, drop_last: bool = False) -> None:
         """Adds the padding share of the first epoch to `counts`, where items are padded sequences, and a note where its
-        batches hold lengths that the model computes otherwise. `seed` is that of the order.
+        batches hold lengths that the model computes otherwise. `seed` is that of the order. Raises UserError where an
+        epoch has no step, since what does not fill one is left out (`drop_last`).
         """
+        if drop_last and not isinstance(self.items, Stream) and len(self.items) < batch.sequences:
+            raise UserError(
+                f"dataloader_drop_last: the data gives {len(self.items):,} sequences, and a step takes"
+                f" {batch.sequences:,}, so no step is left of an epoch; leave it out, or lower the batch size"
+            )
         may_mix, mixed = len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
             is_alike = batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
