@@ -457,8 +457,8 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
     if not isinstance(tools, list):
         raise ValueError(f"tools must be a list; it is a {type(tools).__name__}")
     tools = [_json(tool, "a tool is no JSON") if isinstance(tool, str) else tool for tool in tools]
-    if other := next((tool for tool in tools if not isinstance(tool, dict)), None):
-        raise ValueError(f"tools must be a list of objects; it holds {other!r:.80}")
+    if others := [tool for tool in tools if not isinstance(tool, dict)]:
+        raise ValueError(f"tools must be a list of objects; it holds {others[0]!r:.80}")
     for number, tool in enumerate(tools):
         # Servers give templates tools. `functions`, LLaMA-Factory's `tools` and OpenAI's Responses are functions alone.
         if "name" in tool and "function" not in tool and tool.get("type", "function") == "function":

@@ -288,6 +288,9 @@ def test_tools_reach_the_template(tokenizer):
     for tools, problem in (("[{", "tools is no JSON"), (["look_up"], "a tool is no JSON"), ([1], "a list of objects")):
         with pytest.raises(UserError, match=problem):
             made([{"messages": CHAT, "tools": tools}], shows)
+    for tool in (None, [], ""):
+        with pytest.raises(UserError, match="tools? .*(list of objects|no JSON)"):
+            made([{"messages": CHAT, "tools": [tool]}], shows)
 
 
 @pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
