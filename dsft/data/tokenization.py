@@ -317,9 +317,17 @@ def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> It
     probe = next(encode(tokenizer, ["\na"], special=False))
     if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
         return encode(tokenizer, texts, special=False)
+
+    def after_another(text: str) -> list[int]:  # that shares a token with a line break before it
+        for lead in "|~#":
+            before, joined = encode(tokenizer, [lead, lead + text], special=False)
+            if joined[: len(before)] == before:
+                return joined[len(before) :]
+        return next(encode(tokenizer, [text], special=False))
+
     joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
     return (
-        ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
+        ids[len(before) :] if ids[: len(before)] == before else after_another(text)
         for ids, text in zip(joined, texts, strict=True)
     )
 

@@ -370,6 +370,18 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
     )
 
 
+def test_a_completion_that_begins_with_a_line_break_has_no_blank_before_it():
+    """Also where two line breaks are one token: a completion is encoded after one."""
+    pieces = Tokenizer(models.BPE())
+    pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces.train_from_iterator(["big\n\nsmall |"] * 9, trainers.BpeTrainer(special_tokens=["<s>", "<|end|>"]))
+    sentencepiece = PreTrainedTokenizerFast(tokenizer_object=pieces, bos_token="<s>", eos_token="<|end|>")
+    assert sentencepiece.convert_ids_to_tokens(sentencepiece("\n\nb")["input_ids"])[1].startswith("\n\n")
+    tokens = made([{"prompt": "big\n", "completion": "\nsmall"}], sentencepiece)
+    assert "".join(sentencepiece.convert_ids_to_tokens(tokens.ids)) == "▁big\n\nsmall<|end|>"
+    assert trained(tokens, sentencepiece).replace(" ", "") == "\nsmall<|end|>"
+
+
 def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
     """Of byte-level pieces, and of SentencePiece's, which puts a blank before a text and cuts unknown characters up."""
     pieces = Tokenizer(models.BPE(byte_fallback=True))
