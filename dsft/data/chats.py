@@ -208,6 +208,8 @@ class _Finder:
         tail = alone.marked[in_alone.last + 1 :] if in_alone else ""
         follows = self._followed(turn) if is_last else rendering.after(place.last)
         same = _common(tail, follows)
+        if not is_last and follows == tail:  # nothing of the messages after it is rendered (drop_unrendered)
+            same = _common(tail, self._followed(turn))
         special, added = self.forms.special, self.forms.added
         ends_open = False
         if match := _last(special, tail[:same]):
@@ -312,9 +314,12 @@ class _Finder:
                 rendering = _Rendering(self._render(marked), fields)
             except TEMPLATE_ERRORS:
                 continue
-            of_turn = [rendering.of(index) for index, field in enumerate(fields) if field.message == turn]
-            if last := max((int(letters.max()) for letters in of_turn if len(letters)), default=0):
-                return rendering.after(last)
+            lasts = [0, 0]  # letters of the turn and of what follows it, where both are rendered
+            for index, field in enumerate(fields):
+                if field.message >= turn:
+                    lasts[field.message - turn] = int(rendering.of(index).max(initial=lasts[field.message - turn]))
+            if all(lasts):
+                return rendering.after(lasts[0])
         return self._alone(turn).tail
 
     def sequence(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> Rendered:

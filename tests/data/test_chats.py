@@ -300,6 +300,16 @@ def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted()
         made(CHATS["tool call"], tokenizer_for("lfm2"), drop_unrendered=True)
 
 
+def test_an_answer_before_messages_that_are_not_rendered_ends_as_any_other():
+    """Phi-3's template ends every text with the end token, which is no part of an answer."""
+    tokenizer, (question, answer) = tokenizer_for("phi3"), CHATS["one turn"]["messages"]
+    called = answer | {"tool_calls": CHATS["tool call"]["messages"][1]["tool_calls"]}
+    result = {"role": "tool", "name": "weather", "content": "wet"}
+    for messages in ([question, answer, result], [question, called], [question, called, result]):
+        tokens = made({"messages": messages}, tokenizer, drop_unrendered=True)
+        assert answers(tokens, tokenizer) == [["Reply one.<|end|>"]]
+
+
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "gemma4_v5", "deepseekv3", "lfm2_2_5", "muse_glimmer"])
 def test_an_evaluation_has_one_sequence_for_each_chat_whatever_is_scored(name):
     tokenizer = tokenizer_for(name)
