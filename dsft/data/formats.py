@@ -496,7 +496,8 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
     if not isinstance(content, str) and not (content is None and calls):
         raise ValueError(f"{where} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
     message: Message = {"role": "assistant" if is_call else ROLES[role], "content": content or ""}
-    if reasoning := next((given[key] for key in REASONING if given.get(key)), None):
+    # Blank reasoning is none, as an empty think block is: gpt-oss' template would write a thought without words.
+    if reasoning := next((given[key] for key in REASONING if given.get(key) and str(given[key]).strip()), None):
         if not isinstance(reasoning, str):
             raise ValueError(f"{where}: reasoning must be text; it is a {type(reasoning).__name__}")
         message["reasoning_content"] = reasoning
