@@ -455,7 +455,8 @@ def _write_streamed(
             shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
     _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
-    check_export(out, **known)
+    has_same_names = isinstance(weights, SafetensorsSource | MergedSource)
+    check_export(out, source=base or str(folder) if has_same_names else "", **known)
 
 
 def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, trust_remote_code: bool) -> None:

@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
-from dsft.errors import raise_if_any
+from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import has_only_shards, is_step_folder
 from dsft.models.package import auto_class
 from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.models.size import load_model_config
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.units import plural
 from dsft.watchdog import client as watchdog
 
 
@@ -104,16 +105,25 @@ def check_written(path: Path, written: SafetensorsFiles | TensorsInMemory, memor
 
 
 @torch.no_grad()
-def check_export(folder: Path, model: PreTrainedModel | None = None, *, trust_remote_code: bool = False) -> None:
+def check_export(
+    folder: Path, model: PreTrainedModel | None = None, *, source: str = "", trust_remote_code: bool = False
+) -> None:
     """Load `folder` as its user will: every weight must be there and, where a `model` is given, equal the model's.
-    Raises RuntimeError, naming the first weight that is missing or differs.
+    Raises RuntimeError, naming the first weight that is missing or differs; UserError where `source`, of which all
+    weights were taken by their names, lacks it.
     """
     placement = {"device_map": "meta"} if model is None else {"dtype": model.dtype}
     config = load_model_config(str(folder), trust_remote_code=trust_remote_code)
     loaded, info = auto_class(config).from_pretrained(
         folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
     )
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing and source:
+        raise UserError(
+            f"{source}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}; copy or"
+            " download it again"
+        )
+    if missing:
         raise RuntimeError(
             f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
         )

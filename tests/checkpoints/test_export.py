@@ -148,7 +148,7 @@ def test_a_model_packed_as_fp8_is_exported_unpacked(tiny, tmp_path):
     check_export(out, unpacked)
 
 
-def test_what_cannot_be_read_is_named_in_one_line(tiny, tmp_path):
+def test_what_cannot_be_read_is_named_in_one_line(adapter, tiny, tmp_path):
     """Also where the package is missing that a quantised model needs."""
     cut, gptq = (shutil.copytree(tiny / "model", tmp_path / name) for name in ("cut", "gptq"))
     (cut / "model.safetensors").write_bytes((tiny / "model" / "model.safetensors").read_bytes()[:-1])
@@ -157,6 +157,16 @@ def test_what_cannot_be_read_is_named_in_one_line(tiny, tmp_path):
     save_file(packed, gptq / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"{cut}: cannot be exported .*not fully covered"):
         export(str(cut), str(tmp_path / "out"))
+    incomplete, tensors = tmp_path / "incomplete", load_file(tiny / "model" / "model.safetensors")
+    shutil.copytree(tiny / "model", incomplete)
+    del tensors["model.norm.weight"]
+    save_file(tensors, incomplete / "model.safetensors", metadata={"format": "pt"})
+    description = adapter[1] / "adapter_config.json"
+    content = json.loads(description.read_text()) | {"base_model_name_or_path": str(incomplete)}
+    description.write_text(json.dumps(content))
+    for source in (incomplete, adapter[1]):
+        with pytest.raises(UserError, match=f"{incomplete}: 1 weight of the model missing, the first is model.norm"):
+            export(str(source), str(tmp_path / "out"))
     if importlib.util.find_spec("gptqmodel") is None:
         with pytest.raises(UserError, match=f"{gptq}: cannot be exported .*GPTQ.* requires"):
             export(str(gptq), str(tmp_path / "out"))
