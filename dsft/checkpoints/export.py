@@ -26,7 +26,7 @@ from peft import PeftModel, load_peft_weights
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as gguf_files
@@ -58,15 +58,14 @@ from dsft.models.model_folder import (
     is_gguf,
     located,
     step_folder,
-    weight_bytes_in,
 )
 from dsft.models.package import names_saved
 from dsft.models.pickles import ZeroShards, check_weight_files, safe_unpickling
 from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
-from dsft.models.trained import merge_problems, not_streamable
-from dsft.models.weight_files import files_of_tensors
+from dsft.models.trained import merge_problems, not_streamable, unwrapped
+from dsft.models.weight_files import WEIGHT_FILES, files_of_tensors, find_files
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
@@ -79,14 +78,24 @@ class NotStreamable(Exception):
     """Explains why these weights cannot be taken one by one."""
 
 
+def weight_files(model: str, revision: str | None = None) -> list[Path]:
+    """The safetensors that transformers loads a model from; others may lie beside them: the repositories of Mistral
+    hold all weights a second time, under other names. Raises UserError where one that the index names is missing.
+    """
+    try:
+        return [*map(Path, find_files(model, WEIGHT_FILES[:2], revision))]
+    except UserError as error:
+        raise UserError([f"{model}: {problem}" for problem in error.problems]) from None
+
+
 class SafetensorsSource(SafetensorsFiles):
     """Gives the weights of a model that lies in safetensors, one at a time as all sources; `kept_dtypes` are theirs."""
 
-    def __init__(self, folder: Path):
-        super().__init__(folder)
+    def __init__(self, model: str, revision: str | None = None):
+        super().__init__(*weight_files(model, revision))
         kinds = {*self.dtypes.values()}
         if not kinds or kinds - DTYPES_ON_DISK.keys():
-            raise NotStreamable(f"{folder} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
+            raise NotStreamable(f"{model} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
         self.kept_dtypes = {name: DTYPES_ON_DISK[kind] for name, kind in self.dtypes.items()}
 
 
@@ -94,7 +103,7 @@ class Mxfp4Source(SafetensorsFiles):
     """Gives weights whose experts are packed as MXFP4, unpacked to transformers' numbers (integrations/mxfp4.py)."""
 
     def __init__(self, folder: Path):
-        super().__init__(folder)
+        super().__init__(*weight_files(str(folder)))
         for packed in [name for name in self.shapes if name.endswith("_blocks")]:
             experts, outputs, blocks, num_bytes = self.shapes.pop(packed)
             name = packed.removesuffix("_blocks")
@@ -136,8 +145,13 @@ class ShardsSource:
 class MergedSource:
     """Gives the weights of an adapter merged into its base by peft, layer by layer; no weight needs another."""
 
-    def __init__(self, adapter: Path, base_name: str, *, revision: str | None, trust_remote_code: bool):
-        """Raises UserError where the adapter cannot be merged, or not all of its tensors have a place."""
+    def __init__(
+        self, adapter: Path, base_name: str, *, dtype: torch.dtype | None, revision: str | None, trust_remote_code: bool
+    ):
+        """Raises UserError where the adapter cannot be merged, or not all of its tensors have a place. `dtype`: of the
+        written weights; None for that of the base.
+        """
+        self.dtype = dtype
         if adapter_base(base_name) is not None:
             raise UserError(
                 f"{adapter}: its base {base_name} is an adapter itself; merge that first, and name the result"
@@ -155,7 +169,7 @@ class MergedSource:
             raise UserError(problems) from None
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
-        self.base = SafetensorsSource(local_folder(base_name, revision))
+        self.base = SafetensorsSource(base_name, revision)
         self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
         inner = adapted.get_base_model()
         if inner.config.get_text_config().vocab_size != vocab_size:
@@ -190,6 +204,7 @@ class MergedSource:
         for key in layer.state_dict():
             if (tensor := self.of_layers.get(f"{layer_name}.{key}")) is None:
                 tensor = self.base.read(f"{layer_name}.{key.removeprefix('base_layer.')}")
+                tensor = tensor.to(torch.promote_types(tensor.dtype, self.dtype or tensor.dtype))  # not rounded before
             state[key] = tensor.clone()
         merged = copy.deepcopy(layer)  # on meta: it costs nothing, and merging marks a layer
         merged.load_state_dict(state, assign=True)
@@ -237,14 +252,6 @@ class GgufSource:
         return torch.from_numpy(self.converter.process(unpacked, tensor.name, **known).weights.copy())
 
 
-def local_folder(model: str, revision: str | None) -> Path:
-    """Return the folder of a hub id's files on this machine, or the folder itself."""
-    if Path(model).is_dir():
-        return Path(model)
-    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-
-
 def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
     """Raise NotStreamable where transformers has these parameters otherwise in memory (fused experts) than on disk."""
     for conversion in get_checkpoint_conversion_mapping(config.model_type) or []:
@@ -287,16 +294,16 @@ def export(
         with safe_unpickling(trust=trust_checkpoint):
             try:  # weight by weight
                 if base is not None and not has_only_shards(str(folder)):
-                    weights = MergedSource(folder, base, **known)
+                    weights = MergedSource(folder, base, dtype=DTYPES.get(dtype), **known)
                 elif is_gguf(str(folder)):
                     weights = GgufSource(folder, load_model_config(str(folder)))
-                elif base is None and any(folder.glob("*.safetensors")):
-                    on_disk = quantization_on_disk(load_model_config(described_in(str(folder)), **known))
-                    is_unpacked = on_disk and on_disk.unpacked_by_export
-                    weights = Mxfp4Source(folder) if is_unpacked else SafetensorsSource(folder)
-                else:
+                elif has_only_shards(str(folder)):
                     config = load_model_config(described_in(str(folder)), **known)
                     weights = ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
+                else:
+                    on_disk = quantization_on_disk(load_model_config(str(folder), **known))
+                    is_unpacked = on_disk and on_disk.unpacked_by_export
+                    weights = Mxfp4Source(folder) if is_unpacked else SafetensorsSource(str(folder))
                 _write_streamed(folder, beside, weights, dtype, max_shard_size=max_shard_size, **known)
             except NotStreamable as why:
                 say(f"the full model is loaded into memory: {why}")
@@ -311,7 +318,8 @@ def export(
             beside.rename(target)
     except UserError:
         raise
-    except (OSError, ValueError, struct.error) as error:  # the last: a GGUF file that is cut
+    # A GGUF file that is cut, safetensors that are, and a package that a quantised model needs.
+    except (OSError, ValueError, struct.error, SafetensorError, ImportError) as error:
         raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # of what failed, gigabytes
@@ -337,20 +345,22 @@ def _write_loaded(
         written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
     else:
-        needed = weight_bytes_in(str(local_folder(base, revision) if base else folder)) or 0
+        needed = sum(Path(file).stat().st_size for file in find_files(base or str(folder), WEIGHT_FILES, revision))
     free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
-    unpacking = base and unpacking_config(load_model_config(base, **known))
+    unpacking = None
+    if base or not (is_gguf(str(folder)) or has_only_shards(str(folder))):
+        unpacking = unpacking_config(load_model_config(base or str(folder), **known))
     if unpacking:
         options["quantization_config"] = unpacking
     model = load_weights(str(folder), **options)
     if is_gguf(str(folder)):  # experts get the names of the architecture's own files
         patches.replace("unpacked_weights", lambda _: None, on=model)
     if unpacking:
-        inner = model.get_base_model()
+        inner = unwrapped(model)
         cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
         patches.replace("unpacked_weights", lambda _: None, on=inner)
         text_config = inner.config.get_text_config(decoder=True)
@@ -424,7 +434,10 @@ def _write_streamed(
     if split.is_sharded:
         write_index(out, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     base = adapter_base(str(folder))
-    described = local_folder(base, revision) if base else Path(described_in(str(folder)))
+    described = Path(base or described_in(str(folder)))
+    if base and not described.is_dir():  # on the hub
+        patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
+        described = Path(snapshot_download(str(described), revision=revision, allow_patterns=patterns))
     config = load_model_config(str(described), **known)
     elements: Counter[torch.dtype] = Counter()
     for name, tensor in on_meta.items():
@@ -442,7 +455,8 @@ def _write_streamed(
             shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
     _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
-    check_export(out, **known)
+    has_same_names = isinstance(weights, SafetensorsSource | MergedSource)
+    check_export(out, source=base or str(folder) if has_same_names else "", **known)
 
 
 def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, trust_remote_code: bool) -> None:

@@ -1,5 +1,6 @@
 """Reads files back before they are trusted: what was just saved against memory, a checkpoint against its manifest."""
 
+import itertools
 import math
 import threading
 import time
@@ -13,13 +14,14 @@ from transformers import PreTrainedModel
 
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
-from dsft.errors import raise_if_any
+from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import has_only_shards, is_step_folder
 from dsft.models.package import auto_class
 from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.models.size import load_model_config
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.units import plural
 from dsft.watchdog import client as watchdog
 
 
@@ -31,14 +33,15 @@ class TensorsInMemory:
 
 
 class SafetensorsFiles:
-    """Gives the tensors of the `*.safetensors` of a folder, or of one of them."""
+    """Gives the tensors of files, and of the `*.safetensors` of folders."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, *paths: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         """As safetensors names them: BF16."""
-        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
+        in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
+        for file in itertools.chain(*in_order):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     tensor = tensors.get_slice(name)
@@ -102,16 +105,25 @@ def check_written(path: Path, written: SafetensorsFiles | TensorsInMemory, memor
 
 
 @torch.no_grad()
-def check_export(folder: Path, model: PreTrainedModel | None = None, *, trust_remote_code: bool = False) -> None:
+def check_export(
+    folder: Path, model: PreTrainedModel | None = None, *, source: str = "", trust_remote_code: bool = False
+) -> None:
     """Load `folder` as its user will: every weight must be there and, where a `model` is given, equal the model's.
-    Raises RuntimeError, naming the first weight that is missing or differs.
+    Raises RuntimeError, naming the first weight that is missing or differs; UserError where `source`, of which all
+    weights were taken by their names, lacks it.
     """
     placement = {"device_map": "meta"} if model is None else {"dtype": model.dtype}
     config = load_model_config(str(folder), trust_remote_code=trust_remote_code)
     loaded, info = auto_class(config).from_pretrained(
         folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
     )
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing and source:
+        raise UserError(
+            f"{source}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}; copy or"
+            " download it again"
+        )
+    if missing:
         raise RuntimeError(
             f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
         )

@@ -279,9 +279,9 @@ def find_weights(source: str) -> Path:
             raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
         folder = newest
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
-    has_files = any(folder.glob("*.safetensors")) or any(folder.glob("global_step*"))
+    has_files = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "global_step*", "*model*.bin"))
     if not has_files and not is_step_folder(str(folder)):
-        raise UserError(f"{source}: holds neither safetensors nor a DeepSpeed global_step folder")
+        raise UserError(f"{source}: holds neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder")
     return folder
 
 

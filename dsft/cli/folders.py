@@ -102,10 +102,10 @@ def chat(options: ChatOptions) -> None:
     with quick_imports():
         from transformers import GenerationConfig, TextStreamer
 
-        from dsft.data.chats import TEMPLATE_ERRORS
+        from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.size import max_positions
-        from dsft.models.tokenizer import chat_ids, generate, load_tokenizer
+        from dsft.models.tokenizer import generate, load_tokenizer
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
         model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}

@@ -41,6 +41,7 @@ _EMPTY_THINKING = re.compile(
     r"(?:<(think|thinking|thought|seed:think)>\s*</\1>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\]"
     r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
 )
+_THINKING_END = re.compile(r"(?:</(?:think|thinking|thought|seed:think)>|<channel\|>|\[/THINK\]|<\|END_THINKING\|>)\s*")
 _BORDER = re.compile(r"[\s>\]]")
 _WAY_OUT = (
     "name a template that does with chat_template, take it out of the data, or set drop_unrendered: true, which leaves"
@@ -98,6 +99,12 @@ def render_chat(
     return finder.sequences(), finder.notes
 
 
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Returns the tokens of a chat in the tokenizer's template, up to where the model answers."""
+    taken = [*map(_forms(tokenizer, tokenizer.get_chat_template()).take, messages)]
+    return tokenizer.apply_chat_template(taken, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
 class _Rendering:
     """A text, and where the letters of each field of the chat stand in it."""
 
@@ -132,10 +139,7 @@ class _Finder:
     def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules):
         self.tokenizer, self.rules, self.tools = tokenizer, rules, chat.tools
         self.template = template = tokenizer.get_chat_template(tools=chat.tools or None)
-        known, key = _forms_of.setdefault(tokenizer, {}), (template, len(tokenizer))
-        if key not in known:
-            known[key] = _Forms(tokenizer, template)
-        self.forms = known[key]
+        self.forms = _forms(tokenizer, template)
         self.source = chat.messages
         self.weights = [message.get("weight", 1) for message in chat.messages]
         turns = range(chat.answers_from, len(self.source))
@@ -204,6 +208,8 @@ class _Finder:
         tail = alone.marked[in_alone.last + 1 :] if in_alone else ""
         follows = self._followed(turn) if is_last else rendering.after(place.last)
         same = _common(tail, follows)
+        if not is_last and follows == tail:  # nothing of the messages after it is rendered (drop_unrendered)
+            same = _common(tail, self._followed(turn))
         special, added = self.forms.special, self.forms.added
         ends_open = False
         if match := _last(special, tail[:same]):
@@ -245,8 +251,19 @@ class _Finder:
         if empty and self.rules.train_thinking != "all":  # else the model would learn to skip thinking
             start = max(start, begins + empty.end())
         if answer and not (thought and trains_thinking):
-            content = self._content_start(turn, rendering, int(min(at[index].min() for index in answer)))
-            start = content if thought else min(start, content)
+            answered = int(min(at[index].min() for index in answer))
+            content = self._content_start(turn, rendering, answered)
+            start = min(start, content)
+            if thought:  # all that follows it is the answer's, also what opens a call, or a channel
+                after, prompt = int(max(at[index].max() for index in thought)) + 1, self.prompts.get(turn, "")
+                between, opens = rendering.marked[after:answered], _last(self.forms.special, prompt)
+                header = prompt[opens.start() :].strip() if opens else ""
+                if header and header in between:  # reasoning is a message of its own, as gpt-oss'
+                    start = after + between.rindex(header) + len(header)
+                elif closing := _THINKING_END.search(between):
+                    start = after + closing.end()
+                else:
+                    start = content
         inside = rendering.owners[(rendering.marks >= first) & (rendering.marks <= last)]
         return _Place(
             begins=begins,
@@ -297,9 +314,12 @@ class _Finder:
                 rendering = _Rendering(self._render(marked), fields)
             except TEMPLATE_ERRORS:
                 continue
-            of_turn = [rendering.of(index) for index, field in enumerate(fields) if field.message == turn]
-            if last := max((int(letters.max()) for letters in of_turn if len(letters)), default=0):
-                return rendering.after(last)
+            lasts = [0, 0]  # letters of the turn and of what follows it, where both are rendered
+            for index, field in enumerate(fields):
+                if field.message >= turn:
+                    lasts[field.message - turn] = int(rendering.of(index).max(initial=lasts[field.message - turn]))
+            if all(lasts):
+                return rendering.after(lasts[0])
         return self._alone(turn).tail
 
     def sequence(self, rendering: _Rendering, places: dict[int, _Place], length: int) -> Rendered:
@@ -561,3 +581,10 @@ class _Forms:
 
 
 _forms_of: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (template, number of tokens) -> _Forms
+
+
+def _forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
+    known, key = _forms_of.setdefault(tokenizer, {}), (template, len(tokenizer))
+    if key not in known:
+        known[key] = _Forms(tokenizer, template)
+    return known[key]

@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from dsft.config.options import DataFields
@@ -233,7 +234,7 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
             )
     sample = FORMATS[rules.format].sample(row, rules, has_template)
     if isinstance(sample, Chat):
-        texts = [message.get(key) or "" for message in sample.messages for key in ("content", "reasoning_content")]
+        texts = _texts_in([sample.messages, sample.tools])
     else:
         texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
     try:
@@ -242,6 +243,13 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
     except UnicodeEncodeError as error:
         raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
     return sample
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Lists all texts within lists and objects, keys too."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [value] if isinstance(value, str) else [*chain(*map(_texts_in, value))] if isinstance(value, list) else []
 
 
 @lru_cache
@@ -449,10 +457,13 @@ def _chat(messages: Any, row: dict[str, Any], *, answers_from: int = 0) -> Chat:
     if not isinstance(tools, list):
         raise ValueError(f"tools must be a list; it is a {type(tools).__name__}")
     tools = [_json(tool, "a tool is no JSON") if isinstance(tool, str) else tool for tool in tools]
-    if other := next((tool for tool in tools if not isinstance(tool, dict)), None):
-        raise ValueError(f"tools must be a list of objects; it holds {other!r:.80}")
-    if not row.get("tools"):
-        tools = [{"type": "function", "function": function} for function in tools]
+    if others := [tool for tool in tools if not isinstance(tool, dict)]:
+        raise ValueError(f"tools must be a list of objects; it holds {others[0]!r:.80}")
+    for number, tool in enumerate(tools):
+        # Servers give templates tools. `functions`, LLaMA-Factory's `tools` and OpenAI's Responses are functions alone.
+        if "name" in tool and "function" not in tool and tool.get("type", "function") == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+            tools[number] = {"type": "function", "function": function}
     return Chat(messages=chat, tools=tools, answers_from=first_answer)
 
 
@@ -485,7 +496,8 @@ def _message(given: dict[str, Any], number: int) -> tuple[Message, bool]:
     if not isinstance(content, str) and not (content is None and calls):
         raise ValueError(f"{where} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
     message: Message = {"role": "assistant" if is_call else ROLES[role], "content": content or ""}
-    if reasoning := next((given[key] for key in REASONING if given.get(key)), None):
+    # Blank reasoning is none, as an empty think block is: gpt-oss' template would write a thought without words.
+    if reasoning := next((given[key] for key in REASONING if given.get(key) and str(given[key]).strip()), None):
         if not isinstance(reasoning, str):
             raise ValueError(f"{where}: reasoning must be text; it is a {type(reasoning).__name__}")
         message["reasoning_content"] = reasoning

@@ -236,6 +236,10 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = encoded["input_ids"]
         firsts, lasts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        # Markers of Phi-3 stand for the white space after them too, which is on neither side of a boundary.
+        strips = [number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
+        for index in np.flatnonzero(np.isin(ids, strips)):
+            lasts[index] = firsts[index] + len(text[firsts[index] : lasts[index]].rstrip())
         for begin, end in spans:
             inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
             if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
@@ -313,9 +317,17 @@ def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> It
     probe = next(encode(tokenizer, ["\na"], special=False))
     if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
         return encode(tokenizer, texts, special=False)
+
+    def after_another(text: str) -> list[int]:  # that shares a token with a line break before it
+        for lead in "|~#":
+            before, joined = encode(tokenizer, [lead, lead + text], special=False)
+            if joined[: len(before)] == before:
+                return joined[len(before) :]
+        return next(encode(tokenizer, [text], special=False))
+
     joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
     return (
-        ids[len(before) :] if ids[: len(before)] == before else next(encode(tokenizer, [text], special=False))
+        ids[len(before) :] if ids[: len(before)] == before else after_another(text)
         for ids, text in zip(joined, texts, strict=True)
     )
 

@@ -27,13 +27,13 @@ from dsft.data.batches import (
     padding_share,
     sequences_of,
 )
-from dsft.data.chats import TEMPLATE_ERRORS
+from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.prepare import FACTS, MOST_SOURCES, TOO_MANY_SOURCES, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
 from dsft.errors import UserError, nearest, one_line
-from dsft.models.tokenizer import chat_ids, split_tokens, text_ids
+from dsft.models.tokenizer import split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
@@ -175,10 +175,16 @@ class TrainingData:
     rules: RowRules = NO_RULES  # with the lengths that the model computes otherwise, and `seq_len` last
     notes: list[str] = field(default_factory=list)
 
-    def describe_batches(self, batch: Batch, *, seed: int) -> None:
+    def describe_batches(self, batch: Batch, *, seed: int, drop_last: bool = False) -> None:
         """Adds the padding share of the first epoch to `counts`, where items are padded sequences, and a note where its
-        batches hold lengths that the model computes otherwise. `seed` is that of the order.
+        batches hold lengths that the model computes otherwise. `seed` is that of the order. Raises UserError where an
+        epoch has no step, since what does not fill one is left out (`drop_last`).
         """
+        if drop_last and not isinstance(self.items, Stream) and len(self.items) < batch.sequences:
+            raise UserError(
+                f"dataloader_drop_last: the data gives {len(self.items):,} sequences, and a step takes"
+                f" {batch.sequences:,}, so no step is left of an epoch; leave it out, or lower the batch size"
+            )
         may_mix, mixed = len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
             is_alike = batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
@@ -308,6 +314,13 @@ def load_training_data(
         notes.append(
             f"answers end with {', '.join(tokenizer.convert_ids_to_tokens(stops))}, and the tokenizer's end token is"
             f" {tokenizer.eos_token}: a server must stop at each of them (eos_token_id of the generation configuration)"
+        )
+    are_chats = tokenizer.chat_template and all(Chat in each.rules.forms for each in data)
+    if tokenizer.eos_token_id is None and not are_chats:
+        notes.append(
+            f"the tokenizer {tokenizer.name_or_path} has no end token, so nothing that is trained ends a completion or"
+            " a text, and the model will not stop by itself; add one to its files (tokenizer.eos_token = ...,"
+            " save_pretrained)"
         )
     for store in stores:
         total, first, source = store.counts["rows"], store.facts["first"], store.facts["source"]

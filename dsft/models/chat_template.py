@@ -3,6 +3,7 @@
 A preset is a file of `templates/`, by its name without the ending; nothing else lists the presets.
 """
 
+import json
 from pathlib import Path
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
@@ -29,13 +30,22 @@ EXTENSIONS = (_Generation, "jinja2.ext.loopcontrols")
 
 
 def load_template(name: str) -> str:
-    """Returns the text of a preset or a file. Raises ValueError where it is neither, or is no Jinja."""
+    """Returns the text of a preset or a file; of a JSON file, as older packages with images have one, that of its key
+    chat_template. Raises ValueError where it is neither, or is no Jinja.
+    """
     try:
         template = read_text(PRESETS.get(name, name))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
         ) from None
+    if name.endswith(".json"):  # as it stands it would be Jinja too, whose text is written around each chat
+        try:
+            template = json.loads(template)["chat_template"]
+        except (ValueError, LookupError, TypeError):
+            template = None
+        if not isinstance(template, str):
+            raise ValueError(f"{name} holds no text under the key chat_template")
     try:
         Environment(extensions=EXTENSIONS).compile(template)
     except TemplateSyntaxError as error:

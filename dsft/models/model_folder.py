@@ -110,13 +110,6 @@ def located(model: str) -> tuple[str, dict[str, str]]:
     return f"{owner}/{name}", {"gguf_file": file}
 
 
-def weight_bytes_in(model: str) -> int | None:
-    """Bytes of the files of weights in a folder; None where there are none here."""
-    folder = Path(model)
-    files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-    return sum(file.stat().st_size for file in files) or None
-
-
 def missing(key: str, name: str) -> str | None:
     """The problem of the option `key` where nothing is at its value, which can only be a path: no hub id looks so, or
     the folder above it exists. Else None.

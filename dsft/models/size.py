@@ -33,7 +33,6 @@ from dsft.models.model_folder import (
     located,
     no_adapter,
     no_model,
-    weight_bytes_in,
 )
 from dsft.models.package import from_config
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
@@ -49,6 +48,7 @@ from dsft.models.trained import (
     unsaved_ends,
     without_rows,
 )
+from dsft.models.weight_files import weight_bytes_in
 from dsft.runtime import patches
 
 CONFIG_ERRORS = (

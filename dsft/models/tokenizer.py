@@ -101,12 +101,13 @@ def _has_own_tokens(adapter: str) -> bool:
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
     """Says that a model of `vocab_size` rows has none for some tokens; empty where it has."""
-    largest = max(tokenizer.get_vocab().values(), default=0)
+    largest, token = max(((number, text) for text, number in tokenizer.get_vocab().items()), default=(0, ""))
     if largest < vocab_size:
         return []
     return [
-        f"tokenizer {tokenizer.name_or_path}: has ids up to {largest}, but the model has embeddings for"
-        f" {vocab_size}; use the model's own tokenizer"
+        f"tokenizer {tokenizer.name_or_path}: has ids up to {largest} ({token}), but the model has embeddings for"
+        f" {vocab_size}; use the model's own tokenizer, or, where this is it, a copy without the tokens beyond (in"
+        " added_tokens of its files)"
     ]
 
 
@@ -141,11 +142,6 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Returns the tokens of a text that is to be continued: a tokenizer that closes each text does not close it."""
     ids = tokenizer(text)["input_ids"]
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-
-
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Returns the tokens of a chat in the tokenizer's template, up to where the model answers."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def generate(

@@ -40,6 +40,14 @@ def find_files(name: str, candidates: tuple[str, ...], revision: str | None = No
     return files
 
 
+def weight_bytes_in(model: str) -> int | None:
+    """Bytes of the files that a folder's weights are loaded from; None where they are not all here."""
+    files = []
+    with contextlib.suppress(UserError):  # whoever loads them reports it
+        files = find_files(model, WEIGHT_FILES) if Path(model).is_dir() else []
+    return sum(Path(file).stat().st_size for file in files) or None
+
+
 def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
     """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
     names = {}

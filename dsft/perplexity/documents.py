@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
-from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
+from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Message, Pair, Text, canonical, text_of
 from dsft.data.prepare import Preparation, Store, cache_folder, prepare
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import (
@@ -54,7 +54,7 @@ class Documents(Preparation):
     """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 3  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 4  # of what is stored for a document; part of the fingerprint, as all fields
 
     @property
     def longest(self) -> float:
@@ -282,6 +282,10 @@ class Answers(Documents):
         except UserError as error:
             raise UserError([f"data: {problem}" for problem in error.problems]) from None
         beside_content = {"reasoning_content", "tool_calls", "weight"}
+
+        def is_content_alone(message: Message) -> bool:  # reasoning may stand in it, and be scored or not
+            return beside_content.isdisjoint(message) and "</think>" not in message["content"]
+
         for index, (start, end) in enumerate(pairwise([0, *tokens.ends.tolist()])):
             ids, trained = tokens.ids[start:end], tokens.trained[start:end]
             messages = samples[index].messages if isinstance(samples[index], Chat) else []
@@ -290,7 +294,7 @@ class Answers(Documents):
             elif (
                 len(ids) == rules.seq_len
                 or rules.train_on in ("all", "last")
-                or any(each["role"] == "assistant" and not beside_content.isdisjoint(each) for each in messages)
+                or any(each["role"] == "assistant" and not is_content_alone(each) for each in messages)
             ):  # what is scored is not the text of the answers: cut off, less of them, or more than their content
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
         kept = {name: getattr(tokens, name) for name in ("ids", "trained", "ends", "counts")}

@@ -171,7 +171,8 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         distributed.world_size(),
         options.sequence_parallel,
     )
-    data.describe_batches(batch, seed=shuffle_seed(args.data_seed, args.seed))
+    order = {"seed": shuffle_seed(args.data_seed, args.seed), "drop_last": args.dataloader_drop_last}
+    data.describe_batches(batch, **order)
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import math
 import re
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from quantized import write_gguf
+from quantized import as_fp8, describe, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
@@ -18,6 +19,7 @@ from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.trained import add_lora
+from dsft.models.weight_files import weight_bytes_in
 
 
 @pytest.fixture
@@ -100,6 +102,87 @@ def test_export_writes_the_asked_dtype_and_the_tokenizer(tiny, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert (out / "tokenizer.json").is_file()
     assert {path.name for path in out.iterdir() if path.stat().st_mode & 0o444 != out.stat().st_mode & 0o444} == set()
+
+
+def test_pickled_weights_become_safetensors(adapter, tiny, tmp_path):
+    """As adapters and models were published before safetensors; they are trained and evaluated as they are."""
+    base = shutil.copytree(tiny / "model", tmp_path / "base")
+    for folder, file in ((base, "pytorch_model.bin"), (adapter[1], "adapter_model.bin")):
+        (safe,) = folder.glob("*.safetensors")
+        torch.save(load_file(safe), folder / file)
+    expected = load_file(merge(str(adapter[1]), str(tmp_path / "expected")) / "model.safetensors")
+    for safe in (base / "model.safetensors", adapter[1] / "adapter_model.safetensors"):
+        safe.unlink()
+    written = load_file(export(str(base), str(tmp_path / "exported")) / "model.safetensors")
+    kept = load_file(tiny / "model" / "model.safetensors")
+    assert written.keys() == kept.keys() and all(torch.equal(written[name], kept[name]) for name in kept)
+    merged = load_file(merge(str(adapter[1]), str(tmp_path / "merged")) / "model.safetensors")
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[name], expected[name]) for name in merged)
+
+
+@pytest.mark.parametrize("beside", ["one file", "an index"])
+def test_weights_that_lie_beside_the_model_s_own_are_not_written(adapter, tiny, tmp_path, beside):
+    """Mistral's repositories hold all weights a second time, under other names, in consolidated.safetensors."""
+    base = tmp_path / "base"
+    size = {"one file": "1GB", "an index": "40KB"}[beside]
+    AutoModelForCausalLM.from_pretrained(tiny / "model").save_pretrained(base, max_shard_size=size)
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(base)
+    shapes = SafetensorsFiles(base).shapes
+    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, base / "consolidated.safetensors")
+    description = adapter[1] / "adapter_config.json"
+    content = json.loads(description.read_text()) | {"base_model_name_or_path": str(base)}
+    description.write_text(json.dumps(content))
+    for source in (base, adapter[1]):
+        assert SafetensorsFiles(export(str(source), str(tmp_path / f"of-{source.name}"))).shapes == shapes
+    assert weight_bytes_in(str(base)) < sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    if beside == "an index":
+        next(base.glob("model-00001-*")).unlink()
+        with pytest.raises(UserError, match=f"{base}: model-00001.* is not there, which model.safetensors.index.json"):
+            export(str(base), str(tmp_path / "incomplete"))
+
+
+def test_a_model_packed_as_fp8_is_exported_unpacked(tiny, tmp_path):
+    packed, unpacked = as_fp8(tiny / "model", tmp_path / "fp8")
+    out = export(str(packed), str(tmp_path / "out"))
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    check_export(out, unpacked)
+
+
+def test_what_cannot_be_read_is_named_in_one_line(adapter, tiny, tmp_path):
+    """Also where the package is missing that a quantised model needs."""
+    cut, gptq = (shutil.copytree(tiny / "model", tmp_path / name) for name in ("cut", "gptq"))
+    (cut / "model.safetensors").write_bytes((tiny / "model" / "model.safetensors").read_bytes()[:-1])
+    describe(gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32})
+    packed = load_file(gptq / "model.safetensors") | {"model.layers.0.mlp.up_proj.qweight": torch.ones(2, 2).int()}
+    save_file(packed, gptq / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{cut}: cannot be exported .*not fully covered"):
+        export(str(cut), str(tmp_path / "out"))
+    incomplete, tensors = tmp_path / "incomplete", load_file(tiny / "model" / "model.safetensors")
+    shutil.copytree(tiny / "model", incomplete)
+    del tensors["model.norm.weight"]
+    save_file(tensors, incomplete / "model.safetensors", metadata={"format": "pt"})
+    description = adapter[1] / "adapter_config.json"
+    content = json.loads(description.read_text()) | {"base_model_name_or_path": str(incomplete)}
+    description.write_text(json.dumps(content))
+    for source in (incomplete, adapter[1]):
+        with pytest.raises(UserError, match=f"{incomplete}: 1 weight of the model missing, the first is model.norm"):
+            export(str(source), str(tmp_path / "out"))
+    if importlib.util.find_spec("gptqmodel") is None:
+        with pytest.raises(UserError, match=f"{gptq}: cannot be exported .*GPTQ.* requires"):
+            export(str(gptq), str(tmp_path / "out"))
+
+
+def test_a_merge_into_a_wider_dtype_is_not_rounded_to_the_base_s(adapter, tiny, tmp_path):
+    _, folder = adapter
+    base = str(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.bfloat16).save_pretrained(base)
+    description = folder / "adapter_config.json"
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"base_model_name_or_path": base}))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, folder).merge_and_unload(safe_merge=True).state_dict()
+    merged = load_file(merge(str(folder), str(tmp_path / "merged"), dtype="float32") / "model.safetensors")
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
 
 
 def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):

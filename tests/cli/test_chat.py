@@ -68,7 +68,7 @@ def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
     ("source", "words", "text"),
     [
         ("{tiny}/model", [], "its tokenizer has no chat template"),
-        ("{tmp}", [], "{tmp}: holds neither safetensors nor a DeepSpeed global_step folder"),
+        ("{tmp}", [], "{tmp}: holds neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"),
         ("{tmp}/away", [], "model={tmp}/away: there is no such folder or file"),
         ("{tiny}/chat", ["--prompt", "the " * 300], "and the model 256 positions; shorten --prompt"),
         ("{tiny}/chat", ["--chat_template", "chatmll"], "chat_template: chatmll is neither a file"),

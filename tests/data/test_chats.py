@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 
 from dsft.config.options import TrainConfig
+from dsft.data.chats import chat_ids
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, stop_tokens, tokenise
@@ -124,6 +125,13 @@ def test_answers_alone_are_trained_each_whole_and_to_a_token_that_stops(name):
             assert not any(other in stretch for other in others)
 
 
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+def test_the_prompt_of_a_question_holds_it(name):
+    """Also where a template takes lists of parts alone: of a text it writes nothing, and does not raise."""
+    tokenizer = tokenizer_for(name)
+    assert "Ask one?" in tokenizer.decode(chat_ids(tokenizer, CHATS["one turn"]["messages"][:1]))
+
+
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if f"{name}_training" in TEMPLATES])
 def test_what_is_trained_is_what_trl_marks_in_its_training_variant(name):
     """But for what a prompt gives, empty thinking, and tokens that end a turn."""
@@ -226,6 +234,31 @@ def test_train_thinking_says_which_reasoning_is_trained(how, expected):
     assert ("Muse two." in tokenizer.decode(tokens.ids)) and tokens.counts["rendered_apart"] == (how == "auto")
 
 
+@pytest.mark.parametrize(
+    ("name", "calls", "says"),
+    [
+        (
+            "qwen3",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>',
+            "It rains.<|im_end|>",
+        ),
+        (
+            "gptoss",
+            ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>',
+            "<|channel|>final<|message|>It rains.<|return|>",
+        ),
+    ],
+)
+def test_all_that_follows_untrained_reasoning_is_trained(name, calls, says):
+    """What opens a call, or the channel of an answer, is the model's to write."""
+    ask, call, _, answer = CHATS["tool call"]["messages"]
+    call, answer = (message | {"reasoning_content": "Muse."} for message in (call, answer))
+    tokenizer, tools = tokenizer_for(name), CHATS["tool call"]["tools"]
+    for messages, expected in (([ask, call], calls), ([ask, answer], says)):
+        tokens = made({"messages": messages, "tools": tools}, tokenizer, train_thinking="none")
+        assert "Muse." in tokenizer.decode(tokens.ids) and answers(tokens, tokenizer) == [[expected]]
+
+
 def test_empty_thinking_is_rendered_and_trained_only_where_it_is_asked_for():
     tokenizer = tokenizer_for("qwen3")
     tokens = made(CHATS["one turn"], tokenizer)
@@ -265,6 +298,16 @@ def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted()
         assert tokens.counts == {"rows": 1, "unrendered": 1} and tokens.trained.any()
     with pytest.raises(UserError, match="does not render its tool call"):  # nothing of the answer would be left
         made(CHATS["tool call"], tokenizer_for("lfm2"), drop_unrendered=True)
+
+
+def test_an_answer_before_messages_that_are_not_rendered_ends_as_any_other():
+    """Phi-3's template ends every text with the end token, which is no part of an answer."""
+    tokenizer, (question, answer) = tokenizer_for("phi3"), CHATS["one turn"]["messages"]
+    called = answer | {"tool_calls": CHATS["tool call"]["messages"][1]["tool_calls"]}
+    result = {"role": "tool", "name": "weather", "content": "wet"}
+    for messages in ([question, answer, result], [question, called], [question, called, result]):
+        tokens = made({"messages": messages}, tokenizer, drop_unrendered=True)
+        assert answers(tokens, tokenizer) == [["Reply one.<|end|>"]]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "gemma4_v5", "deepseekv3", "lfm2_2_5", "muse_glimmer"])

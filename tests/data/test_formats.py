@@ -1,5 +1,6 @@
 """The registry of data formats: which one rows are of, and what a reader of the manual finds about it."""
 
+import json
 from typing import get_args
 
 import pytest
@@ -152,6 +153,25 @@ def test_a_system_column_is_the_first_message_of_every_chat(name):
         tools=FLAWS["tools"]["tools"],
         answers_from=2 if name == "pairs of messages" else 0,
     )
+
+
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_a_tool_of_every_shape_is_the_one_that_a_server_gives(column):
+    """LLaMA-Factory's rows and OpenAI's Responses have functions alone: templates would write another prompt."""
+    function = {"name": "look_up", "parameters": {}}
+    (tool,) = made(ROWS["messages"] | {"tools": [{"type": "function", "function": function}]}).tools
+    for given in (tool, function, {"type": "function"} | function, json.dumps(function)):
+        assert made(ROWS["messages"] | {column: [given]}).tools == [tool]
+    assert made(ROWS["messages"] | {column: json.dumps([function])}).tools == [tool]
+    other = {"type": "custom", "name": "look_up"}
+    assert made(ROWS["messages"] | {column: [other]}).tools == [other]
+
+
+def test_blank_reasoning_is_none():
+    for key in ("reasoning_content", "thinking"):
+        assert made({"messages": [TURNS[0], TURNS[1] | {key: "\n"}]}) == made(ROWS["messages"])
+    turns = [TURNS[0], TURNS[1] | {"reasoning_content": " ", "thinking": "so"}]
+    assert made({"messages": turns}).messages[1]["reasoning_content"] == "so"
 
 
 def test_two_system_messages_that_differ_are_refused():

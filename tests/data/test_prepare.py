@@ -523,6 +523,18 @@ def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, con
         assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes, strict=True))
 
 
+@pytest.mark.parametrize("row", [{"text": "a step"}, {"prompt": "a", "completion": "b"}])
+def test_a_tokenizer_without_an_end_token_is_noted(tiny, tmp_path, config, row):
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    tokenizer = load_tokenizer(TrainConfig(model=str(tiny / "model")))
+    notes = {}
+    for end in (tokenizer.eos_token, None):
+        tokenizer.eos_token = end
+        notes[end] = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=128), tokenizer).notes
+    (note,) = notes.pop(None)
+    assert "has no end token" in note and [*notes.values()] == [[]]
+
+
 def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
     with pytest.raises(UserError, match="a.jsonl: 1 rows give no token to train on .*dropped_long.*raise seq_len"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import sentences
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import check_config
@@ -219,6 +219,23 @@ def test_a_token_across_the_border_of_an_answer_is_cut_there_as_a_server_cuts_it
     assert tokens.ids[: len(prompt)].tolist() == prompt and trained(tokens, tokenizer) == "model<|end|>"
 
 
+def test_a_marker_that_stands_for_the_white_space_after_it_is_no_token_across_the_border(tokenizer):
+    """Those of Phi-3 do: a server's tokens of a chat have no line break between turns."""
+    strips = with_template(
+        tokenizer,
+        "{% for m in messages %}<|the_{{ m['role'] }}|>\n{{ m['content'] }}<|stop|>\n{% endfor %}{% if"
+        " add_generation_prompt %}<|the_assistant|>\n{% endif %}",
+    )
+    markers = ("<|the_user|>", "<|the_assistant|>", "<|stop|>")
+    strips.add_tokens([AddedToken(marker, rstrip=True, special=True, normalized=False) for marker in markers])
+    texts = zip(("user", "assistant") * 2, ("a", "b", "c", " d"), strict=True)
+    chat = [{"role": role, "content": text} for role, text in texts]
+    tokens = made([{"messages": chat}], strips)
+    whole = strips.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert tokens.ids.tolist() == whole and trained(tokens, strips) == "b<|stop|>d<|stop|>"
+    assert len(whole) == 3 * len(chat)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -271,6 +288,9 @@ def test_tools_reach_the_template(tokenizer):
     for tools, problem in (("[{", "tools is no JSON"), (["look_up"], "a tool is no JSON"), ([1], "a list of objects")):
         with pytest.raises(UserError, match=problem):
             made([{"messages": CHAT, "tools": tools}], shows)
+    for tool in (None, [], ""):
+        with pytest.raises(UserError, match="tools? .*(list of objects|no JSON)"):
+            made([{"messages": CHAT, "tools": [tool]}], shows)
 
 
 @pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
@@ -350,6 +370,18 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
     )
 
 
+def test_a_completion_that_begins_with_a_line_break_has_no_blank_before_it():
+    """Also where two line breaks are one token: a completion is encoded after one."""
+    pieces = Tokenizer(models.BPE())
+    pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces.train_from_iterator(["big\n\nsmall |"] * 9, trainers.BpeTrainer(special_tokens=["<s>", "<|end|>"]))
+    sentencepiece = PreTrainedTokenizerFast(tokenizer_object=pieces, bos_token="<s>", eos_token="<|end|>")
+    assert sentencepiece.convert_ids_to_tokens(sentencepiece("\n\nb")["input_ids"])[1].startswith("\n\n")
+    tokens = made([{"prompt": "big\n", "completion": "\nsmall"}], sentencepiece)
+    assert "".join(sentencepiece.convert_ids_to_tokens(tokens.ids)) == "▁big\n\nsmall<|end|>"
+    assert trained(tokens, sentencepiece).replace(" ", "") == "\nsmall<|end|>"
+
+
 def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
     """Of byte-level pieces, and of SentencePiece's, which puts a blank before a text and cuts unknown characters up."""
     pieces = Tokenizer(models.BPE(byte_fallback=True))
@@ -373,6 +405,8 @@ def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
         {"text": "x \ud83d"},
         {"prompt": "a", "completion": "x \ud83d"},
         {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]},
+        {"messages": [CHAT[1], {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": ["x \\ud83d"]}}'}]},
+        {"messages": CHAT, "tools": [{"name": "x \ud83d"}]},
     ],
 )
 def test_an_unpaired_surrogate_names_its_row(tokenizer, row):
@@ -507,6 +541,19 @@ def test_an_unknown_chat_template_lists_the_presets(tiny):
     (problem,) = problems
     assert problem.startswith("chat_template: chatlm is neither a file")
     assert problem.endswith(f"presets {', '.join(sorted(PRESETS))}") and "chatml" in PRESETS
+
+
+def test_a_template_in_a_json_file_is_the_text_of_its_key(tmp_path):
+    """chat_template.json of LLaVA is valid Jinja as it stands, and would render its own braces too."""
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    path = tmp_path / "chat_template.json"
+    for content in ({"chat_template": text}, {"other": text}, [text]):
+        path.write_text(json.dumps(content))
+        if "chat_template" in content:
+            assert load_template(str(path)) == text
+        else:
+            with pytest.raises(ValueError, match="chat_template.json holds no text under the key chat_template"):
+                load_template(str(path))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from tiny import write_pairs
 from dsft.config.options import TrainConfig
 from dsft.data.batches import EpochSampler, PackedRows, PaddedToFullSteps, sequences_in
 from dsft.data.training_data import _names_of, check_sources, load_training_data
+from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
 from dsft.units import IGNORED, Batch
 
@@ -102,6 +103,14 @@ def test_lengths_that_the_model_computes_otherwise_share_no_batch_or_are_counted
     sides = [{len(item["input_ids"]) > limit for item in row} for row in packed.items]
     assert packed.notes == [] and {True} in sides and {False} in sides and {True, False} not in sides
     assert load().rules.limits == (32,) and load(limits=(64,)).rules.limits == (32,)
+
+
+def test_an_epoch_without_a_full_step_is_refused_where_the_rest_is_left_out(load):
+    """transformers asked for max_steps instead."""
+    load().describe_batches(Batch(31, 1, 1), seed=7, drop_last=True)
+    load().describe_batches(Batch(32, 1, 1), seed=7)
+    with pytest.raises(UserError, match="dataloader_drop_last: the data gives 31 sequences, and a step takes 32"):
+        load().describe_batches(Batch(32, 1, 1), seed=7, drop_last=True)
 
 
 def test_a_seed_of_the_data_of_0_is_a_seed(load):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.models.model_folder import weight_bytes_in
 from dsft.runtime.software import compiler_words
 from gpu import faults, perplexities, trainings
 from gpu.check import Check, Row, Setting, needs_gpu, needs_large_model
@@ -29,6 +28,7 @@ def _lacks_quantisation(setting: Setting) -> str:
 
 def _lacks_disk(setting: Setting) -> str:
     from dsft.models.size import measure_model  # here: torch
+    from dsft.models.weight_files import weight_bytes_in
     from dsft.run_setup.arguments import checkpoint_size
 
     if not weight_bytes_in(str(setting.path("base"))):

@@ -111,7 +111,8 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(options
     config = make_config(TrainConfig, options(tmp_path / "run", model=str(model), add_tokens=["<tool>"]), [])
     (problem,) = check_run(config, this_machine(ranks_per_node=1)).problems
     assert problem.endswith(
-        f"has ids up to {FIRST}, but the model has embeddings for {FIRST}; use the model's own tokenizer"
+        f"has ids up to {FIRST} (<tool>), but the model has embeddings for {FIRST}; use the model's own tokenizer, or,"
+        " where this is it, a copy without the tokens beyond (in added_tokens of its files)"
     )
 
 

@@ -260,6 +260,22 @@ def test_chats_of_several_turns_are_scored_as_an_oracle_does(tiny, tmp_path):
     assert result.document_nats == pytest.approx(expected, rel=1e-6)
 
 
+def test_bytes_of_reasoning_in_the_content_count_where_it_is_scored(tiny, tmp_path):
+    """A template may leave it out of earlier turns: bits per byte were of bytes that no token stood for."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "chat")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    )
+    assert "loop.last" in tokenizer.chat_template
+    answers = ["<think>the loss</think>a node", "<think>a rank</think>big"]
+    turns = [[{"role": "user", "content": "a step"}, {"role": "assistant", "content": text}] for text in answers]
+    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns[0] + turns[1]}])
+    source = source_of(EvalConfig(model=["unused"], data=[str(data)]), tokenizer)
+    tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
+    assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == f"a node{answers[1]}"
+    assert tokens.document_bytes.tolist() == [len("a node" + answers[1])]
+
+
 def test_worker_processes_prepare_the_same(tiny, tokenizer):
     """Each gets a copy of the preparation."""
     for name, preparation in (("held_out.jsonl", Texts(bos="auto", prefix="once")), ("pairs.jsonl", Answers())):
