@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jinja2 import TemplateError
@@ -223,6 +224,9 @@ class _TokensBuilder:
                 self.sources.append(self.source)
 
 
+_stripping: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> ids of added tokens that take white space after them
+
+
 def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], Spans]:
     """Encodes the text of a chat; returns its ids, and which of them are trained."""
     text, spans = rendered.text, rendered.spans
@@ -237,8 +241,9 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
         ids = encoded["input_ids"]
         firsts, lasts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
         # Markers of Phi-3 stand for the white space after them too, which is on neither side of a boundary.
-        strips = [number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
-        for index in np.flatnonzero(np.isin(ids, strips)):
+        if tokenizer not in _stripping:  # thousands of added tokens take milliseconds, which no chat should
+            _stripping[tokenizer] = [number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
+        for index in np.flatnonzero(np.isin(ids, _stripping[tokenizer])) if _stripping[tokenizer] else ():
             lasts[index] = firsts[index] + len(text[firsts[index] : lasts[index]].rstrip())
         for begin, end in spans:
             inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
