@@ -275,7 +275,7 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
     if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
         return None
     data = load_training_data(options, list(run.data), [], tokenizer, pack=options.packing, flash=False)
-    tokens, items = int(data.counts["tokens"]), len(data.items)
+    tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
     batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     if isinstance(data.items, Sequences):
         seed = shuffle_seed(options.training.get("data_seed"), options.training.get("seed", 42))

@@ -12,7 +12,7 @@ from dsft.cli.main import main
 from dsft.cli.plan_answers import prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.batches import PaddedToFullSteps
+from dsft.data.batches import PaddedToFullSteps, sequences_in
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials
@@ -99,8 +99,13 @@ def test_data_that_is_not_here_is_named(asked, capsys):
     assert "the data cannot be read here" in printed and "nowhere.jsonl" in printed
 
 
-@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}])
-def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, changes):
+WEIGHTED = {"data": ["pairs.jsonl", "texts.jsonl"], "data_weights": [9.0, 1.0]}  # short sequences and full ones
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}, WEIGHTED])
+def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_path, changes):
+    if "data_weights" in changes:
+        changes = changes | {"data": [str(tiny / name) for name in changes["data"]]}
     config = make_config(TrainConfig, asked(data_cache=str(tmp_path / "tokens"), **changes), [])
     run = resolve_offline(config, EIGHT_GPUS)
     plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
@@ -109,7 +114,8 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, 
     tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
     per_step = 8 * plan.micro_batch * plan.accumulation
     assert steps * per_step == len(PaddedToFullSteps(data.items, per_step))
-    assert tokens == data.counts["tokens"] and 0 < mean_len <= config.seq_len
+    drawn = sequences_in(data.items[index] for index in range(len(data.items)))
+    assert tokens == sum(len(each["input_ids"]) for each in drawn) and 0 < mean_len <= config.seq_len
     assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
 
 
