@@ -119,6 +119,16 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_
     assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
 
 
+@pytest.mark.parametrize("batch_tokens", [64, 90])
+def test_a_budget_of_tokens_is_planned_with_all_that_short_sequences_fill_of_it(asked, cheap_traces, batch_tokens):
+    changes = {"data": "PAIRS", BATCH: None, "batch_tokens": batch_tokens}
+    run = resolve_offline(make_config(TrainConfig, asked(**changes), []), EIGHT_GPUS)
+    data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=False, flash=False)
+    lengths = [[len(each["input_ids"]) for each in data.items[index]] for index in range(len(data.items))]
+    most = max(data.rules.width(max(batch)) * len(batch) for batch in lengths)
+    assert most <= run.job.micro_batch * 32 < batch_tokens + 32
+
+
 def test_auto_is_what_the_card_computes_in():
     types = {name: auto_dtype(dataclasses.replace(EIGHT_GPUS, gpu_type=name)) for name in ("T4", "V100-32GB", "H100")}
     assert types == {"T4": "float32", "V100-32GB": "float32", "H100": "bfloat16"}
