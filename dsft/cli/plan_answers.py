@@ -418,7 +418,8 @@ def name_of(machine: Machine) -> str:
 
 def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> str:
     """One line: what was asked, with the options that change it."""
-    how = "full finetuning" if options.method == "full" else f"{options.method} of rank {options.lora_r}"
+    shape = options.adapter or f"rank {job.size.lora_r}"
+    how = "full finetuning" if options.method == "full" else f"{options.method} of {shape}"
     return (
         f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
         f" {job.optimizer} (--optim)"

@@ -6,10 +6,11 @@ import json
 import pytest
 import yaml
 from conftest import grid
-from transformers import GptOssConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from dsft.cli.main import main
-from dsft.cli.plan_answers import prepared_epoch
+from dsft.cli.plan_answers import describe_question, prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.data.batches import PaddedToFullSteps, sequences_in
@@ -127,6 +128,16 @@ def test_a_budget_of_tokens_is_planned_with_all_that_short_sequences_fill_of_it(
     lengths = [[len(each["input_ids"]) for each in data.items[index]] for index in range(len(data.items))]
     most = max(data.rules.width(max(batch)) * len(batch) for batch in lengths)
     assert most <= run.job.micro_batch * 32 < batch_tokens + 32
+
+
+def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has_its_rank(asked, tiny, tmp_path):
+    adapter = str(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    get_peft_model(model, LoraConfig(r=3, task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(adapter)
+    for changes, rank, named in (({"adapter": adapter}, 3, f"lora of {adapter} "), ({}, 16, "lora of rank 16 ")):
+        run = resolve_offline(make_config(TrainConfig, asked(method="lora", **changes), []), EIGHT_GPUS)
+        assert run.job.size.lora_r == rank
+        assert describe_question(run.options, run.job, ["bfloat16"]).startswith(named)
 
 
 def test_auto_is_what_the_card_computes_in():
