@@ -597,4 +597,5 @@ def explain(plan: Plan) -> None:
         times.add_row(name, f"{getattr(plan.time, f'{part}_seconds'):,.4f}")
     show_table(table)
     show_table(times)
-    show_text("peak = always + the larger of (forward and backward) and (optimizer step)")
+    others = ", ".join(f"({name})" for phase, name in PHASES.items() if phase not in ("always", "load"))
+    show_text(f"peak = always + the largest of {others}; or (loading) alone, where that is more")

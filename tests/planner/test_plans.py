@@ -19,6 +19,7 @@ from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, Mist
 
 import dsft
 from dsft.cli.main import main
+from dsft.cli.plan_answers import PHASES
 from dsft.config.deepspeed import CONFIG_DIR, check_deepspeed_json, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -30,7 +31,7 @@ from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, Job, candidate_names, settings, unmodelled
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import sums_in_fp32
+from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.resolve import choose_plan, job_of, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
@@ -791,6 +792,16 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
     )
     assert "405.853 B parameters" in out and "->" in out and "is chosen" in out
     assert "optimizer" in out and "computing" in out and "activations: trace of its own code" in out
+
+
+def test_the_peak_is_explained_with_every_phase_that_may_make_it(configs, capsys):
+    words = ["--model", configs["8b"], "--gpus", "8xH100", "--zero", "3", "--method", "lora", "--seq_len", "512"]
+    words += ["--per_device_train_batch_size", "1", "--generate_samples", "2", "--eval_data", "d"]
+    plan = json.loads(run_plan(capsys, *words, "--json"))["chosen"]
+    sums = bytes_by_phase([Term(**term) for term in plan["terms"]], "device")
+    assert sums["always"] + sums["sample"] == plan["device_bytes"] > sums["always"] + sums["compute"]
+    (sentence,) = re.findall("^peak = .*", run_plan(capsys, *words, "--explain"), re.MULTILINE)
+    assert all(f"({name})" in sentence for phase, name in PHASES.items() if phase != "always")
 
 
 def test_the_command_repeats_the_question_and_shows_the_chosen_one_and_its_cost(configs, capsys):
