@@ -931,6 +931,21 @@ def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, 
         assert json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]["fits"], command
 
 
+def test_the_nodes_of_a_host_file_are_all_there_are(configs, capsys, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
+    for more, has_more_nodes in ((("--nodes", "2"), True), (("--hostfile", str(tmp_path / "hosts")), False)):
+        with pytest.raises(SystemExit) as caught:
+            run_plan(capsys, *words, *more)
+        assert caught.value.code == 1
+        commands = [line.split() for line in capsys.readouterr().out.splitlines() if "  dsft plan" in line]
+        assert any(command[command.index("--nodes") + 1] != "2" for command in commands if "--nodes" in command) == (
+            has_more_nodes
+        )
+        for command in commands:
+            assert json.loads(run_plan(capsys, *command[2:], "--json"))["chosen"]["fits"], command
+
+
 def test_lora_is_the_way_out_where_a_quantised_base_fits_no_gpu(configs):
     options = TrainConfig(model=configs["8b"], method="qlora", dtype="bfloat16")
     machine = gpus(8, 8)
