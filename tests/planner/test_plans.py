@@ -1022,6 +1022,11 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     assert written["gradient_clipping"] == 0.5 and written["bf16"]["bf16_optimizer_states"] is True
     again = json.loads(run_plan(capsys, *words, *more, "--zero", str(tmp_path / "more/deepspeed.json"), "--json"))
     assert again["chosen"]["fits"], "what was written is taken with the same options"
+    half_file = read_zero_file("2", []) | {"fp16": {"enabled": True, "initial_scale_power": 12}}
+    (tmp_path / "own.json").write_text(json.dumps(half_file))
+    half = ("--dtype", "float16", "--zero", str(tmp_path / "own.json"))
+    run_plan(capsys, *words, *half, "--write", str(tmp_path / "half"))
+    assert read_zero_file(str(tmp_path / "half/deepspeed.json"), [])["fp16"] == half_file["fp16"]
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)
