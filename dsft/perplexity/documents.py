@@ -54,7 +54,7 @@ class Documents(Preparation):
     """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 3  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 4  # of what is stored for a document; part of the fingerprint, as all fields
 
     @property
     def longest(self) -> float:
@@ -294,7 +294,9 @@ class Answers(Documents):
             ):  # what is scored is not the text of the answers: cut off, less of them, or more than their content
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
         kept = {name: getattr(tokens, name) for name in ("ids", "trained", "ends", "counts")}
-        return _with_sizes(texts, samples, **kept)
+        sized = _with_sizes(texts, samples, **kept)
+        sized.document_words[sized.document_bytes == 0] = 0  # nothing of it is scored
+        return sized
 
 
 def _with_sizes(texts: list[str], samples: list[Sample], **tokens: Any) -> Tokens:
@@ -483,11 +485,11 @@ def grouping(
     if name == "role":
         return Grouping(name, ["prompt", "answer"], lambda _, places: is_answer[places].astype(np.int64), of_data)
 
-    def turn_of(window: int, places: np.ndarray) -> np.ndarray:
-        """Number the answers; a prompt counts with the answer after it."""
     batches = answers.batches(masked.batches(), rules, tokenizer)
     numbers_D = [_numbers_of(sample) for batch in batches for sample in samples_in(batch, rules, tokenizer)]
 
+    def turn_of(window: int, places: np.ndarray) -> np.ndarray:
+        """Number the answers; a prompt counts with the answer after it."""
         start, end = windows.spans[window, :2]  # of a document
         is_answer_T = np.asarray(is_answer[start:end])
         begins_T = np.diff(is_answer_T.astype(np.int8), prepend=0) == 1
