@@ -49,7 +49,7 @@ ON_THE_CARD = {
 """Keys of the results in run.json, as the card calls them."""
 OPTIONS_ON_THE_CARD = (
     *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
-    *("lora_r", "lora_alpha", "lora_target_modules", "seed"),
+    *("adapter", "lora_r", "lora_alpha", "lora_target_modules", "seed"),
 )
 UNFINISHED = ".unfinished"
 """Where an export is written until it is whole: a name's ending, or in an empty folder a name."""
@@ -310,10 +310,11 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     """
     config, results = run["config"], run["results"]
     data += f"\n\nHeld out: {held_out}" if held_out else ""
+    has_new_adapter = config["method"] != "full" and not config.get("adapter")  # a saved one has its own shape
     options = {
         name: config[name]
         for name in OPTIONS_ON_THE_CARD
-        if config.get(name) not in (None, -1) and (config["method"] != "full" or not name.startswith("lora"))
+        if config.get(name) not in (None, -1) and (has_new_adapter or not name.startswith("lora"))
     }
     numbers = {text: results[name] for name, text in ON_THE_CARD.items() if results.get(name) is not None}
     measured = {text: f"{n:,}" if isinstance(n, int) else f"{n:,.6g}" for text, n in numbers.items()}

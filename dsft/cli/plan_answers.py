@@ -275,7 +275,7 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
     if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
         return None
     data = load_training_data(options, list(run.data), [], tokenizer, pack=options.packing, flash=False)
-    tokens, items = int(data.counts["tokens"]), len(data.items)
+    tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
     batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     if isinstance(data.items, Sequences):
         seed = shuffle_seed(options.training.get("data_seed"), options.training.get("seed", 42))
@@ -418,7 +418,8 @@ def name_of(machine: Machine) -> str:
 
 def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> str:
     """One line: what was asked, with the options that change it."""
-    how = "full finetuning" if options.method == "full" else f"{options.method} of rank {options.lora_r}"
+    shape = options.adapter or f"rank {job.size.lora_r}"
+    how = "full finetuning" if options.method == "full" else f"{options.method} of {shape}"
     return (
         f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
         f" {job.optimizer} (--optim)"
@@ -596,4 +597,5 @@ def explain(plan: Plan) -> None:
         times.add_row(name, f"{getattr(plan.time, f'{part}_seconds'):,.4f}")
     show_table(table)
     show_table(times)
-    show_text("peak = always + the larger of (forward and backward) and (optimizer step)")
+    others = ", ".join(f"({name})" for phase, name in PHASES.items() if phase not in ("always", "load"))
+    show_text(f"peak = always + the largest of {others}; or (loading) alone, where that is more")

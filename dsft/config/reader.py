@@ -563,7 +563,8 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
         for value, times in Counter(getattr(options, name)).items()
         if times > 1
     ]
-    if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not options.context_curve:
+    has_own_length = options.context_curve or options.protocol
+    if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not has_own_length:
         problems.append(
             f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
             " batch_tokens"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -149,7 +149,7 @@ class ModelSize:
     max_positions: int | None
     """The longest sequence the model has positions for; None where there is no limit."""
     lora_r: int
-    """Rank of the adapters; 0 in full finetuning."""
+    """Rank of the adapters (of a type without one, the option's); 0 in full finetuning."""
     quantization: Quantization | None
     """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
     trains_embedding: bool = True
@@ -470,7 +470,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         trainable_numels=trainable_numels,
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
-        lora_r=options.lora_r if adapters else 0,
+        lora_r=0 if adapters is None else adapters.r if isinstance(adapters, LoraConfig) else options.lora_r,
         trains_embedding=embedding.requires_grad and not adapters,
         tiled_params=sum(tiled),
         quantization=quantization_of(options.method, options.quantization),

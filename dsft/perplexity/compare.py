@@ -388,10 +388,12 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
     if not all(each.perplexity.document_bytes[is_scored_D].any() for each in (base, other)):
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
-    is_cut = not find_mode(base.mode).is_text  # a text is scored whole, but for first tokens
-    if is_cut and not np.array_equal(base.perplexity.document_bytes, other.perplexity.document_bytes):
+    ours_D, theirs_D = (each.perplexity.document_bytes[is_scored_D] for each in (base, other))
+    if find_mode(base.mode).is_text or np.array_equal(ours_D, theirs_D):  # a text is scored whole, but for first tokens
+        return ""
+    if base.truncated_documents or other.truncated_documents:
         return f"{names} were cut to seq_len at other places; evaluate both with a larger seq_len"
-    return ""
+    return f"{names} were rendered otherwise, and other text is scored; evaluate both with one chat_template"
 
 
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:

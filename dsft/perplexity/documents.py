@@ -298,7 +298,9 @@ class Answers(Documents):
             ):  # what is scored is not the text of the answers: cut off, less of them, or more than their content
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
         kept = {name: getattr(tokens, name) for name in ("ids", "trained", "ends", "counts")}
-        return _with_sizes(texts, samples, **kept)
+        sized = _with_sizes(texts, samples, **kept)
+        sized.document_words[sized.document_bytes == 0] = 0  # nothing of it is scored
+        return sized
 
 
 def _with_sizes(texts: list[str], samples: list[Sample], **tokens: Any) -> Tokens:
@@ -487,13 +489,28 @@ def grouping(
     if name == "role":
         return Grouping(name, ["prompt", "answer"], lambda _, places: is_answer[places].astype(np.int64), of_data)
 
+    batches = answers.batches(masked.batches(), rules, tokenizer)
+    numbers_D = [_numbers_of(sample) for batch in batches for sample in samples_in(batch, rules, tokenizer)]
+
     def turn_of(window: int, places: np.ndarray) -> np.ndarray:
         """Number the answers; a prompt counts with the answer after it."""
-        start, end = windows.spans[window, :2]
+        start, end = windows.spans[window, :2]  # of a document
         is_answer_T = np.asarray(is_answer[start:end])
         begins_T = np.diff(is_answer_T.astype(np.int8), prepend=0) == 1
         turn_T = np.cumsum(begins_T) + ~is_answer_T
-        return np.clip(turn_T[places - start], 1, LAST_TURN) - 1
+        turns = np.take(numbers_D[window], turn_T[places - start] - 1, mode="clip")
+        return np.minimum(turns, LAST_TURN) - 1
 
     turns = [f"turn {number}" for number in range(1, LAST_TURN)]
     return Grouping(name, [*turns, f"turn {LAST_TURN} and later"], turn_of, of_data)
+
+
+def _numbers_of(sample: Sample) -> list[int]:
+    """Number the answers of a document that may be scored among all of its answers, and what would come after them."""
+    messages = sample.messages if isinstance(sample, Chat) else [{"role": "assistant"}]
+    first = sample.answers_from if isinstance(sample, Chat) else 0
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = [
+        number for number, place in enumerate(places, start=1) if place >= first and messages[place].get("weight", 1)
+    ]
+    return [*wanted, len(places) + 1]

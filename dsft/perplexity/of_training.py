@@ -44,14 +44,23 @@ def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | No
     if values is None:  # of an unreadable file nothing else can be checked
         return EvalConfig()
     # A training's file sets an option that only a training has; the model is the base until output_dir has a final one.
-    if not (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):
-        values = check_values(values, training_types(), problems)
-        values = _of_training(values, values.get("output_dir"), problems, overridden=flags)
-    return evaluation_config(values | flags, problems, also=also)
+    if (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):
+        return evaluation_config(values | flags, problems, also=also)
+    values = check_values(values, training_types(), problems)
+    implied = _of_training(values, values.get("output_dir"), problems, overridden=flags)
+    return evaluation_config(flags, problems, also=also, implied=implied)
 
 
-def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: type | None = None) -> EvalConfig:
-    """Make the options of an evaluation from those that are given, with those of `run` below them."""
+def evaluation_config(
+    values: Mapping[str, Any],
+    problems: list[str],
+    *,
+    also: type | None = None,
+    implied: Mapping[str, Any] | None = None,
+) -> EvalConfig:
+    """Make the options of an evaluation from those that are given, with those `implied` by a training, or by that of
+    `run`, below them.
+    """
     named = {name: values[name] for name in ("suite", "data") if name in values}
     lists = check_values(named, field_types(EvalConfig), [])  # make_config names what has another type
     suite = lists.get("suite", [])
@@ -63,7 +72,9 @@ def evaluation_config(values: Mapping[str, Any], problems: list[str], *, also: t
     if suite and ("data" in lists or "data" not in named):
         entries = [entry for name in suite for entry in SUITES.get(name, ())]
         values = dict(values) | {"data": [*lists.get("data", []), *entries]}
-    run, has_seq_len = values.get("run"), "seq_len" in values
+    has_seq_len = "seq_len" in values
+    values = dict(implied or {}) | dict(values)
+    run = values.get("run")
     if isinstance(run, str):
         run = os.path.expanduser(run)
         try:

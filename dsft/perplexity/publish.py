@@ -53,9 +53,11 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
     if group_by and below == "bytes":
         raise UserError(f"metric={metric} and group_by={group_by}: the bytes of a group are not known; leave one out")
     cells: dict[str, dict[str, Cell]] = {}
+    set_of: dict[str, str] = {}  # column -> its data set
     for evaluation in evaluations:
         of_model, result, new = cells.setdefault(evaluation.model, {}), evaluation.perplexity, {}
         column = on_data(evaluation.data, evaluation.protocol)
+        set_of[column] = evaluation.data
         for group in evaluation.groups.get(group_by, ()):
             low, high = (math.log(bound) if bound else math.nan for bound in group["interval"])
             value = Estimate(group["nats"] / group["tokens"], low, high)
@@ -78,8 +80,8 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
                     f"{evaluation.model} has two results on {name} that differ; name folders that hold one of them"
                 )
     columns = list(dict.fromkeys(column for of_model in cells.values() for column in of_model))
-    if len(columns) == 1 or group_by:
-        return columns, cells
+    if len(columns) == 1 or group_by or len({set_of[column] for column in columns}) < len(columns):
+        return columns, cells  # a set by several protocols would be several sets
     for of_model in cells.values():
         if len(of_model) < len(columns):
             continue  # the mean of other sets is no comparison

@@ -345,13 +345,13 @@ class ChangeHistogram:
 
     def divergence(self, result: Perplexity, reference: str) -> Divergence:
         """Add up the documents, and the changes of all ranks. Collective."""
-        of_reference, kl, reverse_kl, same_top = (math.fsum(row_D) / result.tokens for row_D in result.document_pairs)
+        _, kl, reverse_kl, same_top = (math.fsum(row_D) / result.tokens for row_D in result.document_pairs)
         # Over all ranks, each quantile as the middle of its bin.
         ends = np.cumsum(sum_over_ranks(torch.from_numpy(self.counts)).numpy())
         bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1]).tolist()
         return Divergence(
             reference=reference,
-            reference_perplexity=exp(of_reference),
+            reference_perplexity=exp(result.reference_loss),
             kl=kl,
             reverse_kl=reverse_kl,
             same_top=same_top,

@@ -60,6 +60,8 @@ class Perplexity:
     """Tokens fed to the model now, over all ranks; less than all windows hold where a part was known already."""
     reported_loss: float
     """Mean of nats as the protocol weighs them; without a protocol the same as `loss`."""
+    reference_loss: float = math.nan
+    """The same of the reference; NaN without one, and in a result that was read."""
     rows_alone: bool = False
     """Whether each window was a batch of its own, since rows change each other's logits in this architecture."""
 
@@ -160,6 +162,8 @@ def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_token
     blocks = pieces.windows // max(per_block, 1)
     weights_P = np.ones(len(nats_P)) if windows.weights is None else windows.weights[pieces.windows]
     pairs = [sums_by(pieces.documents, row_P, number) for row_P in sums_KP[1:]]
+    weighted_tokens = math.fsum(pieces.tokens * weights_P)
+    loss, *of_reference = (math.fsum(row_P * weights_P) / weighted_tokens for row_P in sums_KP[:2])
     return Perplexity(
         nats=math.fsum(nats_P),
         tokens=int(tokens_D.sum()),
@@ -172,7 +176,8 @@ def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_token
         block_tokens=np.bincount(blocks, pieces.tokens, num_blocks)[:num_blocks].astype(np.int64),
         windows_per_block=per_block,
         fed_tokens=fed_tokens,
-        reported_loss=math.fsum(nats_P * weights_P) / math.fsum(pieces.tokens * weights_P),
+        reported_loss=loss,
+        reference_loss=of_reference[0] if of_reference else math.nan,
         rows_alone=rows_alone,
     )
 

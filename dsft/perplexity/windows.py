@@ -70,7 +70,7 @@ class Windows:
         """Hash the texts, their tokens, and the windows over these: together all that a result depends on."""
         hashes = {}
         for name, arrays in {
-            "texts": (self.document_hashes, self.document_bytes, self.document_words),
+            "texts": (self.document_hashes,),  # not what a tokenizer lets be scored of them
             "tokens": (self.tokens, self.scorable, self.document_ends),
             "windows": (self.spans, np.array([-1 if self.first_token is None else self.first_token])),
         }.items():

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dsft.config.deepspeed import stage
+from dsft.config.options import HALF_PRECISION
 from dsft.errors import UserError
 from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
@@ -497,8 +498,10 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad
         "gradient_accumulation_steps": plan.accumulation,
         "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
         "gradient_clipping": max_grad_norm,
-        "bf16": plan.deepspeed_config.get("bf16", {}) | {"enabled": job.dtype == "bfloat16"},
-        "fp16": {"enabled": job.dtype == "float16"},
+        **{
+            key: plan.deepspeed_config.get(key, {}) | {"enabled": job.dtype == dtype}
+            for key, dtype in HALF_PRECISION.items()
+        },
         "zero_optimization": {key: value for key, value in resolved.items() if key in zero},
     }
     launcher = {

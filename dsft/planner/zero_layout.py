@@ -176,11 +176,17 @@ def bytes_by_phase(terms: Iterable[Term], place: str) -> dict[Phase, int]:
     return sums
 
 
-def peak_bytes(terms: Iterable[Term], place: str) -> int:
-    """The largest sum of what is alive together: the terms of "always" and those of one other phase."""
-    sums = bytes_by_phase(terms, place)
+def phases_at_peak(sums: dict[Phase, int]) -> tuple[Phase, ...]:
+    """The phases whose terms are alive together at the peak: "always" and one other, or loading."""
+    other = max(("compute", "step", "sample", "save"), key=sums.get)
     # Loading comes before optimizer states and buffers exist, so it stands alone.
-    return max(sums["always"] + max(sums["compute"], sums["step"], sums["sample"], sums["save"]), sums["load"])
+    return ("load",) if sums["load"] > sums["always"] + sums[other] else ("always", other)
+
+
+def peak_bytes(terms: Iterable[Term], place: str) -> int:
+    """The sum of what is alive together at the peak."""
+    sums = bytes_by_phase(terms, place)
+    return sum(sums[phase] for phase in phases_at_peak(sums))
 
 
 FP32 = ("fp32", "float32")

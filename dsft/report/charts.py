@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, Term, bytes_by_phase
+from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, Term, bytes_by_phase, phases_at_peak
 from dsft.report.runs import Report, Run
 from dsft.units import GiB
 
@@ -244,10 +244,9 @@ def memory_parts(run: Run) -> list[dict[str, Any]]:
         return []
     planned: dict[str, tuple[float, str]] = {}
     is_gpu, ranks = plan["has_gpu"], plan["ranks_per_node"]
-    terms = [Term(**term) for term in plan["terms"]]
+    terms = [Term(**term) for term in plan["terms"] if term["phase"] != "load"]  # measured without
     for place in ("device",) if is_gpu else ("device", "host"):
-        sums = bytes_by_phase(terms, place)
-        alive = ("always", max("compute", "step", key=sums.get))  # a micro batch, or the optimizer's step
+        alive = phases_at_peak(bytes_by_phase(terms, place))
         for term in (term for phase in alive for term in terms if (term.place, term.phase) == (place, phase)):
             is_of_ranks = place == "device" and not is_gpu
             formula = f"{ranks} ranks x ({term.formula})" if is_of_ranks else term.formula

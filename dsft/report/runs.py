@@ -204,7 +204,7 @@ def _model_of(model: str, runs: list[Run]) -> tuple[str, str, int | None]:
         tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
         best = run.results.get("best_checkpoint")
         if path != root and (name := str(path.relative_to(root))) != FINAL:
-            return run.name, name, tokens.get(name)
+            return run.name, name, tokens.get(name.partition("/")[0])  # also of the shards in a checkpoint
         if best and run.facts["config"].get("load_best_model_at_end"):
             return run.name, FINAL, tokens.get(Path(best).name)
         return run.name, FINAL, run.results.get("tokens_seen")

@@ -73,7 +73,7 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
         if may_tile and (in_tiles := replanned(**before, tiled_mlp=True)):
             trials.append(({"tiled_mlp": True}, in_tiles.job, machine))
         nodes = 2 ** (int(math.log2(machine.nodes)) + 1)
-        while nodes <= MOST_NODES and machine.has_gpu:
+        while nodes <= MOST_NODES and machine.has_gpu and not machine.host_names:  # a host file names all there are
             larger = dataclasses.replace(machine, nodes=nodes)
             if not (job.sequences_per_step or 0) % job.batch(job.micro_batch or 1, 1, larger).sequences:
                 trials.append(({"nodes": nodes}, job, larger))

@@ -46,6 +46,7 @@ from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
 from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
+from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.planner.plans import Plan
 from dsft.planner.traced_model import LIGER_MODELS
 from dsft.planner.zero_layout import OPTIMIZERS, optimizer_memory, sums_in_fp32
@@ -222,8 +223,13 @@ def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
 
 def with_defaults(options: TrainConfig) -> dict[str, Any]:
     """Lays the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
-    eval_strategy = "epoch" if options.has_held_out else "no"
-    values = TRAINING_DEFAULTS | {"eval_strategy": eval_strategy} | dict(options.training)
+    # 8 as in transformers, but no more tokens than dsft eval takes: long sequences would be more than what is planned.
+    at_once = DEFAULT_BATCH_TOKENS[has_gpu()] // max(1, options.seq_len)
+    derived = {
+        "eval_strategy": "epoch" if options.has_held_out else "no",
+        "per_device_eval_batch_size": max(1, min(8, at_once)),
+    }
+    values = TRAINING_DEFAULTS | derived | dict(options.training)
     if options.early_stopping_patience:
         values["metric_for_best_model"] = values.get("metric_for_best_model") or "loss"
     if values.get("load_best_model_at_end"):

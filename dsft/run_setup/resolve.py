@@ -578,7 +578,7 @@ def job_of(
         adapters=facts.adapters,
         patterns=(tuple(options.trainable), tuple(options.frozen)),
         micro_batch=training.get("per_device_train_batch_size")
-        or (options.batch_tokens and options.batch_tokens // options.seq_len),
+        or (options.batch_tokens and -(-options.batch_tokens // options.seq_len)),  # short sequences fill it up
         accumulation=training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,

@@ -46,7 +46,7 @@ from dsft.models.trials import length_limits
 from dsft.models.weight_files import weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.planner.plans import checkpointing_flags
-from dsft.run_setup.arguments import training_arguments
+from dsft.run_setup.arguments import training_arguments, with_defaults
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, patches
 from dsft.runtime.console import log_to_files, say
@@ -318,7 +318,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
     """Turns a failed allocation inside a `with` into one error: the plan, what was measured, the next smaller plan."""
 
     def explanation(error: BaseException, memory: Memory) -> str:
-        plan, machine = run.plan, run.machine
+        plan, machine, options, phase = run.plan, run.machine, run.options, watchdog.current_phase
         on_gpu = machine.has_gpu and memory == "GPU"
         where = "GPU" if on_gpu else f"rank's {memory} memory"
         measured = peak_memory_bytes()["gpu" if on_gpu else "host"]
@@ -331,12 +331,19 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
             smaller = None
         way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
         if smaller:
+            batch = f"--per_device_train_batch_size {smaller.micro_batch}"
+            if options.batch_tokens:
+                batch = f"--batch_tokens {smaller.micro_batch * options.seq_len}"
+            decided = {decision.name for decision in run.decisions}
+            if not options.global_batch_size or "global_batch_size" in decided:  # else it follows
+                batch += f" --gradient_accumulation_steps {smaller.accumulation}"
             way_out = (
                 f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB: --zero"
-                f" {smaller.zero} --per_device_train_batch_size {smaller.micro_batch} --gradient_accumulation_steps"
-                f" {smaller.accumulation} {checkpointing_flags(smaller, run.job)}"
+                f" {smaller.zero} {batch} {checkpointing_flags(smaller, run.job)}"
             )
-        phase = watchdog.current_phase
+        at_once = with_defaults(options)["per_device_eval_batch_size"]
+        if phase == "evaluating" and at_once > 1:
+            way_out = f"an evaluation takes less with --per_device_eval_batch_size 1, here {at_once}; {way_out}"
         return (
             f"{f'while {phase}' if phase in ('evaluating', 'saving') else when} ({one_line(error)}): the plan is"
             f" {plan.label}, {predicted / GiB:.3g} GiB were predicted for this {where}, {measured / GiB:.3g} GiB were"

@@ -144,6 +144,16 @@ def test_answers_are_split_by_role_and_by_turn(tiny, data):
     assert math.fsum(row["nats"] for row in all_groups["turn"]) == of_all
 
 
+def test_a_turn_has_its_number_also_behind_answers_that_do_not_count(tiny, tmp_path):
+    """Of weight 0, or part of a prompt."""
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, "abcdef", strict=True)]
+    weighted = [turn | ({"weight": 0} if turn["content"] == "b" else {}) for turn in turns]
+    options = {"model": [str(tiny / "chat")], "seq_len": 256, "zero": "0", "group_by": ["turn"]}
+    for row, numbers in (({"messages": weighted}, "23"), ({"prompt": turns[:5], "completion": turns[5:]}, "3")):
+        _, groups = _groups(options | {"data": [str(write_jsonl(tmp_path / f"{numbers}.jsonl", [row]))]})
+        assert [group["group"] for group in groups["turn"]] == [f"turn {number}" for number in numbers]
+
+
 class Interrupted(Exception):
     pass
 

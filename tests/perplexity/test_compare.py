@@ -382,8 +382,12 @@ REFUSED = {
     "protocol": (evaluation("other", 1, protocol="hf", options=OPTIONS | {"protocol": "hf"}), "protocol hf and None"),
     "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), "other windows; evaluate both with this dsft"),
     "cut": (
-        cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
+        cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers", truncated_documents=1)),
         "cut to seq_len at other places",
+    ),
+    "rendered": (
+        cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
+        "rendered otherwise, and other text is scored; evaluate both with one chat_template",
     ),
     "alone": (evaluation("base", 1), "nothing to compare with base"),
 }

@@ -223,6 +223,13 @@ def test_bytes_of_tokens_that_are_not_scored_do_not_count(tiny, tokenizer, optio
     assert np.any(windows.unscored_bytes) == ("rolling" not in options.values())
 
 
+def test_an_answer_of_which_nothing_is_scored_has_no_bytes_and_no_words(tokenizer, tmp_path):
+    rows = [{"prompt": "a", "completion": text} for text in (" one two", " far too long" * 40, "", " three")]
+    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    windows = windows_of(path, tokenizer, mode="answers", too_long="drop")
+    assert (windows.document_bytes > 0).tolist() == (windows.document_words > 0).tolist() == [True, False, False, True]
+
+
 @pytest.mark.parametrize("mode", ["rolling", "answers"])
 def test_rows_give_the_same_bits_from_every_kind_of_file(tiny, tmp_path, mode):
     path = tiny / ("pairs.jsonl" if mode == "answers" else "held_out.jsonl")

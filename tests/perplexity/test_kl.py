@@ -151,8 +151,11 @@ def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tin
     assert f"against {tiny / 'model'}" in evaluation.summary()
 
 
-def test_the_same_model_diverges_by_nothing(tiny):
-    evaluation = evaluate_perplexity(**options_for(tiny, tiny / "model", max_documents=3), progress=False)
+@pytest.mark.parametrize("protocol", [None, "hf"])
+def test_the_same_model_diverges_by_nothing(tiny, protocol):
+    """Also by hf, which weighs the nats of both."""
+    how = {"max_documents": 3} | ({"mode": "auto", "protocol": protocol} if protocol else {})
+    evaluation = evaluate_perplexity(**options_for(tiny, tiny / "model", **how), progress=False)
     assert abs(evaluation.divergence.kl) < 1e-7 and evaluation.divergence.same_top == 1.0
     assert evaluation.divergence.reference_perplexity == evaluation.perplexity.perplexity
 

@@ -11,6 +11,7 @@ from tiny import write_jsonl, write_pairs
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.errors import UserError
+from dsft.perplexity.modes import protocol_configs
 from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation
 
 TEMPLATES = {"prompt_template": "Q: {ask}\nA: ", "completion_template": "{answer}", "too_long": "truncate"}
@@ -90,6 +91,24 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         problems: list[str] = []
         config = read_evaluation(words, problems)
         assert (config.model, config.data, problems) == ([str(run)], ["e.jsonl"], []), "not the base model"
+
+
+def test_a_protocol_keeps_its_own_length_beside_that_of_a_training(tmp_path):
+    """By the training's file as by its run; what is named for the evaluation counts."""
+    run = tmp_path / "run"
+    values = {"model": "m", "data": ["d.jsonl"], "eval_data": ["e.jsonl"], "output_dir": str(run), "seq_len": 48}
+    write_run(str(run), config=values)
+    (run / FINAL).mkdir()
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"max_steps": 1}))
+    for words in (["--config", str(tmp_path / "run.yaml")], ["--run", str(run)]):
+
+        def lengths(*more: str, words: list[str] = words) -> list[int]:
+            config = read_evaluation([*words, *more], problems := [])
+            assert not problems
+            return [each.seq_len for each in protocol_configs(config, 4096)]
+
+        assert (lengths(), lengths("--protocol", "gptq")) == ([48], [2048]), words
+        assert lengths("--protocol", "gptq", "--seq_len", "64") == [64], words
 
 
 def test_what_is_read_of_a_training(runs, tiny, tmp_path):

@@ -50,6 +50,12 @@ def test_a_model_without_one_of_the_sets_has_no_mean(results):
     assert rows["runs/x_2"]["macro mean"] == rows["runs/x_2"]["b_1.jsonl"] == "" != rows["base"]["macro mean"]
 
 
+def test_protocols_of_one_set_are_no_sets_to_take_a_mean_over():
+    by_protocol = [evaluation("base", seed, protocol=name) for seed, name in enumerate(("gptq", "hf"))]
+    columns, cells = table_of(by_protocol, "perplexity")
+    assert columns == [*cells["base"]] == ["texts.jsonl by gptq", "texts.jsonl by hf"]
+
+
 def test_seeds_are_a_row_with_their_standard_deviation(results):
     table = table_of(joined_seeds(results, ["runs/x_*"]), "perplexity")
     rows = read_csv(written(*table, metric="perplexity", format="csv"))

@@ -19,6 +19,7 @@ from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, Mist
 
 import dsft
 from dsft.cli.main import main
+from dsft.cli.plan_answers import PHASES
 from dsft.config.deepspeed import CONFIG_DIR, check_deepspeed_json, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -30,7 +31,7 @@ from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, Job, candidate_names, settings, unmodelled
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import sums_in_fp32
+from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.resolve import choose_plan, job_of, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
@@ -793,6 +794,16 @@ def test_the_command_prints_table_reason_and_terms(configs, capsys):
     assert "optimizer" in out and "computing" in out and "activations: trace of its own code" in out
 
 
+def test_the_peak_is_explained_with_every_phase_that_may_make_it(configs, capsys):
+    words = ["--model", configs["8b"], "--gpus", "8xH100", "--zero", "3", "--method", "lora", "--seq_len", "512"]
+    words += ["--per_device_train_batch_size", "1", "--generate_samples", "2", "--eval_data", "d"]
+    plan = json.loads(run_plan(capsys, *words, "--json"))["chosen"]
+    sums = bytes_by_phase([Term(**term) for term in plan["terms"]], "device")
+    assert sums["always"] + sums["sample"] == plan["device_bytes"] > sums["always"] + sums["compute"]
+    (sentence,) = re.findall("^peak = .*", run_plan(capsys, *words, "--explain"), re.MULTILINE)
+    assert all(f"({name})" in sentence for phase, name in PHASES.items() if phase != "always")
+
+
 def test_the_command_repeats_the_question_and_shows_the_chosen_one_and_its_cost(configs, capsys):
     words = ["--model", configs["8b"], "--gpus", "8xH100", "--tokens", "1e9", "--num_train_epochs", "2"]
     out = run_plan(capsys, *words, "--dollars_per_gpu_hour", "2.5")
@@ -920,6 +931,21 @@ def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, 
         assert json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]["fits"], command
 
 
+def test_the_nodes_of_a_host_file_are_all_there_are(configs, capsys, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
+    for more, has_more_nodes in ((("--nodes", "2"), True), (("--hostfile", str(tmp_path / "hosts")), False)):
+        with pytest.raises(SystemExit) as caught:
+            run_plan(capsys, *words, *more)
+        assert caught.value.code == 1
+        commands = [line.split() for line in capsys.readouterr().out.splitlines() if "  dsft plan" in line]
+        assert any(command[command.index("--nodes") + 1] != "2" for command in commands if "--nodes" in command) == (
+            has_more_nodes
+        )
+        for command in commands:
+            assert json.loads(run_plan(capsys, *command[2:], "--json"))["chosen"]["fits"], command
+
+
 def test_lora_is_the_way_out_where_a_quantised_base_fits_no_gpu(configs):
     options = TrainConfig(model=configs["8b"], method="qlora", dtype="bfloat16")
     machine = gpus(8, 8)
@@ -996,6 +1022,11 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     assert written["gradient_clipping"] == 0.5 and written["bf16"]["bf16_optimizer_states"] is True
     again = json.loads(run_plan(capsys, *words, *more, "--zero", str(tmp_path / "more/deepspeed.json"), "--json"))
     assert again["chosen"]["fits"], "what was written is taken with the same options"
+    half_file = read_zero_file("2", []) | {"fp16": {"enabled": True, "initial_scale_power": 12}}
+    (tmp_path / "own.json").write_text(json.dumps(half_file))
+    half = ("--dtype", "float16", "--zero", str(tmp_path / "own.json"))
+    run_plan(capsys, *words, *half, "--write", str(tmp_path / "half"))
+    assert read_zero_file(str(tmp_path / "half/deepspeed.json"), [])["fp16"] == half_file["fp16"]
     run_plan(capsys, *words, "--write", str(tmp_path / "plan"))
     problems: list[str] = []
     written = read_zero_file(str(tmp_path / "plan/deepspeed.json"), problems)

@@ -47,6 +47,7 @@ def test_a_result_is_of_the_run_whose_model_it_is_with_the_tokens_that_model_has
         str(run / "final"): ("run", "final", of_final),
         str(saved[2]): ("run", "checkpoint-2", 200),
         str(saved[4]): ("run", "checkpoint-4", 400),
+        str(saved[4] / "global_step4"): ("run", "checkpoint-4/global_step4", 400),
         str(run / "exported"): ("run", "exported", None),
         str(tmp_path / "runner" / "final"): ("", str(tmp_path / "runner" / "final"), None),
         "ns/base": ("", "ns/base", None),

@@ -47,6 +47,17 @@ def test_the_users_values_lie_over_dsfts_defaults():
     assert "save_strategy" not in values and "activation_checkpointing_kwargs" not in values
 
 
+def test_an_evaluation_feeds_8_sequences_but_no_more_tokens_than_that_of_dsft_eval(monkeypatch):
+    """8 sequences of 65,536 tokens took more of a GPU than the training that was planned."""
+    for on_gpu, most in ((True, 16_384), (False, 4_096)):
+        monkeypatch.setattr("dsft.run_setup.arguments.has_gpu", lambda on_gpu=on_gpu: on_gpu)
+        for seq_len, number in ((most // 16, 8), (most // 8, 8), (most // 4, 4), (most, 1), (4 * most, 1)):
+            options = TrainConfig(seq_len=seq_len)
+            assert with_defaults(options)["per_device_eval_batch_size"] == number, (on_gpu, seq_len)
+            named = dataclasses.replace(options, training={"per_device_eval_batch_size": 3})
+            assert with_defaults(named)["per_device_eval_batch_size"] == 3
+
+
 def test_held_out_data_is_evaluated_each_epoch_and_the_best_model_is_saved_when_evaluated():
     held_out = TrainConfig(eval_fraction=0.1, training={"load_best_model_at_end": True})
     assert with_defaults(held_out)["eval_strategy"] == with_defaults(held_out)["save_strategy"] == "epoch"

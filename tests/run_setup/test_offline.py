@@ -6,13 +6,14 @@ import json
 import pytest
 import yaml
 from conftest import grid
-from transformers import GptOssConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from dsft.cli.main import main
-from dsft.cli.plan_answers import prepared_epoch
+from dsft.cli.plan_answers import describe_question, prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.batches import PaddedToFullSteps
+from dsft.data.batches import PaddedToFullSteps, sequences_in
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials
@@ -99,8 +100,13 @@ def test_data_that_is_not_here_is_named(asked, capsys):
     assert "the data cannot be read here" in printed and "nowhere.jsonl" in printed
 
 
-@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}])
-def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, changes):
+WEIGHTED = {"data": ["pairs.jsonl", "texts.jsonl"], "data_weights": [9.0, 1.0]}  # short sequences and full ones
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}, WEIGHTED])
+def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_path, changes):
+    if "data_weights" in changes:
+        changes = changes | {"data": [str(tiny / name) for name in changes["data"]]}
     config = make_config(TrainConfig, asked(data_cache=str(tmp_path / "tokens"), **changes), [])
     run = resolve_offline(config, EIGHT_GPUS)
     plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
@@ -109,8 +115,29 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tmp_path, 
     tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
     per_step = 8 * plan.micro_batch * plan.accumulation
     assert steps * per_step == len(PaddedToFullSteps(data.items, per_step))
-    assert tokens == data.counts["tokens"] and 0 < mean_len <= config.seq_len
+    drawn = sequences_in(data.items[index] for index in range(len(data.items)))
+    assert tokens == sum(len(each["input_ids"]) for each in drawn) and 0 < mean_len <= config.seq_len
     assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
+
+
+@pytest.mark.parametrize("batch_tokens", [64, 90])
+def test_a_budget_of_tokens_is_planned_with_all_that_short_sequences_fill_of_it(asked, cheap_traces, batch_tokens):
+    changes = {"data": "PAIRS", BATCH: None, "batch_tokens": batch_tokens}
+    run = resolve_offline(make_config(TrainConfig, asked(**changes), []), EIGHT_GPUS)
+    data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=False, flash=False)
+    lengths = [[len(each["input_ids"]) for each in data.items[index]] for index in range(len(data.items))]
+    most = max(data.rules.width(max(batch)) * len(batch) for batch in lengths)
+    assert most <= run.job.micro_batch * 32 < batch_tokens + 32
+
+
+def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has_its_rank(asked, tiny, tmp_path):
+    adapter = str(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    get_peft_model(model, LoraConfig(r=3, task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(adapter)
+    for changes, rank, named in (({"adapter": adapter}, 3, f"lora of {adapter} "), ({}, 16, "lora of rank 16 ")):
+        run = resolve_offline(make_config(TrainConfig, asked(method="lora", **changes), []), EIGHT_GPUS)
+        assert run.job.size.lora_r == rank
+        assert describe_question(run.options, run.job, ["bfloat16"]).startswith(named)
 
 
 def test_auto_is_what_the_card_computes_in():

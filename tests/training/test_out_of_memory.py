@@ -7,12 +7,18 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed
+import transformers
 from conftest import flags, grid, read_json
 from ranks import run_entry
-from tiny import write_texts
+from tiny import GATED, write_texts
 
+from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config
 from dsft.errors import UserError
-from dsft.runtime.hardware import memory_errors_explained, which_memory
+from dsft.run_setup.resolve import choose_plan, plan_run, resolve_offline
+from dsft.runtime.hardware import Machine, memory_errors_explained, which_memory
+from dsft.training.run import out_of_memory_explained
+from dsft.units import GB
 
 
 @pytest.mark.launch
@@ -67,11 +73,35 @@ def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(options, t
     (line,) = [line for line in said.splitlines() if "out of memory" in line and "dsft: error" in line]
     assert f"out of memory {PHASES[phase]} (this rank has no memory left): the plan is ZeRO {zero}" in line
     assert "smaller plan" in line and "no progress" not in said and "Traceback" not in said
+    assert ("less with --per_device_eval_batch_size 1, here 8; " in line) == (phase == "evaluation")
     assert (f"rank {rank} on" in line) == (rank != 0) and codes[rank] == 2, (codes, said[-3000:])
     content = read_json(tmp_path / "run" / "run.json")
     assert (
         content["status"] == "failed" and f"rank {rank} on" in content["error"] and "out of memory" in content["error"]
     )
+
+
+@pytest.mark.parametrize(
+    "batch", [{"per_device_train_batch_size": 64}, {"global_batch_size": 512}, {"batch_tokens": 64 * 256}], ids=str
+)
+def test_the_next_smaller_plan_goes_with_the_batch_that_was_asked_for(options, tmp_path, cheap_traces, batch):
+    """Its flags were refused beside global_batch_size or batch_tokens."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32_000}
+    transformers.LlamaConfig(**GATED | sizes).save_pretrained(tmp_path)
+    words = {"model": str(tmp_path / "config.json"), "dtype": "bfloat16", "seq_len": 256}
+    words = options(tmp_path / "run", **words | {"per_device_train_batch_size": None} | batch)
+    machine = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
+    run = resolve_offline(read_config(TrainConfig, flags(words), []), machine)
+    run.plan = choose_plan(run.job, machine, zero="0").plan
+    with pytest.raises(UserError, match="the next smaller plan is") as raised, out_of_memory_explained(run, "here"):
+        raise MemoryError
+    named = re.search(r"--zero .*", str(raised.value))[0].split()
+    kept = {name: value for name, value in words.items() if f"--{name}" not in named}  # a flag goes over the file
+    problems: list[str] = []
+    smaller = resolve_offline(read_config(TrainConfig, [*flags(kept), *named], problems), machine)
+    plan = plan_run(smaller.options, smaller.job, machine, must_fit=False).plan
+    assert problems == [] and plan.device_bytes < run.plan.device_bytes
+    assert plan.time.tokens_per_step == run.plan.time.tokens_per_step, "as many sequences per step"
 
 
 FORMS = {
