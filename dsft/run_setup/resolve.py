@@ -684,6 +684,8 @@ def plan_run(
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
+            if zero.endswith(".json"):  # its numbers become options before a plan is made
+                raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
         if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     with_nvme = with_disk_of(zero_file or {}, machine)
