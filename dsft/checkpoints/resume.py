@@ -101,6 +101,8 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
         return "it has no manifest: it is another tool's"
     if then["zero_stage"] == now["zero_stage"] == 0:
         return ""  # nothing is cut into shards
+    if now.get("nvme_weights") and not now["nvme"]:
+        return "weights on NVMe"  # DeepSpeed would read them into host memory (stage3.py, _rigid_load_state_dict)
 
     def changed(words: dict[str, str]) -> str:
         keys = [key for key in words if then.get(key, now[key]) != now[key]]
@@ -117,12 +119,17 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         scheduler: of the learning rate, which with a DeepSpeed optimizer is `engine.lr_scheduler`.
         checkpoint: of ZeRO stage 1, 2 or 3.
     """
-    optimizer, on_nvme = engine.optimizer, read_manifest(checkpoint).get("nvme", False)
-    if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False) or on_nvme:
+    optimizer = engine.optimizer
+    if read_manifest(checkpoint).get("nvme"):
+        raise UserError(
+            f"{checkpoint}: holds an optimizer as it lay on NVMe, and is resumed only on the ranks and with the zero"
+            " that it was saved with; give these, or start from its weights with --resume_weights_only"
+        )
+    if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False):
         raise UserError(
             f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is resumed only"
-            f" in ZeRO stage 1, 2 or 3 without NVMe{', which it was saved with' if on_nvme else ''}; choose such a"
-            " zero, or start from its weights with --resume_weights_only"
+            " in ZeRO stage 1, 2 or 3 without an optimizer on NVMe; choose such a zero, or start from its weights with"
+            " --resume_weights_only"
         )
     shards = ZeroShards(checkpoint)
     trained = trained_shapes(engine.module)
@@ -143,7 +150,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         for group, parameters in enumerate(optimizer.fp16_groups):
             offset = 0
             for parameter in parameters:
-                part = parameter.ds_tensor.numel()
+                part = parameter.ds_tensor.ds_numel  # of weights on NVMe the tensor itself is empty
                 start = dist.get_rank(parameter.ds_process_group) * part
                 numel = min(part, max(0, math.prod(parameter.ds_shape) - start))
                 slots.append((names[parameter], start, numel, group, offset))
@@ -199,27 +206,27 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
 
 
 def restore_from_nvme(engine: Any, checkpoint: str) -> None:
-    """Set the moments and the count of steps of an optimizer on NVMe, and sub-groups that are too small for it, by this
-    rank's part of `checkpoint`, which DeepSpeed has read: it copies the files back (engine.py, load_checkpoint), and
-    takes the weights alone.
+    """Set what `engine.load_checkpoint`, which must follow, leaves out where an optimizer is on NVMe: of this rank the
+    settings, counts of steps, loss scale, and sub-groups that are too small for NVMe. DeepSpeed copies the files of the
+    others back (engine.py, load_checkpoint), and reads those that the optimizer knows as a state.
     """
     optimizer, folder = engine.optimizer, Path(checkpoint)
+    if not getattr(optimizer, "swap_optimizer", False):
+        return
     saved = load_pickle(Path(engine._get_zero_ckpt_name(folder, step_folder(folder).name)))["optimizer_state_dict"]
+    optimizer.loss_scaler = saved["loss_scaler"]
+    optimizer._set_fp32_optimizer_param_groups()
+    optimizer.optimizer.load_state_dict(saved["optimizer_state_dict"])
+    optimizer._clear_fp32_optimizer_param_groups()
+    optimizer.optimizer_swapper.purge_state()  # it knows the tensors that were the states before
     for group, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        on_nvme, state = optimizer._swappable_optimizer_subgroup(group), optimizer.optimizer.state[flat]
-        for name, value in saved["optimizer_state_dict"]["state"].get(group, {}).items():
-            if not torch.is_tensor(value):
-                state[name] = value
-            elif on_nvme and value.dim():  # as long as what the files hold; empty in the checkpoint
-                state[name] = torch.empty(optimizer.fp16_partitioned_groups_flat_numel[group], dtype=value.dtype)
-            else:
-                state[name] = value.clone()
-        if on_nvme:  # the swapper reads a state's file once it knows the state
-            optimizer._prepare_sub_group(group, set())
-        else:
+        if not optimizer._swappable_optimizer_subgroup(group):
             flat.data.copy_(saved["fp32_flat_groups"][group])
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer._release_sub_group(group, set())
+            continue
+        states, numel = optimizer.optimizer.state[flat], optimizer.fp16_partitioned_groups_flat_numel[group]
+        for name, value in states.items():
+            if torch.is_tensor(value) and not value.numel():  # it lies in a file; by its length it is one of those
+                states[name] = value.new_empty(1).expand(numel)
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

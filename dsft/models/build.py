@@ -40,7 +40,7 @@ from dsft.models.model_folder import (
     step_folder,
 )
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
-from dsft.models.pickles import check_weight_files, load_pickle, pickle_errors, safe_unpickling
+from dsft.models.pickles import ZeroShards, check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
 from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.trained import (
@@ -214,6 +214,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     if any(saved.glob(OPTIMIZER_FILES)):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+        ZeroShards(saved)  # says what is missing, where DeepSpeed would count elements
         with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
             state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
     else:  # ZeRO 0 keeps the weights whole

@@ -153,8 +153,11 @@ def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
     from torch.utils._pytree import tree_map_only
 
     def load(engine: Any, path: str, map_location: Any = None) -> Any:
+        content = load_pickle(Path(path))
+        # Frozen weights are those that the model was loaded with, and of such on NVMe a checkpoint has none.
+        content.pop("frozen_param_fragments", None)
         return tree_map_only(
-            torch.Tensor, lambda each: each.clone() if each.numel() < SMALL_ELEMENTS else each, load_pickle(Path(path))
+            torch.Tensor, lambda each: each.clone() if each.numel() < SMALL_ELEMENTS else each, content
         )
 
     def with_copies(load_state_dict: Callable[..., None]) -> Callable[..., None]:
@@ -257,6 +260,9 @@ class ZeroShards:
                     raise UserError(
                         f"{self.folder}: {file.name} was not written by one of {self.world_size} ranks; are the files"
                         " of all ranks there?"
+                        if flat.numel()
+                        else f"{self.folder}: its optimizer was on NVMe, and {file.name} holds no weights; take the"
+                        f" safetensors in {self.folder.parent}"
                     )
         numels = {name: sum(piece.numel for piece in pieces) for name, pieces in self._pieces.items()}
         if absent := [name for name, shape in self.shapes.items() if numels.get(name, 0) != math.prod(shape)]:

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.readback import verify_weights
-from dsft.config.deepspeed import read_zero_file
+from dsft.config.deepspeed import nvme_path, read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import cache_folder
@@ -401,28 +402,35 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
         else:
             import deepspeed
 
-            zero_file = read_zero_file(zero, [])
+            zero_file, section = read_zero_file(zero, []), evaluation_section(zero, size, distributed.world_size())
+            own_folder = contextlib.nullcontext()
+            if path := nvme_path({"zero_optimization": section}):
+                # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and
+                # leaves its files.
+                own_folder = tempfile.TemporaryDirectory(prefix="dsft-", dir=path, ignore_cleanup_errors=True)
+                section["offload_param"]["nvme_path"] = own_folder.name
             deepspeed_config = {
                 "train_micro_batch_size_per_gpu": 1,
                 "bf16": {"enabled": dtype == "bfloat16"},
                 "fp16": {"enabled": dtype == "float16"},
                 "steps_per_print": 10**9,
-                "zero_optimization": evaluation_section(zero, size, distributed.world_size()),
+                "zero_optimization": section,
                 **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
             }
-            registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
-            try:
-                model = build_model(config, dtype=dtype, seed=config.seed)
-                engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
-                distributed.extend_timeouts()
+            with own_folder:
+                registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
                 try:
-                    yield engine.module.eval()
+                    model = build_model(config, dtype=dtype, seed=config.seed)
+                    engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+                    distributed.extend_timeouts()
+                    try:
+                        yield engine.module.eval()
+                    finally:
+                        engine.destroy()
+                        del engine
                 finally:
-                    engine.destroy()
-                    del engine
-            finally:
-                del registered
-                unset_hf_deepspeed_config()
+                    del registered
+                    unset_hf_deepspeed_config()
     finally:
         model = None  # so that its memory can be freed now
         free_memory()

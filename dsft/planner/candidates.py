@@ -329,9 +329,11 @@ def fit_nvme_buffers(zero: dict[str, Any], size: ModelSize, ranks: int) -> None:
     offload["buffer_size"] = max(given if isinstance(given, int) else 0, -(-shard // 1024) * 1024)
     # And that a buffer is free for each weight: it holds one until it is released. What is kept for the backward, or
     # was fetched ahead, would be more than a layer's weights, and DeepSpeed has five by default.
-    for key in ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance"):
-        if zero.get(key, AUTO) == AUTO:
-            zero[key] = 0
+    if zero.get("stage3_prefetch_bucket_size", AUTO) == AUTO:
+        zero["stage3_prefetch_bucket_size"] = 0
+    has_few = offload.get("buffer_count", AUTO) in (AUTO, *range(6))
+    if has_few or zero.get("stage3_max_reuse_distance", AUTO) == AUTO:
+        zero["stage3_max_reuse_distance"] = 0
 
 
 def gradient_types(config: dict[str, Any], job: Job, accumulation: int, *, decides: bool) -> Iterator[dict[str, Any]]:

@@ -30,8 +30,9 @@ from dsft.units import token_counts
 
 
 def read_scoring_file(zero: str, problems: list[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration of an explicit `zero` other than 0; {} where it cannot be read."""
+    """The DeepSpeed configuration of an explicit `zero` other than 0, for scoring; {} where it cannot be read."""
     zero_file = read_sound_file(zero, problems)
+    zero_file.get("zero_optimization", {}).pop("offload_optimizer", None)  # on NVMe, perhaps
     if zero_file and stage(zero_file) != 3:
         problems.append(
             f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"

@@ -34,6 +34,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config import user_code
 from dsft.config.deepspeed import (
+    AUTO,
     adopt,
     follow_options,
     get_value,
@@ -97,8 +98,11 @@ from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.software import fused_optimizer, nvcc_problem, nvme_problems, offload_problems, with_torch_adam
 from dsft.units import in_gib
 
-BUFFER = "zero_optimization.offload_param.buffer_size"
-"""Number of a DeepSpeed JSON that may be too small for the model."""
+NVME_NUMBERS = {
+    "zero_optimization.offload_param.buffer_size": "the largest parameter's shard must fit",
+    "zero_optimization.stage3_max_reuse_distance": "each weight that is kept takes one of the few buffers",
+}
+"""Of a DeepSpeed JSON, which `fit_nvme_buffers` of planner/candidates.py may change -> why."""
 NOT_SPREAD = {
     "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",
     "use_liger_kernel": "its loss and rotations are not tried over shares of rows; tiled_loss spares logits too",
@@ -257,9 +261,11 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
         run.apply([Decision("tf32", True, why)])
         run.notes.append(f"tf32: {why}; tf32=false leaves it off")
-    given, taken = get_value(run.zero_file or {}, BUFFER), get_value(config, BUFFER)
-    if given is not None and given != taken:
-        run.notes.append(f"{BUFFER}: {taken:,} instead of {given}, since the largest parameter's shard must fit")
+    on_nvme = get_value(config, "zero_optimization.offload_param.device") == "nvme"
+    for place, why in NVME_NUMBERS.items():
+        given, taken = get_value(run.zero_file or {}, place), get_value(config, place)
+        if on_nvme and given not in (None, AUTO, taken):
+            run.notes.append(f"{place}: {taken:,} instead of {given:,}, since {why}")
     run.notes += ignored_options(run.options, config, run.model.size) + unused_kernels(run, machine)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
@@ -688,6 +694,8 @@ def plan_run(
         shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
         if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
+            if zero.endswith(".json"):  # its numbers become options before a plan is made
+                raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
         if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     with_nvme = with_disk_of(zero_file or {}, machine)

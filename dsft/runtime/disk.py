@@ -198,17 +198,18 @@ def is_held(folder: Path) -> bool:
     return bool(beat) and age <= STALE_SECONDS
 
 
-def in_use(folder: Path, owner: Owner | None) -> str:
+def in_use(folder: Path, owner: Owner | None, *, option: str = "output_dir") -> str:
     """The problem where a living run holds `folder`."""
     who = f"process {owner.pid} on {owner.host}" if owner else "another process"
-    return f"output_dir={folder}: {who} is writing there now; wait for its end, or choose another folder"
+    return f"{option}={folder}: {who} is writing there now; wait for its end, or choose another folder"
 
 
 class RunLock(HeldFile):
-    """Holds one folder for this process."""
+    """Holds one folder for this process; `option` names it in a message."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, option: str = "output_dir"):
         super().__init__(folder / LOCK)
+        self.option = option
         self._made_folder = False
 
     def acquire(self) -> bool:
@@ -229,7 +230,7 @@ class RunLock(HeldFile):
                         time.sleep(0.2)
                     lives = _modified(self.path) != beat
                 if lives:
-                    raise UserError(in_use(folder, owner))
+                    raise UserError(in_use(folder, owner, option=self.option))
                 stale = self.path.with_name(f"{LOCK}.{os.getpid()}")
                 with contextlib.suppress(FileNotFoundError):  # another start was faster
                     self.path.rename(stale)

@@ -275,6 +275,26 @@ def only_run_in(output_dir: str | None) -> Iterator[bool]:
             lock.release()
 
 
+@contextlib.contextmanager
+def only_run_on_nvme(folder: str | None) -> Iterator[None]:
+    """Hold what this rank writes into `folder`, an nvme_path of DeepSpeed, inside a `with`: files of two runs have the
+    same names there. Collective. Raises UserError, on every rank: another run is alive there.
+    """
+    if folder is None:
+        yield
+        return
+    lock, problems = RunLock(Path(folder, f"rank{rank()}"), option="nvme_path"), []
+    try:
+        lock.acquire()
+    except UserError as error:
+        problems = error.problems
+    try:
+        raise_together(problems)
+        yield
+    finally:
+        lock.release()
+
+
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
     node = this_machine(nodes=1, ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone

@@ -29,6 +29,7 @@ from dsft.checkpoints.run_folder import (
     write_run,
 )
 from dsft.checkpoints.save import release_reserved_space, reserve_space
+from dsft.config.deepspeed import nvme_path
 from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
 from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
@@ -50,7 +51,7 @@ from dsft.run_setup.arguments import training_arguments, with_defaults
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, patches
 from dsft.runtime.console import log_to_files, say
-from dsft.runtime.distributed import only_run_in, require_same_start
+from dsft.runtime.distributed import only_run_in, only_run_on_nvme, require_same_start
 from dsft.runtime.hardware import (
     Memory,
     free_host_bytes,
@@ -100,6 +101,12 @@ def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTraine
     run = resolve_run(options, machine=machine, problems=problems)
     if run is None:
         return None
+    with only_run_on_nvme(nvme_path(run.plan.deepspeed_config)):
+        return _trained(run)
+
+
+def _trained(run: TrainingRun) -> PerplexityTrainer:
+    machine = run.machine
     if not machine.has_gpu:
         has_little = run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes
         keep_freed_memory(keeps=not has_little)

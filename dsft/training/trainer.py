@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from dsft.checkpoints.resume import (
 from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
 from dsft.config import user_code
-from dsft.config.deepspeed import get_value, offloads, stage
+from dsft.config.deepspeed import OFFLOADED, get_value, offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
@@ -164,11 +165,16 @@ class PerplexityTrainer(Trainer):
         self.bottlenecks = Bottlenecks(waits_in_forward=is_deepspeed_zero3_enabled() or team.size > 1)
 
         deepspeed_config = args.hf_deepspeed_config.config
+        zero_stage = stage(deepspeed_config)
+        optimizer_on_nvme, weights_on_nvme = (  # below stage 3 DeepSpeed takes host memory
+            zero_stage == 3 and get_value(deepspeed_config, f"{part}.device") == "nvme" for part in OFFLOADED
+        )
         self.topology = {
             "world_size": args.world_size,
-            "zero_stage": stage(deepspeed_config),
+            "zero_stage": zero_stage,
             "offload": offloads(deepspeed_config),
-            "nvme": get_value(deepspeed_config, "zero_optimization.offload_optimizer.device") == "nvme",
+            "nvme": optimizer_on_nvme,
+            "nvme_weights": weights_on_nvme,
             "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
             "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
         }
@@ -276,7 +282,12 @@ class PerplexityTrainer(Trainer):
             # another token than was trained.
             config.pad_token_id = self._pad_token_id
         is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
-        import_muon(self.args.hf_deepspeed_config.config)
+        deepspeed_config = self.args.hf_deepspeed_config.config
+        import_muon(deepspeed_config)
+        if self.topology["nvme"]:
+            # DeepSpeed would copy what an earlier run left there into each checkpoint.
+            disk = get_value(deepspeed_config, "zero_optimization.offload_optimizer.nvme_path")
+            shutil.rmtree(Path(disk, "zero_stage_3", "optimizer", f"rank{distributed.rank()}"), ignore_errors=True)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
         # What options set now: a checkpoint brings the values of those that saved it.
@@ -285,10 +296,9 @@ class PerplexityTrainer(Trainer):
         ]
         if checkpoint is not None and not is_changed:
             with self._mapped_resume():
+                restore_from_nvme(engine, checkpoint)
                 deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
                 self._load_optimizer_and_scheduler(checkpoint)
-            if self.topology["nvme"]:
-                restore_from_nvme(engine, checkpoint)
         distributed.extend_timeouts()
         patch_engine(engine, resumes=checkpoint is not None)
         if is_changed:
@@ -730,9 +740,8 @@ class PerplexityTrainer(Trainer):
             self._restore(best)
         else:
             with self._mapped_resume():
-                super()._load_best_model()
-            if self.topology["nvme"]:
                 restore_from_nvme(self.model_wrapped, best)
+                super()._load_best_model()
 
 
 class LastEvaluation(TrainerCallback):

@@ -28,7 +28,7 @@ from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import calibration
 from dsft.planner.calibration import calibrate
-from dsft.planner.candidates import NAMES, Job, candidate_names, settings, unmodelled
+from dsft.planner.candidates import NAMES, Job, candidate_names, fit_nvme_buffers, settings, unmodelled
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
@@ -676,6 +676,16 @@ def test_buffers_of_nvme_hold_the_shard_of_the_largest_parameter(configs, num_gp
     assert section["offload_param"]["buffer_size"] == max(10**8, 128256 * 4096 // num_gpus)
     # Each weight that stays, or is fetched ahead, holds a buffer, and there are five.
     assert section["stage3_prefetch_bucket_size"] == section["stage3_max_reuse_distance"] == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "is_kept"), [({}, False), ({"buffer_count": 5}, False), ({"buffer_count": 99}, True)]
+)
+def test_weights_that_stay_have_buffers_on_nvme(configs, count, is_kept):
+    """transformers' manual has this number, and five buffers."""
+    section = {"stage3_max_reuse_distance": 10**9, "offload_param": {"device": "nvme"} | count}
+    fit_nvme_buffers(section, job_in_bf16(configs["8b"], "full").size, 8)
+    assert section["stage3_max_reuse_distance"] == (10**9 if is_kept else 0)
 
 
 @pytest.mark.parametrize("text", ["80", "80G", "GB", "-1GB", "0GB", "80 gigabytes"])

@@ -61,6 +61,15 @@ def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
     assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
 
 
+def test_a_resume_of_a_run_with_a_json_of_its_own_is_asked_for_it(facts, tmp_path):
+    """It was taken for a named configuration, with DeepSpeed's default for a learning rate that it left out."""
+    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
+    write_run(str(tmp_path), plan=EARLIER | {"zero": "own.json"})
+    with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; give that again"):
+        plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+
+
 def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_replaces(facts, tmp_path):
     for name in ("resumed", "replaced"):
         (tmp_path / name).mkdir()
