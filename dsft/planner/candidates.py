@@ -135,11 +135,15 @@ class Job:
     """A loss of the user's own."""
 
     def with_same_activations(self, **changes: Any) -> "Job":
-        """Return the job with changes on which the bytes of a token do not depend, and what was traced."""
+        """Return the job with changes on which the bytes of a token do not depend: it takes what is traced of this."""
         other = replace(self, **changes)
-        names = {"activations", "activations_of_shards"} & self.__dict__.keys()  # of both, what was asked for
-        other.__dict__.update({name: self.__dict__[name] for name in names})
+        other.__dict__["traced_as"] = self.traced_as  # no field: `replace` would keep it beside other changes
         return other
+
+    @cached_property
+    def traced_as(self) -> "Job":
+        """The job whose activations are traced."""
+        return self
 
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
         return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
@@ -147,14 +151,14 @@ class Job:
     @cached_property
     def activations(self) -> TrainingActivations:
         """Under ZeRO 0 to 2."""
-        return self._training_activations(zero_3=False)
+        return self.traced_as._training_activations(zero_3=False)
 
     @cached_property
     def activations_of_shards(self) -> TrainingActivations:
         """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
         all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
         is_alike = all_trained or self.size.quantization  # which is never sharded
-        return self.activations if is_alike else self._training_activations(zero_3=True)
+        return self.activations if is_alike else self.traced_as._training_activations(zero_3=True)
 
     def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
         liger = self.liger and self.size.model_type in LIGER_MODELS

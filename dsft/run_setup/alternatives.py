@@ -140,7 +140,7 @@ def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     """(the most tokens per sequence that fit, their plan), one sequence per GPU, or for all GPUs that share one, at a
     time; None where none fits.
     """
-    job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
+    job = run.job.with_same_activations(micro_batch=1, accumulation=1, sequences_per_step=None)
     positions = job.size.max_positions or MOST_POSITIONS
     step = min(LENGTH_STEP, positions)
 
@@ -148,14 +148,22 @@ def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
         return attention_of(run.model, seq_len=length, masked=run.masked)
 
     is_own = job.attention == attention_at(job.seq_len)  # not the one that was asked for
-
-    def plan_for(length: int) -> Plan:
-        longer = of_length(job, length, attention=attention_at(length) if is_own else None)
-        return plan_run(run.options, longer, run.machine, zero_file=run.zero_file, must_fit=False).plan
-
     lengths = range(step, positions + 1, step)
-    number = bisect_left(lengths, True, key=lambda length: not plan_for(length).fits)
-    return (lengths[number - 1], plan_for(lengths[number - 1])) if number else None
+
+    def at(length: int, like: Job) -> Job:
+        return of_length(like, length, attention=attention_at(length) if is_own else None)
+
+    def plan_of(job: Job) -> Plan:
+        return plan_run(run.options, job, run.machine, zero_file=run.zero_file, must_fit=False).plan
+
+    def number_fitting(like: Job) -> int:
+        return bisect_left(lengths, True, key=lambda length: not plan_of(at(length, like)).fits)
+
+    number = number_fitting(job)
+    if number and (near := dataclasses.replace(at(lengths[number - 1], job))).attention == "flash":
+        number = number_fitting(near)  # traced at about the answer's length
+    exact = ((length, plan_of(dataclasses.replace(at(length, job)))) for length in reversed(lengths[:number]))
+    return next(((length, plan) for length, plan in exact if plan.fits), None)
 
 
 METHODS = ("full", "lora", "qlora")

@@ -978,8 +978,16 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(configs, capsys):
     words = ["--model", configs["8b"], "--gpus", "1xA100-40GB", "--method", "lora"]
     longest = json.loads(run_plan(capsys, *words, "--longest", "--json"))["seq_len"]
     assert 2048 <= longest <= 8192 and longest % 256 == 0
-    asked = json.loads(run_plan(capsys, *words, "--zero", "3", "--longest", "--json"))
+    words += ["--zero", "3", "--json"]
+    asked = json.loads(run_plan(capsys, *words, "--longest"))
     assert asked["plan"]["zero"] == "3", "of what is asked for, not of what would fit longer ones"
+    batch = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1")
+    alone = json.loads(run_plan(capsys, *words, "--seq_len", str(asked["seq_len"]), *batch))["chosen"]
+    assert alone["fits"] and alone["device_bytes"] == asked["plan"]["device_bytes"]
+    with pytest.raises(SystemExit) as caught:
+        run_plan(capsys, *words, "--seq_len", str(asked["seq_len"] + 256), *batch)
+    assert caught.value.code == 1
+    capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         run_plan(capsys, "--model", configs["8b"], "--gpus", "1xL4", "--host_memory", "32GB", "--longest")
     assert caught.value.code == 1 and "no sequence fits" in capsys.readouterr().out
