@@ -377,8 +377,6 @@ def peak_memory_bytes() -> dict[str, int]:
 
 
 SYSFS = Path("/sys/class")
-
-
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """From a GPU to a network card, nearest first, as `nvidia-smi topo -m` has them."""
 
@@ -469,13 +467,12 @@ def require_kernels(gpu: int) -> None:
 
     names = torch.cuda.get_arch_list() if torch.version.cuda else []
     major, minor = torch.cuda.get_device_capability(gpu)
-    for name in names:  # sm_80, compute_90
-        kind, _, version = name.partition("_")
-        least = int(re.match(r"\d+", version)[0])
-        # Binaries run within a major version, PTX on any newer card.
-        if least <= 10 * major + minor and (kind == "compute" or least // 10 == major):
-            return
-    if not names:
+    builds = [(name, int(re.search(r"\d+", name)[0])) for name in names]  # sm_80, compute_90
+    # Binaries run within a major version, PTX on any newer card.
+    runs = [
+        least <= 10 * major + minor and (name.startswith("compute") or least // 10 == major) for name, least in builds
+    ]
+    if any(runs) or not names:
         return
     raise UserError(
         f"{torch.cuda.get_device_name(gpu)} has compute capability {major}.{minor}, and torch {torch.__version__}"
