@@ -97,20 +97,20 @@ class Sums:
 class Work:
     """Sums of the step at hand, of steps that were sent and not read yet, and since the last line of the log."""
 
-    def __init__(self, device: torch.device, num_sources: int = 0, num_experts: tuple[int, int] = (0, 0)):
+    def __init__(self, device: torch.device, num_sources: int = 0, routers: Sequence[nn.Module] = (), experts: int = 0):
         """
         Args:
             num_sources: whose nats are counted apart; 0 where there is one.
-            num_experts: routers, and experts of each.
+            routers: modules that send tokens to `experts` each, counted while these train.
         """
-        routers, experts = num_experts
-        self._loads_shape = routers, experts + 1
+        self._loads_shape = len(routers), experts + 1
         self._sizes = len(dataclasses.fields(Sums)), 2 * num_sources, math.prod(self._loads_shape)
         self._counted = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)  # counts too are exact
         self._sums, self._sources, loads = self._counted.split(self._sizes)
-        self.loads = loads.view(self._loads_shape)
-        """[R, E + 1] tokens that each router has sent to each of its experts, padding included, and to what is none, as
-        the identity."""
+        # [R, E + 1] tokens that each router has sent to each of its experts, padding included, and to what is none, as
+        # the identity.
+        for router, loads_E in zip(routers, loads.view(self._loads_shape), strict=True):
+            router.register_forward_hook(functools.partial(_count_loads, loads_E))
         self._passes: list[tuple[Any, Any]] = []
         self.collectives: list[tuple[Any, Any]] = []
         """Marks around what this rank has spent in them."""
@@ -212,60 +212,48 @@ class Work:
         return step, sums, by_source
 
 
-def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules that send tokens to experts, where transformers names their class and the config the number."""
+def routers_of(model: nn.Module) -> tuple[list[nn.Module], int]:
+    """The modules that send tokens to experts, and to how many each, where transformers names their class and the
+    config the number; else none.
+    """
     inner = unwrapped(model)
     recorder = (getattr(type(inner), "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", recorder)  # a list of recorders in JetMoe, whose router sorts tokens
-    if not isinstance(kind, type) or not isinstance(num_experts_of(inner.config.get_text_config()), int):
-        return []
-    return [module for module in model.modules() if isinstance(module, kind)]
+    experts = num_experts_of(inner.config.get_text_config())
+    if not isinstance(kind, type) or not isinstance(experts, int):
+        return [], 0
+    return [module for module in model.modules() if isinstance(module, kind)], experts
 
 
-def count_experts(routers: list[nn.Module], work: Work) -> None:
-    """Add the tokens of each expert to `work.loads` while the model trains."""
-
-    def count(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple) else ()
-        chosen = [each for each in parts if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
-        if router.training and chosen:
-            experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
-            loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))
-
-    for router, loads_E in zip(routers, work.loads, strict=True):
-        router.register_forward_hook(functools.partial(count, loads_E))
+def _count_loads(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
+    """Add the tokens of each expert to `loads_E` while the router trains."""
+    parts = output if isinstance(output, tuple) else ()
+    chosen = [each for each in parts if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
+    if router.training and chosen:
+        experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
+        loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))
 
 
 class TimedCollectives:
-    """DeepSpeed's backend of collectives, with marks around what a rank spends in each of them."""
+    """DeepSpeed's backend of collectives, or the handle of an asynchronous one, with marks around what a rank spends in
+    each call.
+    """
 
-    COMPUTING = re.compile("all_|reduce|broadcast|barrier|scatter|gather|send|recv")
+    TIMED = re.compile("all_|reduce|broadcast|barrier|scatter|gather|send|recv|wait")
 
-    def __init__(self, backend: Any, work: Work):
-        self._backend, self._work = backend, work
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._backend, name)
-        return functools.partial(self._timed, function) if self.COMPUTING.match(name) else function
-
-    def _timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        started = mark()
-        handle = function(*args, **kwargs)
-        self._work.collectives.append((started, mark()))
-        return handle if isinstance(handle, torch.Tensor | bool | None) else _Handle(handle, self)
-
-
-class _Handle:
-    """What an asynchronous collective returns."""
-
-    def __init__(self, handle: Any, timed: TimedCollectives):
-        self._handle, self._timed = handle, timed
+    def __init__(self, inner: Any, work: Work):
+        self._inner, self._work = inner, work
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
+        function = getattr(self._inner, name)
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed._timed(self._handle.wait, *args, **kwargs)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = mark()
+            result = function(*args, **kwargs)
+            self._work.collectives.append((started, mark()))
+            return result if isinstance(result, torch.Tensor | bool | None) else TimedCollectives(result, self._work)
+
+        return timed if self.TIMED.match(name) else function
 
 
 def mark() -> Any:

@@ -89,27 +89,20 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
             wait_for_freed_gpu()
         watchdog.set_phase("loading")
         say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and model")
+        run = resolve_run(options, machine=distributed.smallest_machine(), problems=problems)
+        if run is None:
+            return None
         try:
-            return _finetune(options, problems)
+            with only_run_on_nvme(nvme_path(run.plan.deepspeed_config)):
+                return _trained(run)
         finally:
             # The trainer that is returned keeps it alive, and `from_pretrained` would go on to shard what it loads.
             unset_hf_deepspeed_config()
 
 
-def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
-    machine = distributed.smallest_machine()
-    run = resolve_run(options, machine=machine, problems=problems)
-    if run is None:
-        return None
-    with only_run_on_nvme(nvme_path(run.plan.deepspeed_config)):
-        return _trained(run)
-
-
 def _trained(run: TrainingRun) -> PerplexityTrainer:
-    machine = run.machine
-    if not machine.has_gpu:
-        has_little = run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes
-        keep_freed_memory(keeps=not has_little)
+    if not run.machine.has_gpu:
+        keep_freed_memory(keeps=run.plan.host_bytes <= LITTLE_MEMORY * run.machine.host_bytes)
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)
