@@ -45,7 +45,7 @@ PHASE_LIMITS = {
 
 class Endpoint(NamedTuple):  # where the sidecar of a rank is reached
     machine: str  # the same for ranks that reach each other's `socket`: the boot's id and the network namespace
-    socket: str | None  # name of the socket for the other sidecars of its machine
+    socket: str  # name of the socket for the other sidecars of its machine
     port: int | None  # of the coordinator, on rank 0
     token: str | None  # what proves a message, from rank 0
 
@@ -71,7 +71,7 @@ def start(timeouts: Any) -> None:
         return
     rank = int(os.environ["RANK"])
     to_sidecar, to_rank = socket.socketpair()
-    listener, on_node = listen() if rank == 0 else None, listen_on_node()
+    listener, (node_listener, name) = listen() if rank == 0 else None, listen_on_node()
     stacks = os.memfd_create("dsft-stacks")  # no file that a killed job would leave behind
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -86,10 +86,10 @@ def start(timeouts: Any) -> None:
         "lost_timeout": timeouts.lost_timeout,
         "start_timeout": timeouts.start_timeout,
         "listener": listener and listener.fileno(),
-        "node_listener": on_node and on_node[0].fileno(),
+        "node_listener": node_listener.fileno(),
         "stacks": stacks,
     }
-    handed_over = [source for source in (listener, on_node and on_node[0]) if source]
+    handed_over = [source for source in (listener, node_listener) if source]
     subprocess.Popen(
         [*SIDECAR, json.dumps(options)],
         stdin=to_rank,
@@ -97,13 +97,9 @@ def start(timeouts: Any) -> None:
         pass_fds=[stacks, *(source.fileno() for source in handed_over)],
         start_new_session=True,
     ).wait()
-    try:
-        machine = f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        machine = socket.gethostname()
     endpoint = Endpoint(
-        machine=machine,
-        socket=on_node and on_node[1],
+        machine=f"{boot_id()} {os.readlink('/proc/self/ns/net')}",
+        socket=name,
         port=listener and listener.getsockname()[1],
         token=secrets.token_hex(16) if listener else None,
     )
@@ -122,18 +118,17 @@ def connect(endpoints: list[Endpoint | None]) -> None:
     """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks.
     One sidecar of each machine speaks for all of them there. The phase is "loading".
     """
-    if _client is None or _client.endpoint is None or endpoints[0] is None:
+    if _client is None:
         return
-    mine, coordinator = _client.endpoint, endpoints[0]
-    here = [each.socket for each in endpoints if each and each.socket and each.machine == mine.machine]
-    relay = here[0] if mine.socket else None
+    here = [each.socket for each in endpoints if each.machine == _client.endpoint.machine]
+    is_relay = here[0] == _client.endpoint.socket
     _client.sidecar.send(
         "connect",
         address=os.environ["MASTER_ADDR"],
-        port=coordinator.port,
-        token=coordinator.token,
-        relay=relay if relay != mine.socket else None,
-        expected=len(here) if relay and relay == mine.socket else 1,
+        port=endpoints[0].port,
+        token=endpoints[0].token,
+        relay=None if is_relay else here[0],
+        expected=len(here) if is_relay else 1,
     )
     _client.has_met = True
     set_phase("loading")

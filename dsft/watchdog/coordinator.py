@@ -59,7 +59,6 @@ def first_cause(reports: list[Report]) -> Report:
 class Node:  # a relay and the ranks behind it
     connection: Connection
     host: str
-    last_heard: float
     members: dict[int, "Member"] = field(default_factory=dict)
 
 
@@ -118,18 +117,13 @@ class Coordinator:
         if self.launcher and (self._all_left() or any(self.exit_codes)):
             self.launcher.send("done", exit_code=max(self.exit_codes))
 
-    def count_silence_from(self, now: float) -> None:
-        """This process was stopped, perhaps with the others: what they send next counts."""
-        for node in self.nodes.values():
-            node.last_heard = now
-
     def _all_left(self) -> bool:
         return len(self.exit_codes) == self.world_size
 
     def step(self, now: float) -> None:
         """Read what has come and do what is due; never waits."""
         for connection, hello in self.server.accept():
-            node = self.nodes[connection] = Node(connection, str(hello.get("host")), last_heard=now)
+            node = self.nodes[connection] = Node(connection, str(hello.get("host")))
             self.poller.add(connection)
             connection.send("heartbeat")  # it has come to the right place
             self._read(node, now)
@@ -139,7 +133,7 @@ class Coordinator:
         if self.state is not JobState.ENDING and now - self.last_look > SILENCE_SECONDS:
             self.last_look = now
             for node in self.nodes.values():
-                if not node.connection.closed and now - node.last_heard > self.lost_timeout:
+                if not node.connection.closed and now - node.connection.last_heard > self.lost_timeout:
                     node.connection.close()
                     causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
                     text = f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}"
@@ -169,7 +163,6 @@ class Coordinator:
             self._tell_all("heartbeat")
 
     def _read(self, node: Node, now: float) -> None:
-        node.last_heard = now
         try:
             for message in node.connection.read():
                 rank = message.get("rank")
@@ -281,7 +274,6 @@ class Coordinator:
 
 @dataclass(eq=False)
 class Child:  # a sidecar behind a relay
-    last_heard: float
     rank: int | None = None
     is_gone: bool = False
 
@@ -310,8 +302,7 @@ class Relay:
         self.coordinator: Connection | None = None
         self.has_answered = False  # until the coordinator says anything the connection is tried again
         self.is_cut_off = False
-        self.started = self.last_heard = time.monotonic()
-        self.last_sent = self.last_look = 0.0
+        self.started, self.last_sent, self.last_look = time.monotonic(), 0.0, 0.0
         self._adopt(self.own_sidecar)
         self._connect()
 
@@ -329,32 +320,26 @@ class Relay:
             self._adopt(connection)
         for source in self.poller.ready():
             if source in self.children:
-                self._read_child(source, now)
+                self._read_child(source)
         if self.coordinator:
             for message in self.coordinator.read():
-                self.last_heard, self.has_answered = now, True
+                self.has_answered = True
                 kind = message.pop("type")
                 for connection in self.children:
                     connection.send(kind, **message)
-            is_silent = now - self.last_heard > self.lost_timeout
+            is_silent = now - self.coordinator.last_heard > self.lost_timeout
             if self.coordinator.closed and not self.has_answered and now < self.started + CONNECT_SECONDS:
                 self._connect()
             elif self.coordinator.closed or is_silent:
                 self.close()
         if now - self.last_look > SILENCE_SECONDS:
             self.last_look = now
-            for connection, child in self.children.items():
-                if not connection.closed and now - child.last_heard > self.lost_timeout:
+            for connection in self.children:
+                if not connection.closed and now - connection.last_heard > self.lost_timeout:
                     self._lose(connection, f"gave no heartbeat for {self.lost_timeout:.0f} s: its watchdog")
         if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self.coordinator.send("heartbeat")
-
-    def count_silence_from(self, now: float) -> None:
-        """As that of the coordinator."""
-        self.last_heard = now
-        for child in self.children.values():
-            child.last_heard = now
 
     def _connect(self) -> None:
         try:
@@ -369,7 +354,6 @@ class Relay:
                 connection.send("unwatched")
                 connection.close()
             return
-        self.last_heard = time.monotonic()
         self.poller.add(self.coordinator)
         self.coordinator.send("hello", host=self.host)
         for child in self.children.values():
@@ -377,7 +361,7 @@ class Relay:
                 self.coordinator.send("join", rank=child.rank)
 
     def _adopt(self, connection: Connection) -> None:
-        child = self.children[connection] = Child(time.monotonic())
+        self.children[connection] = Child()
         if self.is_cut_off:
             connection.send("unwatched")
             connection.close()
@@ -385,11 +369,10 @@ class Relay:
         self.poller.add(connection)
         if self.has_answered:
             connection.send("heartbeat")
-        self._read_child(connection, child.last_heard)
+        self._read_child(connection)
 
-    def _read_child(self, connection: Connection, now: float) -> None:
+    def _read_child(self, connection: Connection) -> None:
         child = self.children[connection]
-        child.last_heard = now
         for message in connection.read():
             kind, rank = message.pop("type"), message.pop("rank", None)
             if kind == "join":

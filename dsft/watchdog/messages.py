@@ -116,6 +116,14 @@ class Poller(selectors.EpollSelector):
         """Those that can be read, after waiting so long for the first."""
         return [key.fileobj for key, _ in self.select(timeout=seconds)]
 
+    def count_silence_from(self, now: float) -> None:
+        """This process was stopped, perhaps with the others: what they send next counts."""
+        for key in self.get_map().values():
+            if isinstance(key.fileobj, Connection):
+                key.fileobj.last_heard = now
+            elif isinstance(key.fileobj, Poller):
+                key.fileobj.count_silence_from(now)
+
     def close(self) -> None:
         for key in list(self.get_map().values()):
             self.remove(key.fileobj)
@@ -123,7 +131,8 @@ class Poller(selectors.EpollSelector):
 
 
 class Connection:
-    """One end of a socket. `closed` is set once the other side is gone or breaks the protocol.
+    """One end of a socket. `closed` is set once the other side is gone or breaks the protocol; `last_heard` is the time
+    (monotonic) of its last bytes.
 
     Args:
         token: proves every line; None for the pair of sockets that a rank shares with its sidecar.
@@ -133,6 +142,7 @@ class Connection:
     def __init__(self, connection: socket.socket, token: str | None = None, session: str | None = None):
         connection.setblocking(False)
         self.connection, self.session, self.closed = connection, session, False
+        self.last_heard = time.monotonic()
         self.pollers: list[Poller] = []
         self.largest_bytes = LARGEST_BYTES
         self._token = token.encode() if token is not None else None
@@ -201,6 +211,7 @@ class Connection:
                     self.close()
                     return
                 self._received += piece
+                self.last_heard = time.monotonic()
             if b"\n" not in self._received:
                 self._break()  # no message is that long
         except BlockingIOError:
@@ -294,18 +305,14 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-def listen_on_node() -> tuple[socket.socket, str] | None:
+def listen_on_node() -> tuple[socket.socket, str]:
     """Open a socket that processes of this machine and network namespace reach by the name returned beside it: an
-    abstract one (unix(7)), no file that would stay behind; None where the system has none.
+    abstract one (unix(7)), no file that would stay behind.
     """
     name = f"dsft-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(f"\0{name}")
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        return None
+    listener.bind(f"\0{name}")
+    listener.listen(4096)
     return listener, name
 
 

@@ -30,7 +30,7 @@ from dsft.watchdog.messages import (
     raise_file_limit,
     say,
 )
-from dsft.watchdog.processes import Process, descendants, end, is_dsft, name_of
+from dsft.watchdog.processes import Process, descendants, end, is_dsft, program_at
 
 IMPORT_SECONDS = 60.0  # for a rank to import its libraries, from a slow disk, before it tries to meet the others
 EXIT_SECONDS = 60.0  # for a rank to exit after it has said that it ends in order; it is believed so far
@@ -61,10 +61,8 @@ class Sidecar:
         self.rank, self.world_size = options["rank"], options["world_size"]
         self.is_first_of_node = options["local_rank"] == 0
         self.lost_timeout: float = options["lost_timeout"]
-        self.listener, self.node_listener = (
-            socket.socket(fileno=options[name]) if options[name] is not None else None
-            for name in ("listener", "node_listener")
-        )
+        self.listener = None if options["listener"] is None else socket.socket(fileno=options["listener"])
+        self.node_listener = socket.socket(fileno=options["node_listener"])
         self.stacks: int = options["stacks"]  # descriptor of the file in memory to which the rank writes its stacks
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
@@ -91,7 +89,7 @@ class Sidecar:
         self.leave_message: dict[str, Any] = {}
         self.leave_by = 0.0
         self.to_launcher: Connection | None = None  # to `dsft launch`, from the first rank of each node
-        self.last_progress = self.last_heard = self.last_sent = time.monotonic()
+        self.last_progress = self.last_sent = time.monotonic()
         self.moved_bytes = 0  # of the rank's files, when they last showed progress
         self.stopped_since: float | None = None
 
@@ -112,10 +110,8 @@ class Sidecar:
             ready = self.poller.ready(POLL_SECONDS)
             now = time.monotonic()
             if now - last_pass > self.lost_timeout / 2:  # it was stopped, perhaps with all others (a paused job)
-                self.last_heard = self.last_progress = now
-                self.stopped_since = None
-                for part in filter(None, (self.coordinator, self.relay)):
-                    part.count_silence_from(now)
+                self.last_progress, self.stopped_since = now, None
+                self.poller.count_silence_from(now)
             last_pass, looks = now, now - last_look > 0.9 * POLL_SECONDS
             if looks:
                 last_look = now
@@ -132,7 +128,7 @@ class Sidecar:
                 if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
                     self.last_sent = now
                     self.to_coordinator.send("heartbeat")
-                if self.to_coordinator.closed or now - self.last_heard > self.lost_timeout:
+                if self.to_coordinator.closed or now - self.to_coordinator.last_heard > self.lost_timeout:
                     if self.relay and self.state is RankState.RUNNING:
                         say(
                             f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is"
@@ -151,7 +147,7 @@ class Sidecar:
             end([launcher for launcher in self.launchers[:1] if not is_dsft(launcher.pid)], steps)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a session lasts while a process there holds its pipes
             over_ssh = [pid for launcher in self.launchers_over_ssh[:1] for pid in descendants(launcher.pid)]
-            end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)
+            end([Process.of(pid) for pid in over_ssh if program_at(pid) == "ssh"], steps)
 
     def _is_watching(self) -> bool:
         return self.state not in (RankState.LEFT, RankState.ENDED)
@@ -228,9 +224,8 @@ class Sidecar:
                 say=say,
             )
             self.poller.add(self.relay.poller)
-        if self.node_listener and not (self.relay and self.relay.server):
+        if not (self.relay and self.relay.server):
             self.node_listener.close()
-        self.last_heard = time.monotonic()
         self.poller.add(self.to_coordinator)
         if message["relay"] and self.relay is None:
             self.to_coordinator.send("hello")
@@ -238,7 +233,6 @@ class Sidecar:
 
     def _read_orders(self) -> None:
         for message in self.to_coordinator.read() if self.to_coordinator else ():
-            self.last_heard = time.monotonic()
             match message:
                 case {"type": "write stacks"}:
                     self._send_stacks(self.to_coordinator)
@@ -291,8 +285,7 @@ class Sidecar:
         self.state = RankState.REPORTED
         if self.to_coordinator and not self.to_coordinator.closed:
             self.to_coordinator.send("failed", failure=failure, text=text, log=self.log)
-            self.last_heard = time.monotonic()  # the coordinator collects for some seconds, then says: end
-            return
+            return  # the coordinator collects for some seconds, then says: end
         # Before the rendezvous, a launcher kills those that did nothing wrong.
         if failure is not Failure.DIED or self.is_first_of_node:
             report = Report(self.rank, self.host, failure, text)

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
+from dsft.watchdog import messages
 from dsft.watchdog.coordinator import (
     COLLECT_SECONDS,
     COLLECT_STACKS_SECONDS,
@@ -27,13 +29,14 @@ LOST_SECONDS = 60.0
 
 
 class Job:
-    """A coordinator and the connections of its two sidecars."""
+    """A coordinator and the connections of its two sidecars, by a clock that the test moves."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
+        self.now = time.monotonic()
+        monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.screen: list[str] = []
         server = Server(listen(), "token")
         self.coordinator = Coordinator(server, 2, LOST_SECONDS, say=self.screen.append)
-        self.now = time.monotonic()
         address = ("127.0.0.1", server.listener.getsockname()[1])
         self.sidecars = [connect(address, "token") for _ in range(2)]
         for rank, sidecar in enumerate(self.sidecars):
@@ -72,8 +75,8 @@ class Job:
 
 
 @pytest.fixture
-def job():
-    job = Job()
+def job(monkeypatch):
+    job = Job(monkeypatch)
     yield job
     for source in (job.coordinator.server, *job.sidecars):
         source.close()
@@ -89,7 +92,7 @@ def test_a_sidecar_that_is_gone_ends_the_other_ranks(job):
 def test_a_silent_sidecar_is_lost_after_the_users_limit(job):
     job.after(LOST_SECONDS - 1)
     job.sidecars[0].send("heartbeat")
-    job.step_until(lambda: any(node.last_heard == job.now for node in job.coordinator.nodes.values()))
+    job.step_until(lambda: any(connection.last_heard == job.now for connection in job.coordinator.nodes))
     assert job.coordinator.state is JobState.RUNNING
     job.after(2)
     assert job.coordinator.state is JobState.COLLECTING
@@ -113,7 +116,7 @@ def test_a_node_that_is_lost_after_the_others_have_left_is_named(job, launch):
 
 def test_silence_counts_from_the_end_of_a_pause(job):
     job.now += LOST_SECONDS + 1
-    job.coordinator.count_silence_from(job.now)
+    job.coordinator.poller.count_silence_from(job.now)
     job.after(LOST_SECONDS - 1)
     assert job.coordinator.state is JobState.RUNNING
     job.after(2)
@@ -251,7 +254,9 @@ def test_a_failure_is_recorded_where_the_run_has_not_ended_otherwise(tmp_path, c
 class RelayedJob:
     """A coordinator, the relay of one node, and the connections of its two sidecars."""
 
-    def __init__(self, port: int | None = None):
+    def __init__(self, monkeypatch, port: int | None = None):
+        self.now = time.monotonic()
+        monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.screen: list[str] = []
         server = Server(listen(), "token")
         self.coordinator = Coordinator(server, 2, LOST_SECONDS, say=self.screen.append)
@@ -267,7 +272,6 @@ class RelayedJob:
             lost_timeout=LOST_SECONDS,
             say=self.screen.append,
         )
-        self.now = time.monotonic()
         self.sidecars = [Connection(here), connect(name, "token")]
         self.sidecars[1].send("hello")
         self.heard: list[list[str]] = [[], []]
@@ -288,8 +292,8 @@ class RelayedJob:
 
 
 @pytest.fixture
-def relayed():
-    job = RelayedJob()
+def relayed(monkeypatch):
+    job = RelayedJob(monkeypatch)
     job.step_until(lambda: len(job.coordinator.members) == 2)
     yield job
     job.relay.close()
@@ -317,7 +321,7 @@ def test_one_sidecar_that_is_lost_behind_a_relay_is_named(relayed, fault):
     else:
         relayed.now += LOST_SECONDS - 1
         relayed.sidecars[0].send("heartbeat")
-        relayed.step_until(lambda: max(child.last_heard for child in relayed.relay.children.values()) == relayed.now)
+        relayed.step_until(lambda: max(connection.last_heard for connection in relayed.relay.children) == relayed.now)
         relayed.now += 2
     relayed.step_until(lambda: relayed.coordinator.state is JobState.COLLECTING)
     [report] = relayed.coordinator.reports
@@ -327,7 +331,7 @@ def test_one_sidecar_that_is_lost_behind_a_relay_is_named(relayed, fault):
 def test_silence_counts_from_the_end_of_a_pause_for_a_relay_too(relayed):
     relayed.step_until(lambda: relayed.relay.has_answered)
     relayed.now += LOST_SECONDS + 1
-    relayed.relay.count_silence_from(relayed.now)
+    relayed.relay.poller.count_silence_from(relayed.now)
     relayed.relay.step(relayed.now)
     assert not any(connection.closed for connection in (relayed.relay.coordinator, *relayed.relay.children))
 
@@ -349,10 +353,10 @@ def test_a_relay_that_loses_the_coordinator_hangs_up(relayed):
     relayed.step_until(lambda: list(map(relayed.told, (0, 1))) and all(sidecar.closed for sidecar in relayed.sidecars))
 
 
-def test_a_coordinator_that_cannot_be_reached_is_said_once_and_leaves_the_ranks_alone():
+def test_a_coordinator_that_cannot_be_reached_is_said_once_and_leaves_the_ranks_alone(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    job = RelayedJob(port)
+    job = RelayedJob(monkeypatch, port)
     assert "unwatched" in job.told(0)
     job.step_until(lambda: "unwatched" in job.told(1))
     assert len(job.screen) == 1 and f"node-0 cannot reach 127.0.0.1:{port}" in job.screen[0]
