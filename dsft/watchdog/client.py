@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dsft.watchdog.messages import POLL_SECONDS, Connection, Failure, listen, listen_on_node
-from dsft.watchdog.processes import StartedBy, boot_id, command_of
+from dsft.watchdog.messages import POLL_SECONDS, Connection, Failure, listen
+from dsft.watchdog.processes import StartedBy, command_of
 
 SIDECAR = command_of("os.fork() and os._exit(0); from dsft.watchdog.sidecar import main; main()")
 """Leaves the process tree of the rank: DeepSpeed's launcher, which ends that tree, would wait 30 s for the sidecar."""
@@ -43,11 +43,9 @@ PHASE_LIMITS = {
 """Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
 
 
-class Endpoint(NamedTuple):  # where the sidecar of a rank is reached
-    machine: str  # the same for ranks that reach each other's `socket`: the boot's id and the network namespace
-    socket: str  # name of the socket for the other sidecars of its machine
-    port: int | None  # of the coordinator, on rank 0
-    token: str | None  # what proves a message, from rank 0
+class Endpoint(NamedTuple):  # of the coordinator, which rank 0 knows
+    port: int | None
+    token: str | None  # what proves a message
 
 
 @dataclasses.dataclass
@@ -71,7 +69,7 @@ def start(timeouts: Any) -> None:
         return
     rank = int(os.environ["RANK"])
     to_sidecar, to_rank = socket.socketpair()
-    listener, (node_listener, name) = listen() if rank == 0 else None, listen_on_node()
+    listener = listen() if rank == 0 else None
     stacks = os.memfd_create("dsft-stacks")  # no file that a killed job would leave behind
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -86,25 +84,20 @@ def start(timeouts: Any) -> None:
         "lost_timeout": timeouts.lost_timeout,
         "start_timeout": timeouts.start_timeout,
         "listener": listener and listener.fileno(),
-        "node_listener": node_listener.fileno(),
         "stacks": stacks,
     }
-    handed_over = [source for source in (listener, node_listener) if source]
     subprocess.Popen(
         [*SIDECAR, json.dumps(options)],
         stdin=to_rank,
         stdout=subprocess.DEVNULL,
-        pass_fds=[stacks, *(source.fileno() for source in handed_over)],
+        pass_fds=[stacks, *([listener.fileno()] if listener else [])],
         start_new_session=True,
     ).wait()
-    endpoint = Endpoint(
-        machine=f"{boot_id()} {os.readlink('/proc/self/ns/net')}",
-        socket=name,
-        port=listener and listener.getsockname()[1],
-        token=secrets.token_hex(16) if listener else None,
-    )
-    for source in (to_rank, *handed_over):
-        source.close()  # the sidecar has its own
+    endpoint = Endpoint(None, None)
+    to_rank.close()  # the sidecar has its own
+    if listener:
+        endpoint = Endpoint(listener.getsockname()[1], secrets.token_hex(16))
+        listener.close()
     _client = _Client(timeouts, Connection(to_sidecar), endpoint)
     sys.excepthook = _report_error
 
@@ -116,20 +109,11 @@ def endpoint() -> Endpoint | None:
 
 def connect(endpoints: list[Endpoint | None]) -> None:
     """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks.
-    One sidecar of each machine speaks for all of them there. The phase is "loading".
+    The phase is "loading".
     """
     if _client is None:
         return
-    here = [each.socket for each in endpoints if each.machine == _client.endpoint.machine]
-    is_relay = here[0] == _client.endpoint.socket
-    _client.sidecar.send(
-        "connect",
-        address=os.environ["MASTER_ADDR"],
-        port=endpoints[0].port,
-        token=endpoints[0].token,
-        relay=None if is_relay else here[0],
-        expected=len(here) if is_relay else 1,
-    )
+    _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], **endpoints[0]._asdict())
     _client.has_met = True
     set_phase("loading")
 

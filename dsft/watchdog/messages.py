@@ -104,13 +104,13 @@ class Poller(selectors.EpollSelector):
         if isinstance(source, Connection):
             if source.closed:
                 return
-            source.pollers.append(self)
+            source.poller = self
         self.register(source, selectors.EVENT_READ)
 
     def remove(self, source: Any) -> None:
         self.unregister(source)
         if isinstance(source, Connection):
-            source.pollers.remove(self)
+            source.poller = None
 
     def ready(self, seconds: float = 0.0) -> list[Any]:
         """Those that can be read, after waiting so long for the first."""
@@ -143,7 +143,7 @@ class Connection:
         connection.setblocking(False)
         self.connection, self.session, self.closed = connection, session, False
         self.last_heard = time.monotonic()
-        self.pollers: list[Poller] = []
+        self.poller: Poller | None = None  # that looks at it
         self.largest_bytes = LARGEST_BYTES
         self._token = token.encode() if token is not None else None
         self._directions = (b">", b"<") if session else (b"<", b">")  # of what is sent and of what is read
@@ -226,8 +226,8 @@ class Connection:
     def close(self) -> None:
         """Hang up; what has been received stays to be read."""
         self.closed = True
-        for poller in list(self.pollers):
-            poller.remove(self)
+        if self.poller:
+            self.poller.remove(self)
         self.connection.close()
 
 
@@ -305,30 +305,10 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-def listen_on_node() -> tuple[socket.socket, str]:
-    """Open a socket that processes of this machine and network namespace reach by the name returned beside it: an
-    abstract one (unix(7)), no file that would stay behind.
-    """
-    name = f"dsft-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")
-    listener.listen(4096)
-    return listener, name
-
-
-def connect(address: str | tuple[str, int], token: str, *, seconds: float = CONNECT_SECONDS) -> Connection:
-    """Return a connection to (host, port), or to a name of `listen_on_node`. Raises OSError: nobody answers in time."""
-    if isinstance(address, str):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(seconds)
-        try:
-            connection.connect(f"\0{address}")
-        except OSError:
-            connection.close()
-            raise
-    else:
-        connection = socket.create_connection(address, timeout=seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def connect(address: tuple[str, int], token: str, *, seconds: float = CONNECT_SECONDS) -> Connection:
+    """Return a connection to (host, port). Raises OSError: nobody answers in time."""
+    connection = socket.create_connection(address, timeout=seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connection, token, secrets.token_hex(16))
 
 

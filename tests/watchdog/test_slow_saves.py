@@ -25,7 +25,7 @@ from dsft.config.options import TrainConfig
 from dsft.runtime import distributed
 from dsft.units import MiB
 from dsft.watchdog import client, sidecar
-from dsft.watchdog.messages import Connection, listen_on_node
+from dsft.watchdog.messages import Connection
 from dsft.watchdog.sidecar import Sidecar
 
 PIECE = 2 * MiB
@@ -67,7 +67,7 @@ def sidecar_of_this_process(monkeypatch, save_timeout: float) -> Sidecar:
     """As `client.start` starts it, but called here instead of in a process of its own."""
     rank_end, sidecar_end = socket.socketpair()
     options = {"rank": 0, "world_size": 1, "local_rank": 0, "lost_timeout": 60.0, "start_timeout": 300.0}
-    options |= {"listener": None, "node_listener": listen_on_node()[0].detach(), "stacks": -1, "pid": os.getpid()}
+    options |= {"listener": None, "stacks": -1, "pid": os.getpid()}
     options["started_by"] = {"launchers": [], "ssh_session": None, "launchers_over_ssh": []}
     with monkeypatch.context() as patched:
         patched.setattr(os, "dup", lambda descriptor: sidecar_end.detach())
