@@ -43,7 +43,7 @@ def free_bytes(folder: str | Path) -> int | None:
     """Return the free bytes of the disk that holds `folder`, or will; None where it cannot be asked."""
     try:
         return shutil.disk_usage(existing_parent(Path(folder))).free
-    except (OSError, StopIteration):
+    except OSError:
         return None
 
 

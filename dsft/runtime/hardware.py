@@ -238,7 +238,7 @@ def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
     return int(0.85 * host_bytes / ranks)
 
 
-def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
+def this_machine(*, ranks_per_node: int | None = None) -> Machine:
     """Measure this machine, without a disk for offload."""
     ranks, host = ranks_per_node or default_ranks(), host_memory_bytes()
     gpu_type, device = "", cpu_rank_bytes(host, ranks)
@@ -251,7 +251,7 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
         gpu_type, device = torch.cuda.get_device_name(0), min(ask_gpu(gpu)[0] for gpu in gpus)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
-        nodes=nodes,
+        nodes=1,
         ranks_per_node=ranks,
         device_bytes=device,
         host_bytes=host,

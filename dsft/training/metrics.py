@@ -251,7 +251,7 @@ class TimedCollectives:
             started = mark()
             result = function(*args, **kwargs)
             self._work.collectives.append((started, mark()))
-            return result if isinstance(result, torch.Tensor | bool | None) else TimedCollectives(result, self._work)
+            return result if isinstance(result, torch.Tensor | int | None) else TimedCollectives(result, self._work)
 
         return timed if self.TIMED.match(name) else function
 

@@ -61,7 +61,6 @@ from dsft.runtime.hardware import (
     peak_resident_bytes,
     wait_for_freed_gpu,
 )
-from dsft.runtime.patches import active_patches
 from dsft.runtime.software import git_commit, versions
 from dsft.training.callbacks import compiling_limited
 from dsft.training.metrics import METRICS, TimedCollectives
@@ -155,7 +154,7 @@ def describe_plan(run: TrainingRun) -> None:
             f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
             " programs hold the rest, and the kernel may kill a rank"
         )
-    for change in sorted({patch.change for patch in active_patches().values() if patch.change}):
+    for change in sorted({patch.change for patch in patches.active_patches().values() if patch.change}):
         say(f"warning: {change}")
     for note in run.notes:
         say(f"note: {note}")

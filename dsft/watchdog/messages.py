@@ -160,12 +160,8 @@ class Connection:
         text = json.dumps({"type": kind, **fields}).encode()
         self._unsent += self._proof(self._directions[0], self._sent, text) + text + b"\n"
         self._sent += 1
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send what the socket takes; returns whether nothing is left."""
         try:
-            while self._unsent and not self.closed:
+            while self._unsent:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
         except BlockingIOError:
             if len(self._unsent) > LARGEST_BYTES:  # the other side has not read for long
@@ -173,7 +169,6 @@ class Connection:
         except OSError:
             self._receive()  # its last words
             self.close()
-        return not self._unsent
 
     def _proof(self, direction: bytes, number: int, text: bytes) -> bytes:
         if self._token is None:
