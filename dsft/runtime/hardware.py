@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import errno
 import glob
-import importlib.util
 import os
 import re
 import resource
@@ -148,13 +147,13 @@ def gpu_utilization() -> float | None:
     """Share of the last moments in which this rank's GPU was at work, as NVML has it; None without a GPU or the package
     nvidia-ml-py.
     """
-    if not has_gpu() or importlib.util.find_spec("pynvml") is None:
+    if not has_gpu():
         return None
     import torch
 
     try:
         return torch.cuda.utilization() / 100
-    except Exception:  # of NVML's own classes: a part of a GPU (MIG) has none, nor has every container
+    except Exception:  # without the package, and of NVML's own classes: not every container, nor a part of a GPU (MIG)
         return None
 
 

@@ -94,8 +94,51 @@ class Sums:
     """Ranks that still write a checkpoint in the background."""
 
 
+@dataclass(kw_only=True)
+class RankTimes:
+    """What one rank did by itself since the last line of the log, in seconds."""
+
+    host: str
+    data: float = 0.0
+    """It waited for batches."""
+    forward: float = 0.0
+    """Its forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end, in ZeRO-3 it does."""
+    network: float = 0.0
+    """It was in collectives: the slowest rank the least, since the others wait for it there. On a GPU this counts also
+    where computation goes on beside them."""
+    gpu: float | None = None
+    """Share of the last moments in which its GPU was at work (NVML), where nvidia-ml-py is installed."""
+    product: float = 0.0
+    """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
+
+
+@dataclass(kw_only=True)
+class Line:
+    """What the metrics of one line of the log are computed from."""
+
+    peak_gib: dict[str, float] = dataclasses.field(default_factory=dict)
+    """"gpu" (where there is one) and "host" -> the largest peak of one rank so far."""
+    sums: Sums | None = None
+    """Since the last line; None where the line is of an evaluation, or of the end."""
+    seconds: float = 0.0
+    """That the steps of `sums` took, without evaluations and saves."""
+    ranks: tuple[RankTimes, ...] = ()
+    by_source: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0)))
+    """[2, number of sources], trained tokens and nats since the last line."""
+    by_expert: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
+    """[R, E] tokens of each expert of each router since the last line."""
+    skipped_steps: int = 0
+    """Over the full training."""
+    trained_tokens: int | None = None
+    """Over the full training, where the line is of steps."""
+    save_seconds: float | None = None
+    compute: Compute | None = None
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
+
+
 class Work:
-    """Sums of the step at hand, of steps that were sent and not read yet, and since the last line of the log."""
+    """Sums of the step at hand, of steps that were sent and not read yet, and the next line of the log so far."""
 
     def __init__(self, device: torch.device, num_sources: int = 0, routers: Sequence[nn.Module] = (), experts: int = 0):
         """
@@ -120,14 +163,10 @@ class Work:
 
     def begin_interval(self) -> None:
         """Start from 0 after a line of the log."""
-        self.sums, self.by_source = Sums(), np.zeros((2, self._sizes[1] // 2))
-        self.by_expert = np.zeros(self._loads_shape)
-        self.data_seconds = 0.0
-        """This rank waited for batches."""
-        self.forward_seconds = 0.0
-        """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
-        self.network_seconds = 0.0
-        """This rank was in collectives; on a GPU also while it computed beside them."""
+        routers, kinds = self._loads_shape
+        by_source, by_expert = np.zeros((2, self._sizes[1] // 2)), np.zeros((routers, kinds - 1))
+        self.line = Line(sums=Sums(), by_source=by_source, by_expert=by_expert)
+        self.times = RankTimes(host=socket.gethostname())
         self.compiled_seconds = 0.0
         """This rank compiled, in forward passes or elsewhere."""
         self.begun = time.perf_counter()
@@ -151,7 +190,7 @@ class Work:
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self.data_seconds += time.perf_counter() - start
+            self.times.data += time.perf_counter() - start
             if batch is None:
                 return
             yield batch
@@ -197,15 +236,15 @@ class Work:
             copied.synchronize()
         sums, by_source, loads = on_host.split(self._sizes)
         sums, by_source = Sums(*sums.tolist()), by_source.numpy().reshape(2, -1)
-        self.by_source = self.by_source + by_source
-        self.by_expert = self.by_expert + loads.numpy().reshape(self._loads_shape)
-        self.sums = Sums(*map(operator.add, dataclasses.astuple(self.sums), dataclasses.astuple(sums)))
-        self.forward_seconds += sum(seconds_between(start, end) for start, end in passes)
+        self.line.by_source += by_source
+        self.line.by_expert += loads.numpy().reshape(self._loads_shape)[:, :-1]
+        self.line.sums = Sums(*map(operator.add, dataclasses.astuple(self.line.sums), dataclasses.astuple(sums)))
+        self.times.forward += sum(seconds_between(start, end) for start, end in passes)
         # On a GPU those of other streams may not be done; they are read with a later step.
         pending = []
         for start, end in self.collectives:
             if isinstance(end, float) or end.query():
-                self.network_seconds += seconds_between(start, end)
+                self.times.network += seconds_between(start, end)
             else:
                 pending.append((start, end))
         self.collectives = pending
@@ -270,24 +309,6 @@ def seconds_between(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTimes:
-    """What one rank did by itself since the last line of the log, in seconds."""
-
-    host: str
-    data: float
-    """It waited for batches."""
-    forward: float
-    """Its forward passes took; in ZeRO-3 a rank waits for the others in them."""
-    network: float = 0.0
-    """It was in collectives: the slowest rank the least, since the others wait for it there. On a GPU this counts also
-    where computation goes on beside them."""
-    gpu: float | None = None
-    """Share of the last moments in which its GPU was at work (NVML), where nvidia-ml-py is installed."""
-    product: float
-    """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
-
-
 class Bottlenecks:
     """Reports what holds a training up: a rank that is much slower than the others, waiting for data, the network. Each
     once, and only what two lines of the log in a row show: once alone is chance.
@@ -337,31 +358,6 @@ class Bottlenecks:
         self._before = {*seen}
 
 
-@dataclass(kw_only=True)
-class Line:
-    """What the metrics of one line of the log are computed from."""
-
-    peak_gib: dict[str, float]
-    """"gpu" (where there is one) and "host" -> the largest peak of one rank so far."""
-    sums: Sums | None = None
-    """Since the last line; None where the line is of an evaluation, or of the end."""
-    seconds: float = 0.0
-    """That the steps of `sums` took, without evaluations and saves."""
-    ranks: tuple[RankTimes, ...] = ()
-    by_source: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0)))
-    """[2, number of sources], trained tokens and nats since the last line."""
-    by_expert: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
-    """[R, E] tokens of each expert of each router since the last line."""
-    skipped_steps: int = 0
-    """Over the full training."""
-    trained_tokens: int | None = None
-    """Over the full training, where the line is of steps."""
-    save_seconds: float | None = None
-    compute: Compute | None = None
-    logs: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
-
-
 def gather(work: Work | None = None) -> Line:
     """Gather peaks of memory and, of `work`, sums and what ranks waited for. Collective."""
     mine = None
@@ -376,21 +372,12 @@ def gather(work: Work | None = None) -> Line:
             if not isinstance(end, float):
                 end.synchronize()
             products.append(seconds_between(start, end))
-        mine = RankTimes(
-            host=socket.gethostname(),
-            data=work.data_seconds,
-            forward=work.forward_seconds,
-            network=work.network_seconds,
-            gpu=gpu_utilization(),
-            product=min(products),
-        )
+        mine = dataclasses.replace(work.times, gpu=gpu_utilization(), product=min(products))
     peaks, ranks = zip(*from_all([(peak_memory_bytes(), mine)]), strict=True)
     peak_gib = {name: round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
-    if work is None or not work.sums.positions:
+    if work is None or not work.line.sums.positions:
         return Line(peak_gib=peak_gib)
-    seconds = time.perf_counter() - work.begun
-    of_work = {"sums": work.sums, "by_source": work.by_source, "by_expert": work.by_expert[:, :-1]}
-    return Line(peak_gib=peak_gib, seconds=seconds, ranks=ranks, **of_work)
+    return dataclasses.replace(work.line, peak_gib=peak_gib, seconds=time.perf_counter() - work.begun, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

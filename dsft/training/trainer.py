@@ -159,7 +159,7 @@ class PerplexityTrainer(Trainer):
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
         routers, experts = routers_of(model)
-        self.work, self.line = Work(args.device, len(data.sources), routers, experts), Line(peak_gib={})
+        self.work, self.line = Work(args.device, len(data.sources), routers, experts), Line()
         self.bottlenecks = Bottlenecks(waits_in_forward=is_deepspeed_zero3_enabled() or team.size > 1)
 
         deepspeed_config = args.hf_deepspeed_config.config
@@ -367,7 +367,7 @@ class PerplexityTrainer(Trainer):
         with patches.replaced("positions_on_gpu", lambda _: sequence_numbers):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         done = mark()
-        self.work.forward_seconds -= self.work.compiled_seconds - compiled
+        self.work.times.forward -= self.work.compiled_seconds - compiled
         self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens, started=started, done=done)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 

@@ -259,7 +259,7 @@ def test_a_rank_that_comes_while_the_job_ends_is_ended(job):
 
 @pytest.mark.parametrize("ranks", [64, pytest.param(2048, marks=pytest.mark.exhaustive)])
 def test_a_large_job_loses_no_connection_at_the_usual_limit_of_files(ranks):
-    """Soft limit 1024; ten minutes of it are measured by the same script."""
+    """Soft limit 1024; what it costs is measured by the same script."""
     words = ["--ranks", ranks, "--seconds", 2 if ranks < 100 else 60]
     script = [sys.executable, ROOT / "benchmarks/watchdog_scale.py", *map(str, words)]
     command = ["sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *map(str, script)]
