@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from dsft.watchdog import client
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": sys.argv[1]}
 client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, load_timeout=86400))
-client.connect([client.endpoint()])
+client.connect(client.endpoint())
 print(json.dumps(client.endpoint()), flush=True)
 sys.stdin.read()
 client.close()

@@ -132,7 +132,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         dist.barrier()
         Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{address}_{port}_{rank()}").unlink(missing_ok=True)
     if timeouts:
-        watchdog.connect(from_all([watchdog.endpoint()]))
+        watchdog.connect(on_rank_0(watchdog.endpoint))
 
 
 def extend_timeouts() -> None:

@@ -2,7 +2,7 @@
 Without a launcher all of this does nothing.
 
     watchdog.start(config)                  before the process group, where a launcher started this process
-    watchdog.connect(endpoints)             after it, with the `endpoint()` of every rank: the sidecars meet
+    watchdog.connect(endpoint)              after it, with the `endpoint()` of rank 0: the sidecars meet
     with watchdog.phase("saving"): ...
     watchdog.heartbeat(step)                at each step
     watchdog.close()                        at the end
@@ -103,17 +103,15 @@ def start(timeouts: Any) -> None:
 
 
 def endpoint() -> Endpoint | None:
-    """For `connect` on all ranks; None without a sidecar."""
+    """Of rank 0 for `connect` on all ranks; None without a sidecar."""
     return _client and _client.endpoint
 
 
-def connect(endpoints: list[Endpoint | None]) -> None:
-    """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks.
-    The phase is "loading".
-    """
+def connect(endpoint: Endpoint | None) -> None:
+    """Let this rank's sidecar report to the coordinator on rank 0's node from now on. The phase is "loading"."""
     if _client is None:
         return
-    _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], **endpoints[0]._asdict())
+    _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], **endpoint._asdict())
     _client.has_met = True
     set_phase("loading")
 

@@ -51,7 +51,7 @@ time.sleep(1000)
 """
 RANK_1 = WAITING_RANK.replace('"RANK": "0", "WORLD_SIZE": "1"', '"RANK": "1", "WORLD_SIZE": "2"').replace(
     "lost_timeout=60))",
-    'lost_timeout=60, load_timeout=300)); client.connect([client.Endpoint(int(sys.argv[2]), "secret")])',
+    'lost_timeout=60, load_timeout=300)); client.connect(client.Endpoint(int(sys.argv[2]), "secret"))',
 )
 LOADING_RANK = """
 import os, pathlib, sys, time
