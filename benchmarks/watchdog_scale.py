@@ -3,8 +3,8 @@
     python benchmarks/watchdog_scale.py --ranks 2048 --seconds 600
 
 The coordinator is the real one, in the real sidecar of a rank that only waits. The other ranks are connections of one
-process here, which send what their sidecars would: one for each node, behind which stand its ranks, or one for each
-rank (`--ranks_per_node 1`). Reports the CPU time of that sidecar, and which connections were lost.
+process here, which send what their sidecars would. Reports the CPU time of that sidecar, and which connections were
+lost.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from dsft.watchdog import client
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": sys.argv[1]}
 client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, load_timeout=86400))
-client.connect([client.endpoint()])
+client.connect(client.endpoint())
 print(json.dumps(client.endpoint()), flush=True)
 sys.stdin.read()
 client.close()
@@ -38,7 +38,6 @@ LOST_TIMEOUT = 60.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2048)
-    parser.add_argument("--ranks_per_node", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600)
     options = parser.parse_args()
     raise_file_limit()
@@ -50,56 +49,47 @@ def main() -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    _, _, port, token = json.loads(rank_0.stdout.readline())
+    port, token = json.loads(rank_0.stdout.readline())
     mine = f'"pid": {rank_0.pid},'
     [sidecar] = [each for each in psutil.process_iter(["cmdline"]) if mine in " ".join(each.info["cmdline"] or ())]
 
-    poller, nodes = Poller(), []
-    for first in range(1, options.ranks, options.ranks_per_node):
-        node = connect(("127.0.0.1", port), token)
-        node.send("hello", host=f"node-{first}")
-        for rank in range(first, min(first + options.ranks_per_node, options.ranks)):
-            node.send("join", rank=rank)
-        poller.add(node)
-        nodes.append(node)
-    heard = keep_in_touch(poller, nodes, options.seconds, sidecar)
-    for node, (first, last) in zip(nodes, ranks_of(nodes, options), strict=True):
-        for rank in range(first, last):
-            node.send("close", rank=rank, exit_code=0, lines=[])
+    poller, ranks = Poller(), []
+    for rank in range(1, options.ranks):
+        ranks.append(connect(("127.0.0.1", port), token))
+        ranks[-1].send("hello", rank=rank, host=f"node-{rank // 8}")
+        poller.add(ranks[-1])
+    heard = keep_in_touch(poller, ranks, options.seconds, sidecar)
+    for rank in ranks:
+        rank.send("close", exit_code=0, lines=[])
     rank_0.stdin.close()
     sidecar.wait(60)
-    print(f"lost connections: {sum(count == 0 for count in heard.values())} of {len(nodes)}; exit code {rank_0.wait()}")
-
-
-def ranks_of(nodes: list[Connection], options: argparse.Namespace) -> list[tuple[int, int]]:
-    firsts = range(1, options.ranks, options.ranks_per_node)
-    return [(first, min(first + options.ranks_per_node, options.ranks)) for first in firsts]
+    print(f"lost connections: {sum(count == 0 for count in heard.values())} of {len(ranks)}; exit code {rank_0.wait()}")
 
 
 def keep_in_touch(
-    poller: Poller, nodes: list[Connection], seconds: float, sidecar: psutil.Process
+    poller: Poller, ranks: list[Connection], seconds: float, sidecar: psutil.Process
 ) -> dict[Connection, int]:
-    """Send heartbeats, each node at its own moment; returns how many have come to each, 0 for one that was lost."""
+    """Send heartbeats, each rank at its own moment; returns how many have come to each, 0 for one that was lost."""
     start, every = time.monotonic(), heartbeat_seconds(LOST_TIMEOUT)
-    due = {node: start + every * place / len(nodes) for place, node in enumerate(nodes)}
-    heard, reported = dict.fromkeys(nodes, 0), start
+    due = {rank: start + every * place / len(ranks) for place, rank in enumerate(ranks)}
+    heard, reported = dict.fromkeys(ranks, 0), start
     cpu, most = sum(sidecar.cpu_times()[:2]), 0
     while (now := time.monotonic()) < start + seconds:
-        for node in poller.ready(0.05):
-            heard[node] += sum(message["type"] == "heartbeat" for message in node.read())
-        for node in nodes:
-            if now >= due[node]:
-                due[node] += every
-                node.send("heartbeat")
-            if node.closed:
-                heard[node] = 0
+        for rank in poller.ready(0.05):
+            heard[rank] += sum(message["type"] == "heartbeat" for message in rank.read())
+        for rank in ranks:
+            if now >= due[rank]:
+                due[rank] += every
+                rank.send("heartbeat")
+            if rank.closed:
+                heard[rank] = 0
         if now - reported > 60 or now + 0.06 > start + seconds:
             reported, used = now, sum(sidecar.cpu_times()[:2]) - cpu
             most = max(most, sidecar.memory_info().rss)
             print(
                 f"{now - start:.0f} s: {used:.2f} s of CPU, {used / (now - start):.2%} of a core,"
                 f" {most / 2**20:.0f} MiB, {sidecar.num_fds()} files,"
-                f" {sum(node.closed for node in nodes)} of {len(nodes)} connections lost",
+                f" {sum(rank.closed for rank in ranks)} of {len(ranks)} connections lost",
                 flush=True,
             )
     return heard

@@ -43,8 +43,9 @@ def set_up_screen() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     # DeepSpeed names no GPU where a training has one rank.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING if rank() == 0 else logging.ERROR)
-    transformers.logging.set_verbosity_warning()
+    level = logging.ERROR if rank() else logging.WARNING
+    logging.getLogger("DeepSpeed").setLevel(level)
+    transformers.logging.set_verbosity(level)
     shows_downloads = not (rank() or are_progress_bars_disabled()) and bars_are_seen()
     transformers.logging.disable_progress_bar()  # of loading and saving weights, and the hub's of downloads with them
     if shows_downloads:
@@ -52,8 +53,6 @@ def set_up_screen() -> None:
     logging.getLogger(OPERATOR_LOG).setLevel(logging.ERROR)
     # At each start it says that the Trainer gave the model the tokenizer's end tokens.
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
-    if rank():
-        transformers.logging.set_verbosity_error()
     if rank() or not bars_are_seen():
         datasets.disable_progress_bars()
 

@@ -43,7 +43,7 @@ def free_bytes(folder: str | Path) -> int | None:
     """Return the free bytes of the disk that holds `folder`, or will; None where it cannot be asked."""
     try:
         return shutil.disk_usage(existing_parent(Path(folder))).free
-    except (OSError, StopIteration):
+    except OSError:
         return None
 
 
@@ -141,11 +141,10 @@ def seconds_since_heartbeat(path: Path) -> float:
 class HeldFile:
     """A lock's file while this process holds it: it has the process's name and, from a thread, its heartbeat."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
         self._descriptor: int | None = None
         self._is_released = threading.Event()
-        self._beating: threading.Thread | None = None
 
     def create(self, path: Path | None = None) -> bool:
         """Make the lock, or the file `path` that will replace it; False where it exists."""
@@ -153,8 +152,6 @@ class HeldFile:
             self._descriptor = descriptor = os.open(path or self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
-        os.write(descriptor, json.dumps(asdict(Owner.this_process())).encode())
-        os.fsync(descriptor)  # else NFS shows other machines an empty file, which stays open
 
         def beat() -> None:
             while not self._is_released.wait(BEAT_SECONDS):
@@ -163,6 +160,8 @@ class HeldFile:
 
         self._beating = threading.Thread(target=beat, daemon=True)
         self._beating.start()
+        os.write(descriptor, json.dumps(asdict(Owner.this_process())).encode())
+        os.fsync(descriptor)  # else NFS shows other machines an empty file, which stays open
         return True
 
     def release(self) -> None:
@@ -170,8 +169,7 @@ class HeldFile:
         if self._descriptor is None:
             return
         self._is_released.set()
-        if self._beating:  # None where the disk was too full for the process's name
-            self._beating.join()  # it writes to the descriptor
+        self._beating.join()  # it writes to the descriptor
         with contextlib.suppress(OSError):
             # Another process may have taken the lock over, from an owner that was stopped or cut off for too long.
             if os.path.samestat(self.path.stat(), os.fstat(self._descriptor)):
@@ -190,12 +188,11 @@ def is_held(folder: Path) -> bool:
     file = folder / LOCK
     if (owner := owner_of(file)) and owner.is_here():
         return owner.is_alive()
-    beat = _modified(file)
     try:
         age = seconds_since_heartbeat(file)
     except OSError:  # a reader may not write there
-        age = time.time() - beat
-    return bool(beat) and age <= STALE_SECONDS
+        age = time.time() - _modified(file)
+    return age <= STALE_SECONDS
 
 
 def in_use(folder: Path, owner: Owner | None, *, option: str = "output_dir") -> str:
@@ -261,18 +258,15 @@ class OperatorLock(HeldFile):
     taken over. It stays a file that exists as long as it is held, which processes without dsft respect.
     """
 
-    def __init__(self, lock_file_path: str):
-        super().__init__(Path(lock_file_path))
-
     def try_acquire(self) -> bool:
         """Returns whether this process has the lock, and has to build. False once another has built and released it:
         all waiting is done here, since torch builds only what it acquires at once.
         """
         start, is_said, suspect = time.monotonic(), False, None
-        while not self.create():
-            lock, reason = _identity(self.path), left_behind(self.path)
-            if lock is None:
-                return False
+        if self.create():
+            return True
+        while lock := _identity(self.path):
+            reason = left_behind(self.path)
             # Looked at twice: its owner may be closing it.
             if reason and lock == suspect and self.take_over(lock, reason):
                 return True
@@ -282,9 +276,7 @@ class OperatorLock(HeldFile):
                 holder = f"held by {_holder(self.path)}; if that is wrong, remove the file"
                 say_from_any_rank(f"waiting for {self.path}, {holder}")
             time.sleep(LOOK_SECONDS)
-            if _identity(self.path) is None:
-                return False
-        return True
+        return False
 
     def create(self, path: Path | None = None) -> bool:
         """As `HeldFile`; a line says after a while that this process compiles."""

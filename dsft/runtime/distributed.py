@@ -132,7 +132,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         dist.barrier()
         Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{address}_{port}_{rank()}").unlink(missing_ok=True)
     if timeouts:
-        watchdog.connect(from_all([watchdog.endpoint()]))
+        watchdog.connect(on_rank_0(watchdog.endpoint))
 
 
 def extend_timeouts() -> None:
@@ -297,7 +297,7 @@ def only_run_on_nvme(folder: str | None) -> Iterator[None]:
 
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
-    node = this_machine(nodes=1, ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
+    node = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
     machines = from_all([dataclasses.replace(node, host_names=(socket.gethostname(),))])
     ranks = Counter(machine.host_names for machine in machines)
     hosts = {machine.host_names: machine for machine in reversed(machines)}  # by its first rank

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import errno
 import glob
-import importlib.util
 import os
 import re
 import resource
@@ -148,13 +147,13 @@ def gpu_utilization() -> float | None:
     """Share of the last moments in which this rank's GPU was at work, as NVML has it; None without a GPU or the package
     nvidia-ml-py.
     """
-    if not has_gpu() or importlib.util.find_spec("pynvml") is None:
+    if not has_gpu():
         return None
     import torch
 
     try:
         return torch.cuda.utilization() / 100
-    except Exception:  # of NVML's own classes: a part of a GPU (MIG) has none, nor has every container
+    except Exception:  # without the package, and of NVML's own classes: not every container, nor a part of a GPU (MIG)
         return None
 
 
@@ -238,7 +237,7 @@ def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
     return int(0.85 * host_bytes / ranks)
 
 
-def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machine:
+def this_machine(*, ranks_per_node: int | None = None) -> Machine:
     """Measure this machine, without a disk for offload."""
     ranks, host = ranks_per_node or default_ranks(), host_memory_bytes()
     gpu_type, device = "", cpu_rank_bytes(host, ranks)
@@ -251,7 +250,7 @@ def this_machine(*, nodes: int = 1, ranks_per_node: int | None = None) -> Machin
         gpu_type, device = torch.cuda.get_device_name(0), min(ask_gpu(gpu)[0] for gpu in gpus)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
-        nodes=nodes,
+        nodes=1,
         ranks_per_node=ranks,
         device_bytes=device,
         host_bytes=host,
@@ -377,8 +376,6 @@ def peak_memory_bytes() -> dict[str, int]:
 
 
 SYSFS = Path("/sys/class")
-
-
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """From a GPU to a network card, nearest first, as `nvidia-smi topo -m` has them."""
 
@@ -469,13 +466,12 @@ def require_kernels(gpu: int) -> None:
 
     names = torch.cuda.get_arch_list() if torch.version.cuda else []
     major, minor = torch.cuda.get_device_capability(gpu)
-    for name in names:  # sm_80, compute_90
-        kind, _, version = name.partition("_")
-        least = int(re.match(r"\d+", version)[0])
-        # Binaries run within a major version, PTX on any newer card.
-        if least <= 10 * major + minor and (kind == "compute" or least // 10 == major):
-            return
-    if not names:
+    builds = [(name, int(re.search(r"\d+", name)[0])) for name in names]  # sm_80, compute_90
+    # Binaries run within a major version, PTX on any newer card.
+    runs = [
+        least <= 10 * major + minor and (name.startswith("compute") or least // 10 == major) for name, least in builds
+    ]
+    if any(runs) or not names:
         return
     raise UserError(
         f"{torch.cuda.get_device_name(gpu)} has compute capability {major}.{minor}, and torch {torch.__version__}"

@@ -42,14 +42,14 @@ SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
 
+LARGEST_PORT = 65_535
 LEAST = {
-    **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"), 1),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"), 1),
     **dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_JOB_ID"), 0),
-    "SLURM_STEP_NUM_TASKS": 1,
+    **dict.fromkeys(("MASTER_PORT", "OMP_NUM_THREADS"), 1),
     **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
 }
 """Variable that must be a whole number, where it is set -> the least it can be."""
-LARGEST_PORT = 65_535
 
 
 def world_size() -> int:
@@ -80,10 +80,8 @@ def check_environment(given: Mapping[str, str]) -> None:
         problems.append(
             f"RANK={given['RANK']} in the environment, but WORLD_SIZE={given['WORLD_SIZE']}: ranks are counted from 0"
         )
-    if not problems and int(given.get("MASTER_PORT", "1")) > LARGEST_PORT:
-        problems.append(
-            f"MASTER_PORT={given['MASTER_PORT']} in the environment: must be {LARGEST_PORT} or less; {remedy}"
-        )
+    if not problems and int(port := given.get("MASTER_PORT", "1")) > LARGEST_PORT:
+        problems.append(f"MASTER_PORT={port} in the environment: must be {LARGEST_PORT} or less; {remedy}")
     if (accelerator := given.get("DS_ACCELERATOR", "cpu")) not in ("cuda", "cpu"):
         remedy = "unset it to take the GPUs there are"
         problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu; {remedy}")
@@ -201,20 +199,21 @@ def choose_interface() -> None:
 
 
 def _is_reachable(text: str) -> bool:
-    """Whether other machines could connect to this address of an interface (which may be a hardware address)."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
+    """Whether other machines could connect to this address."""
+    address = ipaddress.ip_address(text)
     return not (address.is_loopback or address.is_link_local)
 
 
 def _reachable_addresses() -> dict[str, str]:
     """Addresses of this machine that others could connect to -> the interface, which is up."""
-    up = [name for name, card in psutil.net_if_stats().items() if card.isup]
-    entries = psutil.net_if_addrs()
-    addresses = {entry.address.partition("%")[0]: name for name in up for entry in entries.get(name, [])}
-    return {address: name for address, name in addresses.items() if _is_reachable(address)}
+    up, entries = psutil.net_if_stats(), psutil.net_if_addrs().items()
+    return {
+        address: name
+        for name, of_card in entries
+        for family, text, *_ in of_card
+        if name in up and up[name].isup and family in (socket.AF_INET, socket.AF_INET6)
+        if _is_reachable(address := text.partition("%")[0])
+    }
 
 
 def outgoing_address(destination: str) -> str | None:

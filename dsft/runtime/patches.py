@@ -6,13 +6,13 @@ warning names the patch. What replaces a function is beside the code that needs 
 training/engine.py. Imports no library by itself.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -45,29 +45,22 @@ class Patch:
         return re.split(r"[.:]", self.target)[-1]
 
     def digest(self) -> str:
-        """Digest of the installed code, without comments and spaces, found without an import; empty where some of it is
-        gone.
-        """
+        """Digest of the installed code, without spaces, found without an import; empty where some of it is gone."""
         sources = []
         for place in self.code or (self.target,):
             module, _, path = place.partition(":")
             library, *parts = module.split(".")
-            package = importlib.util.find_spec(library)
-            if package is None:
-                return ""
-            file = Path(package.origin).parent.joinpath(*parts)
+            file = Path(importlib.util.find_spec(library).origin).parent.joinpath(*parts)
             file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
             if not file.is_file():
                 return ""
-            lines, first = file.read_text(encoding="utf-8").splitlines(keepends=True), -1
-            for depth, name in enumerate(path.split(".")):
-                definition = re.compile(rf" {{{4 * depth}}}(def|class) {name}\b")
-                after = range(first + 1, len(lines))
-                first = next((number for number in after if definition.match(lines[number])), None)
-                if first is None:
+            text = file.read_text(encoding="utf-8")
+            node: Any = ast.parse(text)
+            for name in path.split("."):
+                node = next((each for each in node.body if getattr(each, "name", None) == name), None)
+                if node is None:
                     return ""
-            block = "".join(inspect.getblock(lines[first:]))
-            sources.append(re.sub(r"^\s*#.*$|\s+", "", block, flags=re.MULTILINE))
+            sources += ast.get_source_segment(text, node).split()
         return hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
 
     @property
@@ -292,7 +285,7 @@ PATCHES = {
     "shards_hashed": Patch(
         target=f"{_TORCH_CHECKPOINTS}.save",
         why="a rank that fails to write its shard raises, and the others wait for it in the next collective",
-        seen={"0.19.8": "7e7d28274d6a"},
+        seen={"0.19.8": "75c652610c61"},
         if_changed="keep",
     ),
     **{

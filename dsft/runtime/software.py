@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from dsft.errors import one_line
 
 PACKAGE = Path(__file__).resolve().parent.parent  # folder of dsft
-PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "safetensors")
-NUMERIC_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "tokenizers", "datasets", "numpy")
 TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "datasets")
 """Whose versions dsft was tested between: constraints-oldest.txt to constraints.txt."""
+PACKAGES = ("dsft", *TESTED_PACKAGES, "safetensors")
+NUMERIC_PACKAGES = (*TESTED_PACKAGES, "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")
 """They compute where they are installed, and something else computes where they are not."""
 
@@ -64,14 +64,11 @@ def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
         lines = (line.split("==") for line in path.read_text(encoding="utf-8").splitlines() if "==" in line)
         pins.append({name.strip(): version.split(";")[0].strip() for name, version in lines})
     oldest, newest = pins
-
-    def release(version: str) -> Version:  # 2.13.0+cu130 is 2.13.0, and 2.13
-        return Version(Version(version).base_version)
-
+    tested = {name: SpecifierSet(f">={oldest[name]},<={newest[name]}") for name in TESTED_PACKAGES}
     return [
         f"{name} {installed[name]} (tested: {oldest[name]} to {newest[name]})"
-        for name in TESTED_PACKAGES
-        if not release(oldest[name]) <= release(installed[name]) <= release(newest[name])
+        for name, specifier in tested.items()
+        if not specifier.contains(installed[name], prereleases=True)
     ]
 
 
@@ -107,12 +104,12 @@ def compiler_words() -> list[str]:
 
 
 def compile_error() -> str:
-    """The compiler's first complaint about a program of one line, with the headers that DeepSpeed's operators need;
-    empty where it compiles, where there is no compiler, and where that takes too long to know.
+    """The compiler's first complaint about a program of one line, with the headers that DeepSpeed's operators need, or
+    that there is no compiler; empty where it compiles, and where that takes too long to know.
     """
     words = compiler_words()
     if not shutil.which(words[0]):
-        return ""
+        return f"{words[0]} is not there"
     command = [*words, "-x", "c++", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", "-fsyntax-only", "-"]
     try:
         result = subprocess.run(command, input=PROGRAM, capture_output=True, text=True, timeout=COMPILE_SECONDS)
@@ -146,9 +143,7 @@ def offload_problems(deepspeed_config: Mapping[str, Any]) -> list[str]:
     with contextlib.suppress(OSError):  # it makes the folder
         if Path(_get_build_directory("cpu_adam", verbose=False), "cpu_adam.so").is_file():
             return []
-    compiler = compiler_words()[0]
-    reason = compile_error() if shutil.which(compiler) else f"{compiler} is not there"
-    if not reason:
+    if not (reason := compile_error()):
         return []
     return [
         f"zero: with offload DeepSpeed compiles its CPUAdam, which {socket.gethostname()} cannot ({reason}): apt-get"

@@ -94,23 +94,66 @@ class Sums:
     """Ranks that still write a checkpoint in the background."""
 
 
-class Work:
-    """Sums of the step at hand, of steps that were sent and not read yet, and since the last line of the log."""
+@dataclass(kw_only=True)
+class RankTimes:
+    """What one rank did by itself since the last line of the log, in seconds."""
 
-    def __init__(self, device: torch.device, num_sources: int = 0, num_experts: tuple[int, int] = (0, 0)):
+    host: str
+    data: float = 0.0
+    """It waited for batches."""
+    forward: float = 0.0
+    """Its forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end, in ZeRO-3 it does."""
+    network: float = 0.0
+    """It was in collectives: the slowest rank the least, since the others wait for it there. On a GPU this counts also
+    where computation goes on beside them."""
+    gpu: float | None = None
+    """Share of the last moments in which its GPU was at work (NVML), where nvidia-ml-py is installed."""
+    product: float = 0.0
+    """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
+
+
+@dataclass(kw_only=True)
+class Line:
+    """What the metrics of one line of the log are computed from."""
+
+    peak_gib: dict[str, float] = dataclasses.field(default_factory=dict)
+    """"gpu" (where there is one) and "host" -> the largest peak of one rank so far."""
+    sums: Sums | None = None
+    """Since the last line; None where the line is of an evaluation, or of the end."""
+    seconds: float = 0.0
+    """That the steps of `sums` took, without evaluations and saves."""
+    ranks: tuple[RankTimes, ...] = ()
+    by_source: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0)))
+    """[2, number of sources], trained tokens and nats since the last line."""
+    by_expert: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
+    """[R, E] tokens of each expert of each router since the last line."""
+    skipped_steps: int = 0
+    """Over the full training."""
+    trained_tokens: int | None = None
+    """Over the full training, where the line is of steps."""
+    save_seconds: float | None = None
+    compute: Compute | None = None
+    logs: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
+
+
+class Work:
+    """Sums of the step at hand, of steps that were sent and not read yet, and the next line of the log so far."""
+
+    def __init__(self, device: torch.device, num_sources: int = 0, routers: Sequence[nn.Module] = (), experts: int = 0):
         """
         Args:
             num_sources: whose nats are counted apart; 0 where there is one.
-            num_experts: routers, and experts of each.
+            routers: modules that send tokens to `experts` each, counted while these train.
         """
-        routers, experts = num_experts
-        self._loads_shape = routers, experts + 1
+        self._loads_shape = len(routers), experts + 1
         self._sizes = len(dataclasses.fields(Sums)), 2 * num_sources, math.prod(self._loads_shape)
         self._counted = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)  # counts too are exact
         self._sums, self._sources, loads = self._counted.split(self._sizes)
-        self.loads = loads.view(self._loads_shape)
-        """[R, E + 1] tokens that each router has sent to each of its experts, padding included, and to what is none, as
-        the identity."""
+        # [R, E + 1] tokens that each router has sent to each of its experts, padding included, and to what is none, as
+        # the identity.
+        for router, loads_E in zip(routers, loads.view(self._loads_shape), strict=True):
+            router.register_forward_hook(functools.partial(_count_loads, loads_E))
         self._passes: list[tuple[Any, Any]] = []
         self.collectives: list[tuple[Any, Any]] = []
         """Marks around what this rank has spent in them."""
@@ -120,14 +163,10 @@ class Work:
 
     def begin_interval(self) -> None:
         """Start from 0 after a line of the log."""
-        self.sums, self.by_source = Sums(), np.zeros((2, self._sizes[1] // 2))
-        self.by_expert = np.zeros(self._loads_shape)
-        self.data_seconds = 0.0
-        """This rank waited for batches."""
-        self.forward_seconds = 0.0
-        """This rank's forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end."""
-        self.network_seconds = 0.0
-        """This rank was in collectives; on a GPU also while it computed beside them."""
+        routers, kinds = self._loads_shape
+        by_source, by_expert = np.zeros((2, self._sizes[1] // 2)), np.zeros((routers, kinds - 1))
+        self.line = Line(sums=Sums(), by_source=by_source, by_expert=by_expert)
+        self.times = RankTimes(host=socket.gethostname())
         self.compiled_seconds = 0.0
         """This rank compiled, in forward passes or elsewhere."""
         self.begun = time.perf_counter()
@@ -151,7 +190,7 @@ class Work:
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self.data_seconds += time.perf_counter() - start
+            self.times.data += time.perf_counter() - start
             if batch is None:
                 return
             yield batch
@@ -197,75 +236,63 @@ class Work:
             copied.synchronize()
         sums, by_source, loads = on_host.split(self._sizes)
         sums, by_source = Sums(*sums.tolist()), by_source.numpy().reshape(2, -1)
-        self.by_source = self.by_source + by_source
-        self.by_expert = self.by_expert + loads.numpy().reshape(self._loads_shape)
-        self.sums = Sums(*map(operator.add, dataclasses.astuple(self.sums), dataclasses.astuple(sums)))
-        self.forward_seconds += sum(seconds_between(start, end) for start, end in passes)
+        self.line.by_source += by_source
+        self.line.by_expert += loads.numpy().reshape(self._loads_shape)[:, :-1]
+        self.line.sums = Sums(*map(operator.add, dataclasses.astuple(self.line.sums), dataclasses.astuple(sums)))
+        self.times.forward += sum(seconds_between(start, end) for start, end in passes)
         # On a GPU those of other streams may not be done; they are read with a later step.
         pending = []
         for start, end in self.collectives:
             if isinstance(end, float) or end.query():
-                self.network_seconds += seconds_between(start, end)
+                self.times.network += seconds_between(start, end)
             else:
                 pending.append((start, end))
         self.collectives = pending
         return step, sums, by_source
 
 
-def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules that send tokens to experts, where transformers names their class and the config the number."""
+def routers_of(model: nn.Module) -> tuple[list[nn.Module], int]:
+    """The modules that send tokens to experts, and to how many each, where transformers names their class and the
+    config the number; else none.
+    """
     inner = unwrapped(model)
     recorder = (getattr(type(inner), "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", recorder)  # a list of recorders in JetMoe, whose router sorts tokens
-    if not isinstance(kind, type) or not isinstance(num_experts_of(inner.config.get_text_config()), int):
-        return []
-    return [module for module in model.modules() if isinstance(module, kind)]
+    experts = num_experts_of(inner.config.get_text_config())
+    if not isinstance(kind, type) or not isinstance(experts, int):
+        return [], 0
+    return [module for module in model.modules() if isinstance(module, kind)], experts
 
 
-def count_experts(routers: list[nn.Module], work: Work) -> None:
-    """Add the tokens of each expert to `work.loads` while the model trains."""
-
-    def count(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple) else ()
-        chosen = [each for each in parts if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
-        if router.training and chosen:
-            experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
-            loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))
-
-    for router, loads_E in zip(routers, work.loads, strict=True):
-        router.register_forward_hook(functools.partial(count, loads_E))
+def _count_loads(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
+    """Add the tokens of each expert to `loads_E` while the router trains."""
+    parts = output if isinstance(output, tuple) else ()
+    chosen = [each for each in parts if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
+    if router.training and chosen:
+        experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
+        loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))
 
 
 class TimedCollectives:
-    """DeepSpeed's backend of collectives, with marks around what a rank spends in each of them."""
+    """DeepSpeed's backend of collectives, or the handle of an asynchronous one, with marks around what a rank spends in
+    each call.
+    """
 
-    COMPUTING = re.compile("all_|reduce|broadcast|barrier|scatter|gather|send|recv")
+    TIMED = re.compile("all_|reduce|broadcast|barrier|scatter|gather|send|recv|wait")
 
-    def __init__(self, backend: Any, work: Work):
-        self._backend, self._work = backend, work
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._backend, name)
-        return functools.partial(self._timed, function) if self.COMPUTING.match(name) else function
-
-    def _timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        started = mark()
-        handle = function(*args, **kwargs)
-        self._work.collectives.append((started, mark()))
-        return handle if isinstance(handle, torch.Tensor | bool | None) else _Handle(handle, self)
-
-
-class _Handle:
-    """What an asynchronous collective returns."""
-
-    def __init__(self, handle: Any, timed: TimedCollectives):
-        self._handle, self._timed = handle, timed
+    def __init__(self, inner: Any, work: Work):
+        self._inner, self._work = inner, work
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
+        function = getattr(self._inner, name)
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        return self._timed._timed(self._handle.wait, *args, **kwargs)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = mark()
+            result = function(*args, **kwargs)
+            self._work.collectives.append((started, mark()))
+            return result if isinstance(result, torch.Tensor | int | None) else TimedCollectives(result, self._work)
+
+        return timed if self.TIMED.match(name) else function
 
 
 def mark() -> Any:
@@ -280,24 +307,6 @@ def mark() -> Any:
 def seconds_between(start: Any, end: Any) -> float:
     """Of two marks whose work is done."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTimes:
-    """What one rank did by itself since the last line of the log, in seconds."""
-
-    host: str
-    data: float
-    """It waited for batches."""
-    forward: float
-    """Its forward passes took; in ZeRO-3 a rank waits for the others in them."""
-    network: float = 0.0
-    """It was in collectives: the slowest rank the least, since the others wait for it there. On a GPU this counts also
-    where computation goes on beside them."""
-    gpu: float | None = None
-    """Share of the last moments in which its GPU was at work (NVML), where nvidia-ml-py is installed."""
-    product: float
-    """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
 
 
 class Bottlenecks:
@@ -349,31 +358,6 @@ class Bottlenecks:
         self._before = {*seen}
 
 
-@dataclass(kw_only=True)
-class Line:
-    """What the metrics of one line of the log are computed from."""
-
-    peak_gib: dict[str, float]
-    """"gpu" (where there is one) and "host" -> the largest peak of one rank so far."""
-    sums: Sums | None = None
-    """Since the last line; None where the line is of an evaluation, or of the end."""
-    seconds: float = 0.0
-    """That the steps of `sums` took, without evaluations and saves."""
-    ranks: tuple[RankTimes, ...] = ()
-    by_source: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0)))
-    """[2, number of sources], trained tokens and nats since the last line."""
-    by_expert: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
-    """[R, E] tokens of each expert of each router since the last line."""
-    skipped_steps: int = 0
-    """Over the full training."""
-    trained_tokens: int | None = None
-    """Over the full training, where the line is of steps."""
-    save_seconds: float | None = None
-    compute: Compute | None = None
-    logs: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
-
-
 def gather(work: Work | None = None) -> Line:
     """Gather peaks of memory and, of `work`, sums and what ranks waited for. Collective."""
     mine = None
@@ -388,21 +372,12 @@ def gather(work: Work | None = None) -> Line:
             if not isinstance(end, float):
                 end.synchronize()
             products.append(seconds_between(start, end))
-        mine = RankTimes(
-            host=socket.gethostname(),
-            data=work.data_seconds,
-            forward=work.forward_seconds,
-            network=work.network_seconds,
-            gpu=gpu_utilization(),
-            product=min(products),
-        )
+        mine = dataclasses.replace(work.times, gpu=gpu_utilization(), product=min(products))
     peaks, ranks = zip(*from_all([(peak_memory_bytes(), mine)]), strict=True)
     peak_gib = {name: round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
-    if work is None or not work.sums.positions:
+    if work is None or not work.line.sums.positions:
         return Line(peak_gib=peak_gib)
-    seconds = time.perf_counter() - work.begun
-    of_work = {"sums": work.sums, "by_source": work.by_source, "by_expert": work.by_expert[:, :-1]}
-    return Line(peak_gib=peak_gib, seconds=seconds, ranks=ranks, **of_work)
+    return dataclasses.replace(work.line, peak_gib=peak_gib, seconds=time.perf_counter() - work.begun, ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

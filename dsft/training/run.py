@@ -61,7 +61,6 @@ from dsft.runtime.hardware import (
     peak_resident_bytes,
     wait_for_freed_gpu,
 )
-from dsft.runtime.patches import active_patches
 from dsft.runtime.software import git_commit, versions
 from dsft.training.callbacks import compiling_limited
 from dsft.training.metrics import METRICS, TimedCollectives
@@ -89,27 +88,20 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
             wait_for_freed_gpu()
         watchdog.set_phase("loading")
         say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and model")
+        run = resolve_run(options, machine=distributed.smallest_machine(), problems=problems)
+        if run is None:
+            return None
         try:
-            return _finetune(options, problems)
+            with only_run_on_nvme(nvme_path(run.plan.deepspeed_config)):
+                return _trained(run)
         finally:
             # The trainer that is returned keeps it alive, and `from_pretrained` would go on to shard what it loads.
             unset_hf_deepspeed_config()
 
 
-def _finetune(options: TrainConfig, problems: Sequence[str]) -> PerplexityTrainer | None:
-    machine = distributed.smallest_machine()
-    run = resolve_run(options, machine=machine, problems=problems)
-    if run is None:
-        return None
-    with only_run_on_nvme(nvme_path(run.plan.deepspeed_config)):
-        return _trained(run)
-
-
 def _trained(run: TrainingRun) -> PerplexityTrainer:
-    machine = run.machine
-    if not machine.has_gpu:
-        has_little = run.plan.host_bytes > LITTLE_MEMORY * machine.host_bytes
-        keep_freed_memory(keeps=not has_little)
+    if not run.machine.has_gpu:
+        keep_freed_memory(keeps=run.plan.host_bytes <= LITTLE_MEMORY * run.machine.host_bytes)
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)
@@ -162,7 +154,7 @@ def describe_plan(run: TrainingRun) -> None:
             f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
             " programs hold the rest, and the kernel may kill a rank"
         )
-    for change in sorted({patch.change for patch in active_patches().values() if patch.change}):
+    for change in sorted({patch.change for patch in patches.active_patches().values() if patch.change}):
         say(f"warning: {change}")
     for note in run.notes:
         say(f"note: {note}")

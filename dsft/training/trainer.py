@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.pickles import mapped_resume
 from dsft.models.sequence_parallel import team_of
-from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
+from dsft.models.size import COUNT_FROM_PADDING
 from dsft.models.trained import learning_rates, rate_factors
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
@@ -61,7 +62,6 @@ from dsft.training.metrics import (
     Line,
     Work,
     complete,
-    count_experts,
     gather,
     mark,
     of_sets,
@@ -158,10 +158,8 @@ class PerplexityTrainer(Trainer):
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
-        routers = routers_of(model)
-        num_experts = (len(routers), num_experts_of(text_config)) if routers else (0, 0)
-        self.work, self.line = Work(args.device, len(data.sources), num_experts), Line(peak_gib={})
-        count_experts(routers, self.work)
+        routers, experts = routers_of(model)
+        self.work, self.line = Work(args.device, len(data.sources), routers, experts), Line()
         self.bottlenecks = Bottlenecks(waits_in_forward=is_deepspeed_zero3_enabled() or team.size > 1)
 
         deepspeed_config = args.hf_deepspeed_config.config
@@ -369,7 +367,7 @@ class PerplexityTrainer(Trainer):
         with patches.replaced("positions_on_gpu", lambda _: sequence_numbers):
             loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         done = mark()
-        self.work.forward_seconds -= self.work.compiled_seconds - compiled
+        self.work.times.forward -= self.work.compiled_seconds - compiled
         self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens, started=started, done=done)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
@@ -384,11 +382,10 @@ class PerplexityTrainer(Trainer):
         step, skipped = self.state.global_step, self.model_wrapped.skipped_steps
         self._learning_rate = super()._get_learning_rate()
         # Attention of shares is over full rows, also where the backward computes it again.
-        rows_BT = inputs.pop("row_positions", None)
-        rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)
-        attention = (
-            contextlib.nullcontext() if self.team.size == 1 else self.team.attention(self.model, rows_BT=rows_BT)
-        )
+        rows_BT, attention = inputs.pop("row_positions", None), contextlib.nullcontext()
+        if self.team.size > 1:
+            rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)
+            attention = self.team.attention(self.model, rows_BT=rows_BT)
         try:
             with attention:
                 loss = super().training_step(model, inputs, num_items_in_batch)
@@ -431,13 +428,8 @@ class PerplexityTrainer(Trainer):
         all ranks read the same at the same step. Collective. Raises TrainingStopped where a loss was NaN or infinite.
         """
         control, unread = self.control, self.work.unread
-        while unread and (
-            len(unread) > 1
-            or control.should_log
-            or control.should_evaluate
-            or control.should_save
-            or control.should_training_stop
-        ):
+        due = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+        while unread and (len(unread) > 1 or any(getattr(control, name) for name in due)):
             step, sums, by_source = self.work.read()
             if self._unpublished and step > self._unpublished[1] and not sums.writing:  # sent after it was begun
                 self.complete_save()
@@ -498,19 +490,16 @@ class PerplexityTrainer(Trainer):
 
     def results(self) -> dict[str, Any]:
         """Collects the figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, log."""
-        log, evaluation = self.state.log_history, self.last_evaluation()
-        speeds = [entry["train_tokens_per_second"] for entry in log if "train_tokens_per_second" in entry]
-        peaks = {
-            name: max(entry[name] for entry in log if name in entry)
-            for name in ("peak_gpu_gib", "peak_host_gib")
-            if any(name in entry for entry in log)
-        }
+        log, evaluation, logged = self.state.log_history, self.last_evaluation(), defaultdict(list)
+        for entry in log:
+            for name, value in entry.items():
+                logged[name].append(value)
         return {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
             "trained_tokens": self.totals["trained_tokens"],
-            "tokens_per_second": speeds[-1] if speeds else None,
-            **peaks,
+            "tokens_per_second": next(reversed(logged["train_tokens_per_second"]), None),
+            **{name: max(logged[name]) for name in ("peak_gpu_gib", "peak_host_gib") if logged[name]},
             **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
             "best_checkpoint": self.state.best_model_checkpoint,
             **({"stopped_early": self.early_stopping.stopped} if self.early_stopping else {}),
@@ -630,16 +619,15 @@ class PerplexityTrainer(Trainer):
                     say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
             if is_saved:
                 distributed.wait_long("older checkpoints are removed")
-        if not is_saved and save.will_fail_again and not self.saves.number:
+        if is_saved:
+            return
+        name, failure = save.folder.name, self.saves.failed[-1]
+        if save.will_fail_again and not self.saves.number:
             raise TrainingStopped(
-                f"{save.folder.name}, the first of this run, could not be saved, nor could a later one:"
-                f" {self.saves.failed[-1]}. Training stops instead of going on towards nothing"
+                f"{name}, the first of this run, could not be saved, nor could a later one: {failure}. Training stops"
+                " instead of going on towards nothing"
             )
-        if not is_saved:
-            say(
-                f"error: {save.folder.name} could not be saved ({self.saves.failed[-1]}); training continues, earlier"
-                " checkpoints stay"
-            )
+        say(f"error: {name} could not be saved ({failure}); training continues, earlier checkpoints stay")
 
     def save_final(self) -> Path | None:
         """Saves the model (LoRA: the adapter) to `final/` and reads a sample back; None where it failed. Collective."""

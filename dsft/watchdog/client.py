@@ -2,7 +2,7 @@
 Without a launcher all of this does nothing.
 
     watchdog.start(config)                  before the process group, where a launcher started this process
-    watchdog.connect(endpoints)             after it, with the `endpoint()` of every rank: the sidecars meet
+    watchdog.connect(endpoint)              after it, with the `endpoint()` of rank 0: the sidecars meet
     with watchdog.phase("saving"): ...
     watchdog.heartbeat(step)                at each step
     watchdog.close()                        at the end
@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from dsft.watchdog.messages import POLL_SECONDS, Connection, Failure, listen, listen_on_node
-from dsft.watchdog.processes import StartedBy, boot_id, command_of
+from dsft.watchdog.messages import POLL_SECONDS, Connection, Failure, listen
+from dsft.watchdog.processes import StartedBy, command_of
 
 SIDECAR = command_of("os.fork() and os._exit(0); from dsft.watchdog.sidecar import main; main()")
 """Leaves the process tree of the rank: DeepSpeed's launcher, which ends that tree, would wait 30 s for the sidecar."""
@@ -43,11 +43,9 @@ PHASE_LIMITS = {
 """Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
 
 
-class Endpoint(NamedTuple):  # where the sidecar of a rank is reached
-    machine: str  # the same for ranks that reach each other's `socket`: the boot's id and the network namespace
-    socket: str | None  # name of the socket for the other sidecars of its machine
-    port: int | None  # of the coordinator, on rank 0
-    token: str | None  # what proves a message, from rank 0
+class Endpoint(NamedTuple):  # of the coordinator, which rank 0 knows
+    port: int | None
+    token: str | None  # what proves a message
 
 
 @dataclasses.dataclass
@@ -71,7 +69,7 @@ def start(timeouts: Any) -> None:
         return
     rank = int(os.environ["RANK"])
     to_sidecar, to_rank = socket.socketpair()
-    listener, on_node = listen() if rank == 0 else None, listen_on_node()
+    listener = listen() if rank == 0 else None
     stacks = os.memfd_create("dsft-stacks")  # no file that a killed job would leave behind
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -86,55 +84,34 @@ def start(timeouts: Any) -> None:
         "lost_timeout": timeouts.lost_timeout,
         "start_timeout": timeouts.start_timeout,
         "listener": listener and listener.fileno(),
-        "node_listener": on_node and on_node[0].fileno(),
         "stacks": stacks,
     }
-    handed_over = [source for source in (listener, on_node and on_node[0]) if source]
     subprocess.Popen(
         [*SIDECAR, json.dumps(options)],
         stdin=to_rank,
         stdout=subprocess.DEVNULL,
-        pass_fds=[stacks, *(source.fileno() for source in handed_over)],
+        pass_fds=[stacks, *([listener.fileno()] if listener else [])],
         start_new_session=True,
     ).wait()
-    try:
-        machine = f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        machine = socket.gethostname()
-    endpoint = Endpoint(
-        machine=machine,
-        socket=on_node and on_node[1],
-        port=listener and listener.getsockname()[1],
-        token=secrets.token_hex(16) if listener else None,
-    )
-    for source in (to_rank, *handed_over):
-        source.close()  # the sidecar has its own
+    endpoint = Endpoint(None, None)
+    to_rank.close()  # the sidecar has its own
+    if listener:
+        endpoint = Endpoint(listener.getsockname()[1], secrets.token_hex(16))
+        listener.close()
     _client = _Client(timeouts, Connection(to_sidecar), endpoint)
     sys.excepthook = _report_error
 
 
 def endpoint() -> Endpoint | None:
-    """For `connect` on all ranks; None without a sidecar."""
+    """Of rank 0 for `connect` on all ranks; None without a sidecar."""
     return _client and _client.endpoint
 
 
-def connect(endpoints: list[Endpoint | None]) -> None:
-    """Let this rank's sidecar report to the coordinator on rank 0's node from now on, by the endpoints of all ranks.
-    One sidecar of each machine speaks for all of them there. The phase is "loading".
-    """
-    if _client is None or _client.endpoint is None or endpoints[0] is None:
+def connect(endpoint: Endpoint | None) -> None:
+    """Let this rank's sidecar report to the coordinator on rank 0's node from now on. The phase is "loading"."""
+    if _client is None:
         return
-    mine, coordinator = _client.endpoint, endpoints[0]
-    here = [each.socket for each in endpoints if each and each.socket and each.machine == mine.machine]
-    relay = here[0] if mine.socket else None
-    _client.sidecar.send(
-        "connect",
-        address=os.environ["MASTER_ADDR"],
-        port=coordinator.port,
-        token=coordinator.token,
-        relay=relay if relay != mine.socket else None,
-        expected=len(here) if relay and relay == mine.socket else 1,
-    )
+    _client.sidecar.send("connect", address=os.environ["MASTER_ADDR"], **endpoint._asdict())
     _client.has_met = True
     set_phase("loading")
 

@@ -1,9 +1,5 @@
-"""Where all sidecars report: the coordinator, in the sidecar of rank 0, and a relay on each node.
-
-    sidecars of a node --- relay, in one of them --- coordinator
-
-The coordinator decides what failed first, says it once, and ends every rank. It has one connection from each node, so
-its work grows with the nodes, and is done for those alone that have sent something.
+"""Where all sidecars report: the coordinator, in the sidecar of rank 0. It decides what failed first, says it once, and
+ends every rank. Its work is done for those sidecars alone that have sent something.
 """
 
 import contextlib
@@ -11,8 +7,8 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,6 @@ from dsft.watchdog.messages import (
     Poller,
     Report,
     Server,
-    connect,
     heartbeat_seconds,
 )
 
@@ -33,7 +28,7 @@ SHOWN_FRAMES = 5  # of a rank's main thread, on the screen
 
 # They follow each other when a rank fails: its sidecar reports it, the coordinator collects what else fails, says what
 # came first, and has all ranks ended (sidecar.py).
-SILENCE_SECONDS = 1.0  # how often the silence of all nodes is looked at
+SILENCE_SECONDS = 1.0  # how often the silence of all sidecars is looked at
 RANK_0_FIRST_SECONDS = 1.5  # for rank 0 to end with the same message as another rank, which it prints itself
 LEAVE_SECONDS = 8.0  # from the first rank that ends with a message of its own to the end of those that did not
 COLLECT_SECONDS = 2.0  # after the first report: its causes and consequences reach the coordinator within this time
@@ -53,14 +48,6 @@ class JobState(Enum):
 def first_cause(reports: list[Report]) -> Report:
     """Return the earliest report that no other explains; `reports` come in the order of arrival."""
     return next((report for report in reports if not report.is_consequence), reports[0])
-
-
-@dataclass(eq=False)
-class Node:  # a relay and the ranks behind it
-    connection: Connection
-    host: str
-    last_heard: float
-    members: dict[int, "Member"] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -84,8 +71,8 @@ class Coordinator:
 
     def __post_init__(self):
         self.state, self.deadline = JobState.RUNNING, math.inf
-        self.nodes: dict[Connection, Node] = {}
-        self.members: dict[int, Member] = {}
+        self.sidecars: dict[Connection, Member] = {}
+        self.members: dict[int, Member] = {}  # the same by rank
         self.reports: list[Report] = []
         self.exit_codes: list[int] = []
         self.printed: set[str] = set()
@@ -103,7 +90,7 @@ class Coordinator:
     def is_over(self) -> bool:
         now = time.monotonic()
         if self.state is JobState.ENDING:
-            return now > self.deadline or all(connection.closed for connection in self.nodes)
+            return now > self.deadline or all(connection.closed for connection in self.sidecars)
         # One that has not come by then could not reach this node.
         all_have_come = len(self.members) == self.world_size or now > self.started + 2 * CONNECT_SECONDS
         all_are_gone = bool(self.members) and all(member.is_gone for member in self.members.values())
@@ -118,32 +105,30 @@ class Coordinator:
         if self.launcher and (self._all_left() or any(self.exit_codes)):
             self.launcher.send("done", exit_code=max(self.exit_codes))
 
-    def count_silence_from(self, now: float) -> None:
-        """This process was stopped, perhaps with the others: what they send next counts."""
-        for node in self.nodes.values():
-            node.last_heard = now
-
     def _all_left(self) -> bool:
         return len(self.exit_codes) == self.world_size
 
     def step(self, now: float) -> None:
         """Read what has come and do what is due; never waits."""
         for connection, hello in self.server.accept():
-            node = self.nodes[connection] = Node(connection, str(hello.get("host")), last_heard=now)
+            rank = hello.get("rank")
+            if rank in self.members:  # the place of a rank is taken once
+                connection.close()
+                continue
+            self.members[rank] = self.sidecars[connection] = Member(rank, str(hello.get("host")))
             self.poller.add(connection)
-            connection.send("heartbeat")  # it has come to the right place
-            self._read(node, now)
+            connection.send("end" if self.state is JobState.ENDING else "heartbeat")  # it has come to the right place
+            self._read(connection, now)
         for source in self.poller.ready():
-            if source in self.nodes:
-                self._read(self.nodes[source], now)
+            if source in self.sidecars:
+                self._read(source, now)
         if self.state is not JobState.ENDING and now - self.last_look > SILENCE_SECONDS:
             self.last_look = now
-            for node in self.nodes.values():
-                if not node.connection.closed and now - node.last_heard > self.lost_timeout:
-                    node.connection.close()
+            for connection, member in self.sidecars.items():
+                if not connection.closed and now - connection.last_heard > self.lost_timeout:
+                    connection.close()
                     causes = f"the node is down, frozen or cut off from {socket.gethostname()}"
-                    text = f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}"
-                    self._lose(node.members.values(), text, now)
+                    self._lose(member, f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}", now)
         self._print_errors_of_others(now)
         if self.launcher and self.state is not JobState.ENDING:
             reason = None
@@ -168,17 +153,11 @@ class Coordinator:
             self.last_sent = now
             self._tell_all("heartbeat")
 
-    def _read(self, node: Node, now: float) -> None:
-        node.last_heard = now
+    def _read(self, connection: Connection, now: float) -> None:
+        member = self.sidecars[connection]
         try:
-            for message in node.connection.read():
-                rank = message.get("rank")
-                if message["type"] == "join" and rank not in self.members:  # the place of a rank is taken once
-                    self.members[rank] = node.members[rank] = Member(rank, node.host)
-                    if self.state is JobState.ENDING:
-                        node.connection.send("end")
-                member = node.members.get(rank)
-                if member is None or member.is_gone:
+            for message in connection.read():
+                if member.is_gone:
                     continue
                 match message:
                     case {"type": "failed", "failure": failure, "text": text, "log": log}:
@@ -186,8 +165,6 @@ class Coordinator:
                         self._failed(Report(member.rank, member.host, Failure(failure), text), now)
                     case {"type": "stacks", "log": log}:
                         member.stacks, member.log = message, log
-                    case {"type": "lost", "text": text}:
-                        self._lose([member], text, now)
                     case {"type": "close", "exit_code": int(exit_code), "lines": list(lines)}:
                         member.is_gone = True
                         self.exit_codes.append(exit_code)
@@ -199,17 +176,16 @@ class Coordinator:
                             self.printed |= set(lines)
                         else:
                             self.unprinted += [(member, line, now + RANK_0_FIRST_SECONDS) for line in lines]
-        except (KeyError, TypeError, ValueError):  # what one node sends is no reason to leave the others alone
-            node.connection.close()
-        if node.connection.closed:
+        except (TypeError, ValueError):  # what one sidecar sends is no reason to leave the others alone
+            connection.close()
+        if connection.closed:
             text = "is gone with its watchdog: the node went down, or something there kills all processes"
-            self._lose(node.members.values(), text, now)
+            self._lose(member, text, now)
 
-    def _lose(self, members: Iterable[Member], text: str, now: float) -> None:
-        for member in members:
-            if not member.is_gone and self.state is not JobState.ENDING:
-                member.is_gone = True
-                self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
+    def _lose(self, member: Member, text: str, now: float) -> None:
+        if not member.is_gone and self.state is not JobState.ENDING:
+            member.is_gone = True
+            self._failed(Report(member.rank, member.host, Failure.LOST, text), now)
 
     def _failed(self, report: Report, now: float) -> None:
         if any(self.exit_codes):
@@ -275,144 +251,8 @@ class Coordinator:
         self.state, self.deadline = JobState.ENDING, now + END_SECONDS
 
     def _tell_all(self, kind: str, **fields: Any) -> None:
-        for connection in self.nodes:
+        for connection in self.sidecars:
             connection.send(kind, **fields)
-
-
-@dataclass(eq=False)
-class Child:  # a sidecar behind a relay
-    last_heard: float
-    rank: int | None = None
-    is_gone: bool = False
-
-
-@dataclass(eq=False)
-class Relay:
-    """The one connection between the sidecars of a node and the coordinator: what a sidecar sends goes up with its
-    rank, what the coordinator says goes down to all. A sidecar that is gone or silent is reported; where the
-    coordinator is, the sidecars' connections end.
-    """
-
-    server: Server | None  # for the other sidecars of this node; None where this one serves its own rank alone
-    own_sidecar: Connection  # from the sidecar of this process
-    address: tuple[str, int]  # of the coordinator
-    token: str  # of the coordinator
-    host: str
-    expected: int  # sidecars of this node, with this one
-    lost_timeout: float
-    say: Callable[[str], None]
-
-    def __post_init__(self):
-        self.children: dict[Connection, Child] = {}
-        self.poller = Poller()  # readable where any message has come
-        if self.server:
-            self.poller.add(self.server.poller)
-        self.coordinator: Connection | None = None
-        self.has_answered = False  # until the coordinator says anything the connection is tried again
-        self.is_cut_off = False
-        self.started = self.last_heard = time.monotonic()
-        self.last_sent = self.last_look = 0.0
-        self._adopt(self.own_sidecar)
-        self._connect()
-
-    def is_over(self) -> bool:
-        """Whether no sidecar needs the relay any more, and all that they said is sent."""
-        have_come = len(self.children) >= self.expected or time.monotonic() > self.started + CONNECT_SECONDS
-        has_ended = self.coordinator is None or self.coordinator.closed
-        return all(connection.closed for connection in self.children) and (
-            has_ended or (have_come and self.coordinator.flush())
-        )
-
-    def step(self, now: float) -> None:
-        """Read what has come and do what is due; never waits once the coordinator has answered."""
-        for connection, _ in self.server.accept() if self.server else ():
-            self._adopt(connection)
-        for source in self.poller.ready():
-            if source in self.children:
-                self._read_child(source, now)
-        if self.coordinator:
-            for message in self.coordinator.read():
-                self.last_heard, self.has_answered = now, True
-                kind = message.pop("type")
-                for connection in self.children:
-                    connection.send(kind, **message)
-            is_silent = now - self.last_heard > self.lost_timeout
-            if self.coordinator.closed and not self.has_answered and now < self.started + CONNECT_SECONDS:
-                self._connect()
-            elif self.coordinator.closed or is_silent:
-                self.close()
-        if now - self.last_look > SILENCE_SECONDS:
-            self.last_look = now
-            for connection, child in self.children.items():
-                if not connection.closed and now - child.last_heard > self.lost_timeout:
-                    self._lose(connection, f"gave no heartbeat for {self.lost_timeout:.0f} s: its watchdog")
-        if self.coordinator and now - self.last_sent > heartbeat_seconds(self.lost_timeout):
-            self.last_sent = now
-            self.coordinator.send("heartbeat")
-
-    def count_silence_from(self, now: float) -> None:
-        """As that of the coordinator."""
-        self.last_heard = now
-        for child in self.children.values():
-            child.last_heard = now
-
-    def _connect(self) -> None:
-        try:
-            self.coordinator = connect(self.address, self.token, seconds=min(CONNECT_SECONDS, self.lost_timeout))
-        except OSError:
-            self.coordinator, self.is_cut_off = None, True
-            self.say(
-                f"note: {self.host} cannot reach {self.address[0]}:{self.address[1]}, where faults are reported; a"
-                " fault of another node ends the ranks here only by time-outs"
-            )
-            for connection in self.children:
-                connection.send("unwatched")
-                connection.close()
-            return
-        self.last_heard = time.monotonic()
-        self.poller.add(self.coordinator)
-        self.coordinator.send("hello", host=self.host)
-        for child in self.children.values():
-            if child.rank is not None:
-                self.coordinator.send("join", rank=child.rank)
-
-    def _adopt(self, connection: Connection) -> None:
-        child = self.children[connection] = Child(time.monotonic())
-        if self.is_cut_off:
-            connection.send("unwatched")
-            connection.close()
-            return
-        self.poller.add(connection)
-        if self.has_answered:
-            connection.send("heartbeat")
-        self._read_child(connection, child.last_heard)
-
-    def _read_child(self, connection: Connection, now: float) -> None:
-        child = self.children[connection]
-        child.last_heard = now
-        for message in connection.read():
-            kind, rank = message.pop("type"), message.pop("rank", None)
-            if kind == "join":
-                child.rank = rank
-            elif kind == "close":
-                child.is_gone = True
-            if kind != "heartbeat" and self.coordinator:
-                self.coordinator.send(kind, rank=child.rank, **message)
-        if connection.closed:
-            self._lose(connection, "is gone with its watchdog, which something there has killed")
-
-    def _lose(self, connection: Connection, text: str) -> None:
-        connection.close()
-        child = self.children[connection]
-        if not child.is_gone and self.coordinator:
-            child.is_gone = True
-            self.coordinator.send("lost", rank=child.rank, text=text)
-
-    def close(self) -> None:
-        """Hang up on both sides."""
-        for connection in (self.coordinator, *self.children):
-            if connection:
-                connection.close()
 
 
 def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:

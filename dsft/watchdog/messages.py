@@ -104,17 +104,25 @@ class Poller(selectors.EpollSelector):
         if isinstance(source, Connection):
             if source.closed:
                 return
-            source.pollers.append(self)
+            source.poller = self
         self.register(source, selectors.EVENT_READ)
 
     def remove(self, source: Any) -> None:
         self.unregister(source)
         if isinstance(source, Connection):
-            source.pollers.remove(self)
+            source.poller = None
 
     def ready(self, seconds: float = 0.0) -> list[Any]:
         """Those that can be read, after waiting so long for the first."""
         return [key.fileobj for key, _ in self.select(timeout=seconds)]
+
+    def count_silence_from(self, now: float) -> None:
+        """This process was stopped, perhaps with the others: what they send next counts."""
+        for key in self.get_map().values():
+            if isinstance(key.fileobj, Connection):
+                key.fileobj.last_heard = now
+            elif isinstance(key.fileobj, Poller):
+                key.fileobj.count_silence_from(now)
 
     def close(self) -> None:
         for key in list(self.get_map().values()):
@@ -123,7 +131,8 @@ class Poller(selectors.EpollSelector):
 
 
 class Connection:
-    """One end of a socket. `closed` is set once the other side is gone or breaks the protocol.
+    """One end of a socket. `closed` is set once the other side is gone or breaks the protocol; `last_heard` is the time
+    (monotonic) of its last bytes.
 
     Args:
         token: proves every line; None for the pair of sockets that a rank shares with its sidecar.
@@ -133,7 +142,8 @@ class Connection:
     def __init__(self, connection: socket.socket, token: str | None = None, session: str | None = None):
         connection.setblocking(False)
         self.connection, self.session, self.closed = connection, session, False
-        self.pollers: list[Poller] = []
+        self.last_heard = time.monotonic()
+        self.poller: Poller | None = None  # that looks at it
         self.largest_bytes = LARGEST_BYTES
         self._token = token.encode() if token is not None else None
         self._directions = (b">", b"<") if session else (b"<", b">")  # of what is sent and of what is read
@@ -150,12 +160,8 @@ class Connection:
         text = json.dumps({"type": kind, **fields}).encode()
         self._unsent += self._proof(self._directions[0], self._sent, text) + text + b"\n"
         self._sent += 1
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send what the socket takes; returns whether nothing is left."""
         try:
-            while self._unsent and not self.closed:
+            while self._unsent:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
         except BlockingIOError:
             if len(self._unsent) > LARGEST_BYTES:  # the other side has not read for long
@@ -163,7 +169,6 @@ class Connection:
         except OSError:
             self._receive()  # its last words
             self.close()
-        return not self._unsent
 
     def _proof(self, direction: bytes, number: int, text: bytes) -> bytes:
         if self._token is None:
@@ -201,6 +206,7 @@ class Connection:
                     self.close()
                     return
                 self._received += piece
+                self.last_heard = time.monotonic()
             if b"\n" not in self._received:
                 self._break()  # no message is that long
         except BlockingIOError:
@@ -215,8 +221,8 @@ class Connection:
     def close(self) -> None:
         """Hang up; what has been received stays to be read."""
         self.closed = True
-        for poller in list(self.pollers):
-            poller.remove(self)
+        if self.poller:
+            self.poller.remove(self)
         self.connection.close()
 
 
@@ -294,34 +300,10 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-def listen_on_node() -> tuple[socket.socket, str] | None:
-    """Open a socket that processes of this machine and network namespace reach by the name returned beside it: an
-    abstract one (unix(7)), no file that would stay behind; None where the system has none.
-    """
-    name = f"dsft-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(f"\0{name}")
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        return None
-    return listener, name
-
-
-def connect(address: str | tuple[str, int], token: str, *, seconds: float = CONNECT_SECONDS) -> Connection:
-    """Return a connection to (host, port), or to a name of `listen_on_node`. Raises OSError: nobody answers in time."""
-    if isinstance(address, str):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(seconds)
-        try:
-            connection.connect(f"\0{address}")
-        except OSError:
-            connection.close()
-            raise
-    else:
-        connection = socket.create_connection(address, timeout=seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def connect(address: tuple[str, int], token: str, *, seconds: float = CONNECT_SECONDS) -> Connection:
+    """Return a connection to (host, port). Raises OSError: nobody answers in time."""
+    connection = socket.create_connection(address, timeout=seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(connection, token, secrets.token_hex(16))
 
 

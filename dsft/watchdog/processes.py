@@ -138,14 +138,6 @@ def descendants(pid: int) -> list[int]:
     return family[:0:-1]
 
 
-def name_of(pid: int) -> str:
-    """Name of the program; empty where there is no such process."""
-    try:
-        return psutil.Process(pid).name()
-    except (psutil.Error, OSError):
-        return ""
-
-
 def program_of(words: Sequence[str]) -> str:
     """The name of what a command line runs, without folders and options: the program, with Python script or module."""
     if not words:
@@ -166,18 +158,16 @@ def program_of(words: Sequence[str]) -> str:
     return name
 
 
-def programs_of(pids: Sequence[int]) -> list[str]:
-    """`program_of` those processes that live and may be asked."""
-    names = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error, OSError):
-            names.append(program_of(psutil.Process(pid).cmdline()))
-    return names
+def program_at(pid: int) -> str:
+    """`program_of` a process; empty where it has ended or this user may not ask."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return program_of(psutil.Process(pid).cmdline())
+    return ""
 
 
 def is_dsft(pid: int) -> bool:
     """Whether a process is `dsft train`, `eval` or `launch`, as far as this user may know."""
-    return not {*programs_of([pid])}.isdisjoint(LAUNCHERS["dsft"])
+    return program_at(pid) in LAUNCHERS["dsft"]
 
 
 def is_launcher(words: Sequence[str]) -> bool:
@@ -217,7 +207,7 @@ class StartedBy:
     @classmethod
     def now(cls) -> "StartedBy":
         launchers, above = launchers_of(os.getpid())
-        if not launchers or above is None or not name_of(above.pid).startswith("sshd"):
+        if not launchers or above is None or not program_at(above.pid).startswith("sshd"):
             return cls(os.getpid(), launchers, None, [])
         client = None  # the ssh in whose session this process is, where that is one of this machine
         match os.environ.get("SSH_CONNECTION", "").split():
@@ -230,7 +220,7 @@ class StartedBy:
     @property
     def programs(self) -> list[str]:
         """Names of the launchers' programs that live, nearest first."""
-        return programs_of([launcher.pid for launcher in self.launchers])
+        return [*filter(None, (program_at(launcher.pid) for launcher in self.launchers))]
 
 
 def command_of(code: str) -> list[str]:

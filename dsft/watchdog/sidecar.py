@@ -15,8 +15,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from dsft.watchdog.coordinator import Coordinator, Relay
+from dsft.watchdog.coordinator import Coordinator
 from dsft.watchdog.messages import (
+    CONNECT_SECONDS,
     POLL_SECONDS,
     VARIABLE,
     Connection,
@@ -30,7 +31,7 @@ from dsft.watchdog.messages import (
     raise_file_limit,
     say,
 )
-from dsft.watchdog.processes import Process, descendants, end, is_dsft, name_of
+from dsft.watchdog.processes import Process, descendants, end, is_dsft, program_at
 
 IMPORT_SECONDS = 60.0  # for a rank to import its libraries, from a slow disk, before it tries to meet the others
 EXIT_SECONDS = 60.0  # for a rank to exit after it has said that it ends in order; it is believed so far
@@ -61,10 +62,7 @@ class Sidecar:
         self.rank, self.world_size = options["rank"], options["world_size"]
         self.is_first_of_node = options["local_rank"] == 0
         self.lost_timeout: float = options["lost_timeout"]
-        self.listener, self.node_listener = (
-            socket.socket(fileno=options[name]) if options[name] is not None else None
-            for name in ("listener", "node_listener")
-        )
+        self.listener = None if options["listener"] is None else socket.socket(fileno=options["listener"])
         self.stacks: int = options["stacks"]  # descriptor of the file in memory to which the rank writes its stacks
         self.host, self.log = socket.gethostname(), ""
         self.process = Process.of(options["pid"])
@@ -85,18 +83,20 @@ class Sidecar:
             # Readable at once where the rank exits: a launcher takes its remains, with the exit code, soon after.
             self.exit_notice = os.pidfd_open(self.process.pid)
             self.poller.add(self.exit_notice)
-        self.to_coordinator: Connection | None = None  # through the relay of this node
-        self.coordinator: Coordinator | None = None
-        self.relay: Relay | None = None
+        self.to_coordinator: Connection | None = None
+        self.meeting: dict[str, Any] = {}  # where the coordinator is, as `client.connect` gives it
+        self.meet_by = 0.0
+        self.has_met = False  # until the coordinator says anything the connection is tried again
+        self.coordinator: Coordinator | None = None  # in rank 0's
         self.leave_message: dict[str, Any] = {}
         self.leave_by = 0.0
         self.to_launcher: Connection | None = None  # to `dsft launch`, from the first rank of each node
-        self.last_progress = self.last_heard = self.last_sent = time.monotonic()
+        self.last_progress = self.last_sent = time.monotonic()
         self.moved_bytes = 0  # of the rank's files, when they last showed progress
         self.stopped_since: float | None = None
 
     def run(self) -> None:
-        """Watch until the rank has ended and, where they are here, nobody needs the coordinator and the relay."""
+        """Watch until the rank has ended and, where it is here, nobody needs the coordinator."""
         if self.is_first_of_node:
             try:
                 self.to_launcher = connect_to_launcher(self.rank, self.host)
@@ -108,14 +108,12 @@ class Sidecar:
                 elif VARIABLE in os.environ:
                     say(f"note: {self.host} cannot reach dsft launch, whose end would not end the ranks here")
         last_pass = last_look = time.monotonic()
-        while self._is_watching() or any(part and not part.is_over() for part in (self.coordinator, self.relay)):
+        while self._is_watching() or (self.coordinator and not self.coordinator.is_over()):
             ready = self.poller.ready(POLL_SECONDS)
             now = time.monotonic()
             if now - last_pass > self.lost_timeout / 2:  # it was stopped, perhaps with all others (a paused job)
-                self.last_heard = self.last_progress = now
-                self.stopped_since = None
-                for part in filter(None, (self.coordinator, self.relay)):
-                    part.count_silence_from(now)
+                self.last_progress, self.stopped_since = now, None
+                self.poller.count_silence_from(now)
             last_pass, looks = now, now - last_look > 0.9 * POLL_SECONDS
             if looks:
                 last_look = now
@@ -132,8 +130,10 @@ class Sidecar:
                 if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
                     self.last_sent = now
                     self.to_coordinator.send("heartbeat")
-                if self.to_coordinator.closed or now - self.last_heard > self.lost_timeout:
-                    if self.relay and self.state is RankState.RUNNING:
+                if self.to_coordinator.closed and not self.has_met and now < self.meet_by:
+                    self._meet()
+                elif self.to_coordinator.closed or now - self.to_coordinator.last_heard > self.lost_timeout:
+                    if self.is_first_of_node and self.state is RankState.RUNNING:
                         say(
                             f"error: {self.host} has lost rank 0's node (its machine, its link or its watchdog is"
                             " gone); the ranks here are terminated"
@@ -151,15 +151,14 @@ class Sidecar:
             end([launcher for launcher in self.launchers[:1] if not is_dsft(launcher.pid)], steps)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a session lasts while a process there holds its pipes
             over_ssh = [pid for launcher in self.launchers_over_ssh[:1] for pid in descendants(launcher.pid)]
-            end([Process.of(pid) for pid in over_ssh if name_of(pid) == "ssh"], steps)
+            end([Process.of(pid) for pid in over_ssh if program_at(pid) == "ssh"], steps)
 
     def _is_watching(self) -> bool:
         return self.state not in (RankState.LEFT, RankState.ENDED)
 
     def _step(self) -> None:
-        for part in (self.coordinator, self.relay):
-            if part:
-                part.step(time.monotonic())
+        if self.coordinator:
+            self.coordinator.step(time.monotonic())
 
     def _read_rank(self) -> None:
         is_gone = not self.process.is_alive()  # asked before its last words are read; children may keep the socket open
@@ -201,53 +200,42 @@ class Sidecar:
             self._report(Failure.DIED, text)
 
     def _connect(self, message: dict[str, Any]) -> None:
-        """Join the relay of this node, which is here where the message names none."""
-        token: str = message["token"]
+        self.meeting, self.meet_by = message, time.monotonic() + CONNECT_SECONDS
         if self.listener is not None:
             if self.to_launcher and not self.to_launcher.closed:
                 self.poller.remove(self.to_launcher)
+            server = Server(self.listener, message["token"])
             self.coordinator = Coordinator(
-                Server(self.listener, token), self.world_size, self.lost_timeout, say=say, launcher=self.to_launcher
+                server, self.world_size, self.lost_timeout, say=say, launcher=self.to_launcher
             )
             self.poller.add(self.coordinator.poller)
             self.to_launcher = None
-        if message["relay"]:
-            with contextlib.suppress(OSError):
-                self.to_coordinator = connect(message["relay"], token)
-        if self.to_coordinator is None:
-            here, there = socket.socketpair()
-            self.to_coordinator = Connection(here)
-            self.relay = Relay(
-                Server(self.node_listener, token) if message["expected"] > 1 else None,
-                Connection(there),
-                address=(message["address"], message["port"]),
-                token=token,
-                host=self.host,
-                expected=message["expected"],
-                lost_timeout=self.lost_timeout,
-                say=say,
-            )
-            self.poller.add(self.relay.poller)
-        if self.node_listener and not (self.relay and self.relay.server):
-            self.node_listener.close()
-        self.last_heard = time.monotonic()
+        self._meet()
+
+    def _meet(self) -> None:
+        """Report to the coordinator from now on."""
+        address, seconds = (self.meeting["address"], self.meeting["port"]), min(CONNECT_SECONDS, self.lost_timeout)
+        try:
+            self.to_coordinator = connect(address, self.meeting["token"], seconds=seconds)
+        except OSError:
+            self.to_coordinator = None
+            if self.is_first_of_node:
+                say(
+                    f"note: {self.host} cannot reach {address[0]}:{address[1]}, where faults are reported; a fault of"
+                    " another node ends the ranks here only by time-outs"
+                )
+            return
         self.poller.add(self.to_coordinator)
-        if message["relay"] and self.relay is None:
-            self.to_coordinator.send("hello")
-        self.to_coordinator.send("join", rank=self.rank)
+        self.to_coordinator.send("hello", rank=self.rank, host=self.host)
 
     def _read_orders(self) -> None:
         for message in self.to_coordinator.read() if self.to_coordinator else ():
-            self.last_heard = time.monotonic()
+            self.has_met = True
             match message:
                 case {"type": "write stacks"}:
-                    self._send_stacks(self.to_coordinator)
+                    self._send_stacks()
                 case {"type": "signal", "number": number}:
                     self.process.signal(number)
-                case {"type": "unwatched"}:  # the relay has said why
-                    self.to_coordinator.close()
-                    self.to_coordinator = None
-                    break
                 case {"type": "end"}:
                     self._end_rank()
                     return
@@ -291,8 +279,7 @@ class Sidecar:
         self.state = RankState.REPORTED
         if self.to_coordinator and not self.to_coordinator.closed:
             self.to_coordinator.send("failed", failure=failure, text=text, log=self.log)
-            self.last_heard = time.monotonic()  # the coordinator collects for some seconds, then says: end
-            return
+            return  # the coordinator collects for some seconds, then says: end
         # Before the rendezvous, a launcher kills those that did nothing wrong.
         if failure is not Failure.DIED or self.is_first_of_node:
             report = Report(self.rank, self.host, failure, text)
@@ -311,7 +298,7 @@ class Sidecar:
         if self.to_coordinator:
             self.to_coordinator.close()
 
-    def _send_stacks(self, coordinator: Connection) -> None:
+    def _send_stacks(self) -> None:
         # The rank's faulthandler writes them also while it is inside a library's call; not while it is stopped.
         os.ftruncate(self.stacks, 0)
         os.lseek(self.stacks, 0, os.SEEK_SET)  # the rank's place in it too
@@ -323,7 +310,7 @@ class Sidecar:
             before, text = text, os.pread(self.stacks, LARGEST_STACKS_BYTES, 0).decode(errors="replace")
             if text and text == before:
                 break  # it has been written to its end
-        coordinator.send(
+        self.to_coordinator.send(
             "stacks",
             text=text[-LONGEST_STACKS:],
             is_stopped=self.stopped_since is not None,

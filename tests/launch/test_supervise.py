@@ -100,14 +100,14 @@ def wait_until(condition) -> None:
         time.sleep(0.05)
 
 
-LAST_WORD = "start(); wait_until_tied(); client.connect([client.endpoint()]); client.close(0); time.sleep(1)"
+LAST_WORD = "start(); wait_until_tied(); client.connect(client.endpoint()); client.close(0); time.sleep(1)"
 DONE = f"if not os.fork():\n    {LAST_WORD}; os._exit(0)\nos.wait(); "
 KILLED_RANK = (
-    "if not os.fork():\n    start(); wait_until_tied(); client.connect([client.endpoint()]);"
+    "if not os.fork():\n    start(); wait_until_tied(); client.connect(client.endpoint());"
     " os.kill(os.getpid(), signal.SIGKILL)\n"
 )
 KILLED_WATCHDOG = (
-    "if not os.fork():\n    start(); wait_until_tied(); client.connect([client.endpoint()]); time.sleep(2);"
+    "if not os.fork():\n    start(); wait_until_tied(); client.connect(client.endpoint()); time.sleep(2);"
     " os.kill(sidecars()[0].pid, 9); time.sleep(1000)\n"
 )
 
@@ -203,7 +203,7 @@ def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launch, tmp_path):
     """Not because it said so."""
     wait = "while not os.path.exists(os.environ['FOLDER'] + '/go'):\n    time.sleep(0.1)\n"
     process = launch(
-        "start(); wait_until_tied(); client.connect([client.endpoint()]); mine = sidecars()[0]; client.close(0)\n"
+        "start(); wait_until_tied(); client.connect(client.endpoint()); mine = sidecars()[0]; client.close(0)\n"
         "looks = mine.num_ctx_switches().voluntary\n"
         "while mine.num_ctx_switches().voluntary < looks + 6:\n    time.sleep(0.1)\n"
         f"assert mine.is_running() and is_tied(); say('ready')\n{wait}"

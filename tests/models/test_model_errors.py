@@ -24,7 +24,7 @@ from dsft.models.trials import small_model
 from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine
 
-TWO_RANKS = this_machine(nodes=1, ranks_per_node=2)
+TWO_RANKS = this_machine(ranks_per_node=2)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def problems_of(options, tmp_path):
     def check(*, world_size: int = 2, **changes) -> list[str]:
         problems: list[str] = []
         config = make_config(TrainConfig, options(tmp_path / "run", **changes), problems)
-        return list(check_run(config, this_machine(nodes=1, ranks_per_node=world_size), problems).problems)
+        return list(check_run(config, this_machine(ranks_per_node=world_size), problems).problems)
 
     return check
 
@@ -357,7 +357,7 @@ def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
     config = make_config(
         TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems
     )
-    checked = check_run(config, this_machine(nodes=1, ranks_per_node=2), problems)
+    checked = check_run(config, this_machine(ranks_per_node=2), problems)
     assert checked.problems == []
     assert checked.options.value("per_device_train_batch_size") == 3 and checked.options.value("max_grad_norm") == 0.5
     reasons = {decision.name: decision.reason for decision in checked.decisions}

@@ -74,7 +74,7 @@ def _no_process_group(monkeypatch):
 def test_a_job_is_planned_examined_and_trained_alike(options, models, tmp_path, request, first):
     if first == 0:
         request.getfixturevalue("cheap_traces")
-    machine, facts = this_machine(nodes=1, ranks_per_node=2), {"here": phases.facts(ExitStack(), slots=2)}
+    machine, facts = this_machine(ranks_per_node=2), {"here": phases.facts(ExitStack(), slots=2)}
     answers = []
     for seed in range(first, first + 20):
         words = flags(options(tmp_path / "run", model=models[seed % 3], max_steps=10, save_steps=2, **drawn_job(seed)))

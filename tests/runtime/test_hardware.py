@@ -390,8 +390,8 @@ def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypat
     waits = []
     monkeypatch.setattr(run, "only_run_in", lambda output_dir: nullcontext(left_lock))
     monkeypatch.setattr(run, "wait_for_freed_gpu", lambda: waits.append(1))
-    for name in ("require_same_start", "_finetune"):
-        monkeypatch.setattr(run, name, lambda *_: None)
+    for name in ("require_same_start", "resolve_run"):
+        monkeypatch.setattr(run, name, lambda *_, **__: None)
     run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
     assert waits == [1] * left_lock
 

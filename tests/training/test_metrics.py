@@ -145,7 +145,7 @@ def test_an_evaluation_that_compiles_leaves_no_seconds_and_no_collectives_in_the
         time.sleep(0.01)
         work.leave_out(100.0)
         work.collectives.append((3.0, 9.0))
-    assert begun + 0.01 <= work.begun < begun + 100 and work.forward_seconds == 0
+    assert begun + 0.01 <= work.begun < begun + 100 and work.times.forward == 0
     assert work.collectives == [(1.0, 2.0)]
 
 

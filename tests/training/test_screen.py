@@ -107,9 +107,7 @@ def test_of_a_gpu_speed_and_mfu_follow_from_the_tokens_per_second():
 def test_the_speed_is_of_the_steps_since_the_last_line_without_evaluations_and_saves():
     sums = Sums(tokens=300.0, trained=100.0, positions=400.0, nats=250.0)
     logs = {"train_tokens_per_second": 7.0}  # since the start
-    line = Line(
-        peak_gib={}, sums=sums, seconds=1.5, logs=logs, compute=Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0)
-    )
+    line = Line(sums=sums, seconds=1.5, logs=logs, compute=Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0))
     assert complete(line)["tokens_per_second"] == 200
     work = Work(torch.device("cpu"))
     begun = work.begun
@@ -122,7 +120,7 @@ def test_the_speed_is_of_the_steps_since_the_last_line_without_evaluations_and_s
 def test_steps_without_a_trained_token_have_no_loss_and_no_warning(own_loss):
     """The last window of a text, of one token, in a step of its own."""
     compute = Compute(num_gpus=0, flops_per_token=6e9, peak_flops=0.0, own_loss=own_loss)
-    line = Line(peak_gib={}, sums=Sums(tokens=1.0, positions=8.0), seconds=0.5, compute=compute)
+    line = Line(sums=Sums(tokens=1.0, positions=8.0), seconds=0.5, compute=compute)
     logs = complete(dataclasses.replace(line, logs={"loss": 0.0, "grad_norm": 0.0}))
     assert not {"loss", "perplexity", "own_loss"} & logs.keys() and logs["tokens_per_second"] == 2
     check = LearningCheck(384)

@@ -1,4 +1,4 @@
-"""The decisions of coordinator and relay, with sidecars that are plain connections and a clock that the test moves."""
+"""The decisions of the coordinator, with sidecars that are plain connections and a clock that the test moves."""
 
 import json
 import os
@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
+from dsft.watchdog import messages
 from dsft.watchdog.coordinator import (
     COLLECT_SECONDS,
     COLLECT_STACKS_SECONDS,
@@ -18,31 +20,30 @@ from dsft.watchdog.coordinator import (
     RANK_0_FIRST_SECONDS,
     Coordinator,
     JobState,
-    Relay,
     record_failure,
 )
-from dsft.watchdog.messages import Connection, Failure, Poller, Server, connect, listen, listen_on_node
+from dsft.watchdog.messages import Connection, Failure, Poller, Server, connect, listen
 
 LOST_SECONDS = 60.0
 
 
 class Job:
-    """A coordinator and the connections of its two sidecars."""
+    """A coordinator and the connections of its two sidecars, by a clock that the test moves."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
+        self.now = time.monotonic()
+        monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.screen: list[str] = []
         server = Server(listen(), "token")
         self.coordinator = Coordinator(server, 2, LOST_SECONDS, say=self.screen.append)
-        self.now = time.monotonic()
         address = ("127.0.0.1", server.listener.getsockname()[1])
         self.sidecars = [connect(address, "token") for _ in range(2)]
         for rank, sidecar in enumerate(self.sidecars):
-            sidecar.send("hello", host=f"node-{rank}")
-            self.send(rank, "join")
+            sidecar.send("hello", rank=rank, host=f"node-{rank}")
         self.step_until(lambda: len(self.coordinator.members) == 2)
 
     def send(self, rank: int, kind: str, **fields) -> None:
-        self.sidecars[rank].send(kind, rank=rank, **fields)
+        self.sidecars[rank].send(kind, **fields)
 
     def step_until(self, condition) -> None:
         """Let the coordinator read until `condition` holds, without moving its clock."""
@@ -72,8 +73,8 @@ class Job:
 
 
 @pytest.fixture
-def job():
-    job = Job()
+def job(monkeypatch):
+    job = Job(monkeypatch)
     yield job
     for source in (job.coordinator.server, *job.sidecars):
         source.close()
@@ -89,7 +90,7 @@ def test_a_sidecar_that_is_gone_ends_the_other_ranks(job):
 def test_a_silent_sidecar_is_lost_after_the_users_limit(job):
     job.after(LOST_SECONDS - 1)
     job.sidecars[0].send("heartbeat")
-    job.step_until(lambda: any(node.last_heard == job.now for node in job.coordinator.nodes.values()))
+    job.step_until(lambda: any(connection.last_heard == job.now for connection in job.coordinator.sidecars))
     assert job.coordinator.state is JobState.RUNNING
     job.after(2)
     assert job.coordinator.state is JobState.COLLECTING
@@ -113,7 +114,7 @@ def test_a_node_that_is_lost_after_the_others_have_left_is_named(job, launch):
 
 def test_silence_counts_from_the_end_of_a_pause(job):
     job.now += LOST_SECONDS + 1
-    job.coordinator.count_silence_from(job.now)
+    job.coordinator.poller.count_silence_from(job.now)
     job.after(LOST_SECONDS - 1)
     assert job.coordinator.state is JobState.RUNNING
     job.after(2)
@@ -173,19 +174,15 @@ def test_the_place_of_a_rank_is_taken_once(job):
     """Also by one that proves the token: it neither replaces the rank nor ends it."""
     address = ("127.0.0.1", job.coordinator.server.listener.getsockname()[1])
     second = connect(address, "token")
-    second.send("hello", host="node-2")
-    second.send("join", rank=1)
-    second.send("close", rank=1, exit_code=0, lines=[])
-    second.send("failed", rank=0, failure=Failure.ERROR, text="ValueError: 3", log="")
-    job.step_until(lambda: len(job.coordinator.nodes) == 3)
-    second.close()
-    job.step_until(lambda: sum(connection.closed for connection in job.coordinator.nodes) == 1)
+    second.send("hello", rank=1, host="node-2")
+    second.send("close", exit_code=0, lines=[])
+    job.step_until(lambda: list(second.read()) == [] and second.closed)
     assert job.coordinator.members[1].host == "node-1" and not job.coordinator.members[1].is_gone
     assert job.coordinator.state is JobState.RUNNING and job.coordinator.exit_codes == []
 
 
-def test_a_node_that_sends_nonsense_is_lost_alone(job):
-    job.sidecars[1].send("failed", rank=1, failure="sneezed", text="", log="")
+def test_a_sidecar_that_sends_nonsense_is_lost_alone(job):
+    job.sidecars[1].send("failed", failure="sneezed", text="", log="")
     assert job.is_in(JobState.COLLECTING)
     job.after(COLLECT_SECONDS)
     assert "rank 1 on node-1 is gone with its watchdog" in job.screen[0] and job.is_told(0, "end")
@@ -248,123 +245,22 @@ def test_a_failure_is_recorded_where_the_run_has_not_ended_otherwise(tmp_path, c
         assert (file.read_text() if file.exists() else None) == content
 
 
-class RelayedJob:
-    """A coordinator, the relay of one node, and the connections of its two sidecars."""
-
-    def __init__(self, port: int | None = None):
-        self.screen: list[str] = []
-        server = Server(listen(), "token")
-        self.coordinator = Coordinator(server, 2, LOST_SECONDS, say=self.screen.append)
-        listener, name = listen_on_node()
-        here, there = socket.socketpair()
-        self.relay = Relay(
-            Server(listener, "token"),
-            Connection(there),
-            address=("127.0.0.1", port or server.listener.getsockname()[1]),
-            token="token",
-            host="node-0",
-            expected=2,
-            lost_timeout=LOST_SECONDS,
-            say=self.screen.append,
-        )
-        self.now = time.monotonic()
-        self.sidecars = [Connection(here), connect(name, "token")]
-        self.sidecars[1].send("hello")
-        self.heard: list[list[str]] = [[], []]
-        for rank, sidecar in enumerate(self.sidecars):
-            sidecar.send("join", rank=rank)
-
-    def step_until(self, condition) -> None:
-        until = time.monotonic() + 10
-        while not condition() and time.monotonic() < until:
-            self.relay.step(self.now)
-            self.coordinator.step(self.now)
-        assert condition()
-
-    def told(self, rank: int) -> list[str]:
-        """All that the sidecar has been told so far."""
-        self.heard[rank] += [message["type"] for message in self.sidecars[rank].read()]
-        return self.heard[rank]
+def test_a_rank_that_comes_while_the_job_ends_is_ended(job):
+    job.sidecars[1].close()
+    assert job.is_in(JobState.COLLECTING)
+    job.after(COLLECT_SECONDS)
+    late = connect(("127.0.0.1", job.coordinator.server.listener.getsockname()[1]), "token")
+    late.send("hello", rank=2, host="node-2")
+    told: list = []
+    job.step_until(lambda: told.extend(late.read()) or told)
+    assert told == [{"type": "end"}]
+    late.close()
 
 
-@pytest.fixture
-def relayed():
-    job = RelayedJob()
-    job.step_until(lambda: len(job.coordinator.members) == 2)
-    yield job
-    job.relay.close()
-    for source in (job.coordinator.server, *job.sidecars):
-        source.close()
-
-
-def test_the_ranks_of_a_node_share_one_connection(relayed):
-    assert len(relayed.coordinator.nodes) == 1
-    relayed.sidecars[1].send("failed", failure=Failure.DIED, text="was killed", log="/logs/rank_1.log")
-    relayed.step_until(lambda: relayed.coordinator.state is JobState.COLLECTING)
-    relayed.now += COLLECT_SECONDS
-    relayed.step_until(lambda: relayed.coordinator.state is JobState.ENDING)
-    assert relayed.screen[0] == "error: rank 1 on node-0 was killed"
-    relayed.step_until(lambda: all("end" in relayed.told(rank) for rank in (0, 1)))
-    for sidecar in relayed.sidecars:
-        sidecar.close()
-    relayed.step_until(relayed.relay.is_over)
-
-
-@pytest.mark.parametrize("fault", ["gone", "silent"])
-def test_one_sidecar_that_is_lost_behind_a_relay_is_named(relayed, fault):
-    if fault == "gone":
-        relayed.sidecars[1].close()
-    else:
-        relayed.now += LOST_SECONDS - 1
-        relayed.sidecars[0].send("heartbeat")
-        relayed.step_until(lambda: max(child.last_heard for child in relayed.relay.children.values()) == relayed.now)
-        relayed.now += 2
-    relayed.step_until(lambda: relayed.coordinator.state is JobState.COLLECTING)
-    [report] = relayed.coordinator.reports
-    assert report.rank == 1 and "its watchdog" in report.text.replace("with its", "its")
-
-
-def test_silence_counts_from_the_end_of_a_pause_for_a_relay_too(relayed):
-    relayed.step_until(lambda: relayed.relay.has_answered)
-    relayed.now += LOST_SECONDS + 1
-    relayed.relay.count_silence_from(relayed.now)
-    relayed.relay.step(relayed.now)
-    assert not any(connection.closed for connection in (relayed.relay.coordinator, *relayed.relay.children))
-
-
-def test_ranks_leave_one_after_the_other_through_a_relay(relayed):
-    for rank in (0, 1):
-        relayed.sidecars[rank].send("close", exit_code=0, lines=[])
-        relayed.sidecars[rank].close()
-        relayed.step_until(lambda rank=rank: relayed.coordinator.members[rank].is_gone)
-        assert relayed.coordinator.state is JobState.RUNNING
-    relayed.step_until(relayed.relay.is_over)
-    assert relayed.coordinator.is_over() and relayed.screen == []
-
-
-def test_a_relay_that_loses_the_coordinator_hangs_up(relayed):
-    relayed.step_until(lambda: relayed.relay.has_answered)
-    for connection in relayed.coordinator.nodes:
-        connection.close()
-    relayed.step_until(lambda: list(map(relayed.told, (0, 1))) and all(sidecar.closed for sidecar in relayed.sidecars))
-
-
-def test_a_coordinator_that_cannot_be_reached_is_said_once_and_leaves_the_ranks_alone():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    job = RelayedJob(port)
-    assert "unwatched" in job.told(0)
-    job.step_until(lambda: "unwatched" in job.told(1))
-    assert len(job.screen) == 1 and f"node-0 cannot reach 127.0.0.1:{port}" in job.screen[0]
-    job.relay.close()
-    for source in (job.coordinator.server, *job.sidecars):
-        source.close()
-
-
-@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(64, 8), pytest.param(2048, 1, marks=pytest.mark.exhaustive)])
-def test_a_large_job_loses_no_connection_at_the_usual_limit_of_files(ranks, ranks_per_node):
-    """Soft limit 1024; ten minutes of it are measured by the same script."""
-    words = ["--ranks", ranks, "--ranks_per_node", ranks_per_node, "--seconds", 2 if ranks < 100 else 60]
+@pytest.mark.parametrize("ranks", [64, pytest.param(2048, marks=pytest.mark.exhaustive)])
+def test_a_large_job_loses_no_connection_at_the_usual_limit_of_files(ranks):
+    """Soft limit 1024; what it costs is measured by the same script."""
+    words = ["--ranks", ranks, "--seconds", 2 if ranks < 100 else 60]
     script = [sys.executable, ROOT / "benchmarks/watchdog_scale.py", *map(str, words)]
     command = ["sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh", *map(str, script)]
     result = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

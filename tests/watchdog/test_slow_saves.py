@@ -67,7 +67,7 @@ def sidecar_of_this_process(monkeypatch, save_timeout: float) -> Sidecar:
     """As `client.start` starts it, but called here instead of in a process of its own."""
     rank_end, sidecar_end = socket.socketpair()
     options = {"rank": 0, "world_size": 1, "local_rank": 0, "lost_timeout": 60.0, "start_timeout": 300.0}
-    options |= {"listener": None, "node_listener": None, "stacks": -1, "pid": os.getpid()}
+    options |= {"listener": None, "stacks": -1, "pid": os.getpid()}
     options["started_by"] = {"launchers": [], "ssh_session": None, "launchers_over_ssh": []}
     with monkeypatch.context() as patched:
         patched.setattr(os, "dup", lambda descriptor: sidecar_end.detach())

@@ -49,6 +49,10 @@ client.start(SimpleNamespace(start_timeout=300, lost_timeout=60))
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(1000)
 """
+RANK_1 = WAITING_RANK.replace('"RANK": "0", "WORLD_SIZE": "1"', '"RANK": "1", "WORLD_SIZE": "2"').replace(
+    "lost_timeout=60))",
+    'lost_timeout=60, load_timeout=300)); client.connect(client.Endpoint(int(sys.argv[2]), "secret"))',
+)
 LOADING_RANK = """
 import os, pathlib, sys, time
 from types import SimpleNamespace
@@ -411,6 +415,49 @@ def test_a_launcher_that_is_killed_while_its_rank_loads_libraries_is_missed(tmp_
     rank = int((tmp_path / "loading").read_text())
     wait_until(lambda: start_time(rank) is None)
     assert f"lost its launcher: process {launcher.pid} is gone" in launcher.stderr.read()
+
+
+@pytest.fixture
+def rank_1(tmp_path):
+    """Starts rank 1 of two, whose coordinator is at a port of this test."""
+    ranks = []
+
+    def start(port: int) -> subprocess.Popen:
+        words = [sys.executable, "-c", RANK_1, str(tmp_path / "ready"), str(port)]
+        ranks.append(subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+        wait_until((tmp_path / "ready").exists)
+        return ranks[0]
+
+    yield start
+    ranks[0].kill()
+    ranks[0].wait()
+    wait_until(lambda: sidecars_of(ranks[0].pid) == [])
+
+
+def test_a_rank_whose_coordinator_hangs_up_is_ended_once_that_has_spoken(server, rank_1):
+    """Before, it may have been too full for another connection, which is tried again."""
+    rank = rank_1(address_of(server)[1])
+    for answers in (False, True):
+        ((connection, hello),) = accepted_by(server, bool)
+        assert hello["rank"] == 1 and rank.poll() is None
+        if answers:
+            connection.send("heartbeat")
+            beats: list = []
+            wait_until(lambda connection=connection, beats=beats: beats.extend(connection.read()) or beats)
+        connection.close()
+    assert rank.wait(60) == -signal.SIGTERM
+    assert f"error: {socket.gethostname()} has lost rank 0's node" in rank.stderr.read()
+
+
+def test_a_coordinator_that_cannot_be_reached_is_said_and_leaves_the_rank_alone(rank_1):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    rank = rank_1(port)
+    [sidecar] = sidecars_of(rank.pid)
+    assert f"{socket.gethostname()} cannot reach 127.0.0.1:{port}" in rank.stderr.readline()
+    looks = voluntary_switches(sidecar)
+    wait_until(lambda: voluntary_switches(sidecar) > looks + 4)
+    assert rank.poll() is None
 
 
 @pytest.mark.parametrize("name", ["dsft", "deepspeed", "accelerate", "torchrun"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dsft.config.options import TimeoutFields
 from dsft.errors import UserError, ends_with_clear_errors, on_exit
-from dsft.runtime.distributed import from_all
+from dsft.runtime.distributed import on_rank_0
 from dsft.watchdog import client as watchdog
 
 TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save_timeout=60, lost_timeout=5)
@@ -29,7 +29,7 @@ def main() -> None:
     watchdog.start(TIMEOUTS)
     on_exit(watchdog.close)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watchdog.connect(from_all([watchdog.endpoint()]))
+    watchdog.connect(on_rank_0(watchdog.endpoint))
     watchdog.set_file("log", folder / f"rank_{rank}.log")
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     for step in range(40 if fault in ("none", "paused") else 400):
