@@ -14,7 +14,6 @@ from dsft.data.batches import (
     WHOLE,
     Collator,
     EpochSampler,
-    PackedCollator,
     PackedRows,
     PaddedToFullSteps,
     Part,
@@ -297,10 +296,15 @@ def load_training_data(
         else:
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
-    if pack:
-        collator = PackedCollator(tokenizer.pad_token_id, flash=flash, num_sources=len(names), part=part)
-    else:
-        collator = Collator(tokenizer.pad_token_id, rules, masked=masked, num_sources=len(names), part=part)
+    collator = Collator(
+        tokenizer.pad_token_id,
+        NO_RULES if pack else rules,
+        masked=masked,
+        packed=pack,
+        flash=flash,
+        num_sources=len(names),
+        part=part,
+    )
     # Words of templates that may be mistakes, and rows that are not trained as they stand.
     notes = notes_on_escapes(config)
     if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:

@@ -33,7 +33,7 @@ from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data import prepare as preparing
-from dsft.data.batches import PackedCollator, Stream, cut, describe_counts, mix, sequences_in, sequences_of
+from dsft.data.batches import Stream, cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.prepare import StoreWriter, fingerprint, prepare
 from dsft.data.sources import BATCH_ROWS, HeldOut, Row, find_sources
@@ -567,7 +567,7 @@ def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config)
         tmp_path / "a.jsonl", [{"prompt": f"{text} ", "completion": text} for text in sentences(300, longest=6)]
     )
     data = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=64), tokenizer, pack=True)
-    assert data.counts["fill_rate"] > 0.9 and isinstance(data.collator, PackedCollator)
+    assert data.counts["fill_rate"] > 0.9 and data.collator.packed
     assert sum(len(item["input_ids"]) for row in data.items for item in row) == data.counts["tokens"]
     texts = loaded(config(data=[str(write_texts(tmp_path / "t.jsonl", 100))], seq_len=16), tokenizer, pack=True)
     documents = [item for row in texts.items for item in row]
