@@ -278,8 +278,7 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
     tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
     batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     if isinstance(data.items, Sequences):
-        seed = shuffle_seed(options.training.get("data_seed"), options.training.get("seed", 42))
-        data.describe_batches(batch, seed=seed)
+        data.describe_batches(batch, seed=shuffle_seed(options.training))
         fed = tokens / (1 - data.counts["padding_share"])
     elif options.batch_tokens:
         fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch

@@ -232,7 +232,7 @@ def load_training_data(
         part: of every batch, that this rank computes.
     """
     share, held_out_share = _shares(config)
-    seed, cache = _seed(config), cache_folder(config.data_cache)
+    seed, cache = shuffle_seed(config.training), cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
         show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
@@ -371,15 +371,11 @@ def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _seed(config: TrainConfig) -> int:
-    return shuffle_seed(config.training.get("data_seed"), config.training.get("seed", 42))
-
-
 def _shares(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
     """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
     if not config.eval_fraction or config.eval_data:
         return None, None
-    of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=_seed(config))
+    of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=shuffle_seed(config.training))
     return of_wanted(wanted=False), of_wanted(wanted=True)
 
 

@@ -541,7 +541,7 @@ def resume_decisions(
         return None, [], False
     read_trainer_state(Path(checkpoint))
     if facts:
-        seed, elements = shuffle_seed(training.get("data_seed"), training.get("seed", 42)), facts.size.num_trainable
+        seed, elements = shuffle_seed(training), facts.size.num_trainable
         # transformers does not tie a head whose weights lie beside the embedding's, with other values (`tie_weights`).
         untied = elements + facts.size.embedding_params
         saved = read_manifest(checkpoint).get("run_identity", {})
