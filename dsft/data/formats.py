@@ -233,12 +233,8 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
                 " is read holds the chosen answer; take them out of the data"
             )
     sample = FORMATS[rules.format].sample(row, rules, has_template)
-    if isinstance(sample, Chat):
-        texts = _texts_in([sample.messages, sample.tools])
-    else:
-        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
     try:
-        for text in texts:
+        for text in _texts_in([*vars(sample).values()]):
             text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None

@@ -332,7 +332,7 @@ def _tokenised(
     # This process has threads (of the process group, of tokenizers), which a fork would copy half.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
-        waiting: list[tuple[Batch, Future]] = []
+        waiting: list[tuple[Batch, Future | None]] = []
 
         def submitted(*work: Any) -> Future:  # each may start a process
             with _without_program():
@@ -340,8 +340,7 @@ def _tokenised(
 
         def first_waiting() -> tuple[Batch, Tokens]:
             batch, future = waiting.pop(0)
-            tokens = future.result()
-            return batch, tokenised(batch) if tokens is None else tokens
+            return batch, (future and future.result()) or tokenised(batch)
 
         try:
             started = submitted(int)
@@ -349,7 +348,11 @@ def _tokenised(
                 if not started.done():  # workers take seconds to start; until then this process does it
                     yield batch, tokenised(batch)
                     continue
-                waiting.append((batch, submitted(_work, _pickled(batch))))
+                try:
+                    future = submitted(_work, pickle.dumps(batch))
+                except (AttributeError, TypeError, pickle.PicklingError):  # map_row has put a local class, a lock ...
+                    future = None
+                waiting.append((batch, future))
                 if len(waiting) > 2 * workers:
                     yield first_waiting()
             while waiting:
@@ -391,16 +394,7 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     _worker = tokenised
 
 
-def _pickled(batch: Batch) -> bytes:
-    try:
-        return pickle.dumps(batch)
-    except (AttributeError, TypeError, pickle.PicklingError):  # map_row has put a local class, a lock ... into a row
-        return b""
-
-
 def _work(pickled: bytes) -> Tokens | None:
-    if not pickled:
-        return None
     try:
         batch = pickle.loads(pickled)
     except (AttributeError, ImportError):  # a row holds a class of the user's program or notebook, which is not here
