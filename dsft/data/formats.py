@@ -66,9 +66,7 @@ objects, and weight where it is not 1 (0 for a turn that is not trained).
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    text: str
-    starts_document: bool = True  # as of a Row
-    ends_document: bool = True
+    text: str  # of a document, or of the piece of one that its row holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +232,7 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
             )
     sample = FORMATS[rules.format].sample(row, rules, has_template)
     try:
-        for text in _texts_in([*vars(sample).values()]):
+        for text in _texts_in(vars(sample)):
             text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
@@ -548,11 +546,7 @@ FORMATS = {
     ),
     "text": Format(
         columns=lambda config: {config.text_column},
-        sample=lambda row, rules, has_template: Text(
-            text=_column(row.values, rules.text_column, empty=True),
-            starts_document=row.starts_document,
-            ends_document=row.ends_document,
-        ),
+        sample=lambda row, rules, _: Text(text=_column(row.values, rules.text_column, empty=True)),
         forms=lambda _: {Text},
     ),
     "template": Format(

@@ -68,11 +68,12 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         except ValueError as error:
             builder.drop_bad(f"{batch.where(row)}: {error}")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts, pairs = ([sample for _, sample in samples if isinstance(sample, kind)] for kind in (Text, Pair))
+    texts = [(sample.text, row.starts_document) for row, sample in samples if isinstance(sample, Text)]
+    pairs = [sample for _, sample in samples if isinstance(sample, Pair)]
     if texts or pairs:  # many at once; the end token of each is added where it ends
         closes = closes_texts(tokenizer)
-        first = [text.text for text in texts if text.starts_document] + [pair.prompt for pair in pairs]
-        later = [text.text for text in texts if not text.starts_document] + [pair.completion for pair in pairs]
+        first = [text for text, starts in texts if starts] + [pair.prompt for pair in pairs]
+        later = [text for text, starts in texts if not starts] + [pair.completion for pair in pairs]
         firsts, laters = encode(tokenizer, first), encode_continued(tokenizer, later)
     for row, sample in samples:
         builder.begin(row)
@@ -80,13 +81,13 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
             case None:
                 builder.put(np.zeros(1, np.int32), np.zeros(1, bool))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
-                ids = next(firsts if sample.starts_document else laters)
-                ids = ids[:-1] if closes and sample.starts_document else ids
-                if sample.ends_document and sample.starts_document and not sample.text:
+                ids = next(firsts if row.starts_document else laters)
+                ids = ids[:-1] if closes and row.starts_document else ids
+                if row.ends_document and row.starts_document and not sample.text:
                     builder.counts["dropped_empty"] += 1
                     continue
-                ids = np.asarray(ids + end if sample.ends_document else ids, np.int32)
-                builder.put(ids, np.ones(len(ids), bool), ends=sample.ends_document)
+                ids = np.asarray(ids + end if row.ends_document else ids, np.int32)
+                builder.put(ids, np.ones(len(ids), bool), ends=row.ends_document)
             case Pair():  # prompt and completion as they stand
                 prompt = next(firsts)[: -1 if closes else None]
                 ids = prompt + next(laters) + end

@@ -511,6 +511,13 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
     assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
 
 
+def test_a_text_file_is_one_document_in_a_template_too(tokenizer, tmp_path, config):
+    text = "the model\n" * 4000  # read in several pieces, each of which was a document with an end token
+    (tmp_path / "a.txt").write_text(text)
+    made = config(data=[str(tmp_path / "a.txt")], completion_template="{text}")
+    assert loaded(made, tokenizer).counts["tokens"] == len(tokenizer(text)["input_ids"]) + 1
+
+
 def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
     write_jsonl(
         tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
