@@ -261,10 +261,8 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
     occurrences.pop("local_rank", None)
     flags: dict[str, Any] = {}
     for key, lists in occurrences.items():
-        if len(lists) > 1:
-            flags[key] = Repeated(value for values in lists for value in values or [True])
-        else:
-            flags[key] = lists[0] if len(lists[0]) > 1 else lists[0][0] if lists[0] else True
+        words = [word for values in lists for word in values or [True]]
+        flags[key] = Repeated(words) if len(lists) > 1 else words if len(words) > 1 else words[0]
     return flags
 
 

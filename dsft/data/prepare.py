@@ -223,9 +223,7 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
         backend = json.dumps(sorted(tokenizer.get_vocab().items()))
     identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
     identity += [type(tokenizer).__name__, backend, tokenizer.split_special_tokens]
-    identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
-    if preparation != TRAINING:
-        identity.append(repr(preparation))
+    identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template), repr(preparation)]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 

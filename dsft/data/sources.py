@@ -20,6 +20,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from os.path import getsize
@@ -287,16 +288,16 @@ class _Decompressed(io.RawIOBase):
         return size
 
 
-def _open(path: str) -> tuple[io.BufferedReader, BinaryIO]:
+@contextmanager
+def _open(path: str) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """Opens (content, the file itself, whose position is what has been read so far)."""
-    raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
     new_stream = COMPRESSED.get(Path(path).suffix)
-    return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
+    with open(path, "rb") as raw:
+        yield (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
 
 
 def _lines(path: str) -> Iterator[tuple[int, str, int]]:
-    content, raw = _open(path)
-    with content, raw:
+    with _open(path) as (content, raw):
         for number, line in enumerate(content, start=1):
             try:
                 yield number, line.decode(), raw.tell()
@@ -325,8 +326,7 @@ def _read_json(path: str) -> Rows:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
     text, size = b"", getsize(path)
     if ending(path) == ".json":
-        content, raw = _open(path)
-        with content, raw:
+        with _open(path) as (content, raw):
             if content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 text = content.read()
     if text:
@@ -383,8 +383,7 @@ def _check_columns(names: list[str], place: str) -> None:
 def _read_columnar(path: str) -> Rows:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
     if Path(path).suffix in COMPRESSED:  # held in memory: neither is read from its beginning to its end
-        content, raw = _open(path)
-        with content, raw:
+        with _open(path) as (content, raw):
             opened = pyarrow.BufferReader(content.read())
     else:
         opened = open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path)  # noqa: SIM115
@@ -430,8 +429,7 @@ def _read_text(path: str) -> Rows:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, line = "", 1
     waiting: tuple[Row, int] | None = None  # until it shows whether another piece follows
-    content, raw = _open(path)
-    with content, raw:
+    with _open(path) as (content, raw):
         while data := content.read(PIECE_BYTES):
             try:
                 held += decoder.decode(data)
