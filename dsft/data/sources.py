@@ -326,7 +326,7 @@ def _read_json(path: str) -> Rows:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
     text, size = b"", getsize(path)
     if ending(path) == ".json":
-        with _open(path) as (content, raw):
+        with _open(path) as (content, _):
             if content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 text = content.read()
     if text:
@@ -383,7 +383,7 @@ def _check_columns(names: list[str], place: str) -> None:
 def _read_columnar(path: str) -> Rows:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
     if Path(path).suffix in COMPRESSED:  # held in memory: neither is read from its beginning to its end
-        with _open(path) as (content, raw):
+        with _open(path) as (content, _):
             opened = pyarrow.BufferReader(content.read())
     else:
         opened = open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path)  # noqa: SIM115
