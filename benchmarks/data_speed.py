@@ -140,7 +140,7 @@ def of_dsft(folder: Path, tokenizer: str) -> dict:
     start = time.perf_counter()
     data = load_training_data(
         config,
-        check_sources(config.data, config, loaded, key="data", split="train", problems=[]),
+        check_sources(config.data, config, loaded, key="data", problems=[]),
         [],
         loaded,
         pack=True,
@@ -262,7 +262,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                     tokenizer = load_tokenizer(config)
                     made[name] = load_training_data(
                         config,
-                        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]),
+                        check_sources(config.data, config, tokenizer, key="data", problems=[]),
                         [],
                         tokenizer,
                         pack=config.packing,

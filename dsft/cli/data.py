@@ -56,11 +56,8 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     if tokenizer and config.add_tokens:
         add_tokens(tokenizer, config.add_tokens, problems)
     sources = {
-        key: check_sources(entries, config, tokenizer, key=key, split=split, problems=problems)
-        for key, entries, split in (
-            ("data", config.data, config.data_split),
-            ("eval_data", config.held_out_entries, config.eval_split),
-        )
+        key: check_sources(entries, config, tokenizer, key=key, problems=problems)
+        for key, entries in (("data", config.data), ("eval_data", config.held_out_entries))
     }
     raise_if_any(problems)
     data = load_training_data(config, *sources.values(), tokenizer, pack=config.packing, flash=False)

@@ -157,11 +157,11 @@ class HeldOut:
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
 
-def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:
-    """Finds the source of each entry: the files of a path, folder or glob by name, else a hub data set.
-
-    `key` is the option, for messages; `split` that of a hub data set that names none. Paths without data are problems.
+def find_sources(entries: list[str], config: DataFields, *, key: str, problems: list[str]) -> list[Source]:
+    """Finds the source of each entry of the option `key`: the files of a path, folder or glob by name, else a hub data
+    set. Paths without data are problems.
     """
+    split = config.eval_split if key == "eval_data" else config.data_split  # of a hub data set that names none
     sources, kinds = [], f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     try:
         map_row = config.map_row and user_code.load("map_row", config.map_row)

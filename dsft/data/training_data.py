@@ -62,13 +62,12 @@ def check_sources(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     key: str,
-    split: str,
     problems: list[str],
     keep_all: bool = False,
 ) -> list[FormattedSource]:
-    """Finds the sources and their formats; problems of their first rows go to `problems`."""
+    """Finds the sources of the option `key` and their formats; problems of their first rows go to `problems`."""
     sources = []
-    for source in find_sources(entries, config, key=key, split=split, problems=problems):
+    for source in find_sources(entries, config, key=key, problems=problems):
         try:
             batch, column = source.first_batch(), config.source_column
             rows = batch.rows[:CHECKED_ROWS]

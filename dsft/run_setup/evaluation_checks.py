@@ -69,7 +69,7 @@ def check_evaluation(
 
     data_sets = {}
     for source in config.data:  # with the tokenizer of each model
-        how = {"key": "data", "split": config.data_split, "problems": problems, "keep_all": True}
+        how = {"key": "data", "problems": problems, "keep_all": True}
         checked = [check_sources([source], config, model.tokenizer, **how) for model in models]
         data = next((sources[0] for sources in checked if sources), None)
         if data and config.eval_fraction:

@@ -65,14 +65,14 @@ def config(tmp_path):
 
 
 def formatted(path, rules: FormatRules, held_out: HeldOut | None = None) -> FormattedSource:
-    (source,) = find_sources([str(path)], TrainConfig(), key="data", split="train", problems=[])
+    (source,) = find_sources([str(path)], TrainConfig(), key="data", problems=[])
     return FormattedSource(source=source, rules=rules, held_out=held_out)
 
 
 def loaded(config: TrainConfig, tokenizer, *, pack: bool = False):
     problems: list[str] = []
     data, held_out = (
-        check_sources(entries, config, tokenizer, key=key, split="train", problems=problems)
+        check_sources(entries, config, tokenizer, key=key, problems=problems)
         for key, entries in (("data", config.data), ("eval_data", config.eval_data))
     )
     if problems:
@@ -347,9 +347,7 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
     problems: list[str] = []
     evaluated = EvalConfig(data=[str(path)], seq_len=32, model=["unused"])
     windows = build_windows(
-        check_sources([str(path)], evaluated, tokenizer, key="data", split="train", problems=problems, keep_all=True)[
-            0
-        ],
+        check_sources([str(path)], evaluated, tokenizer, key="data", problems=problems, keep_all=True)[0],
         evaluated,
         tokenizer,
     )
@@ -399,7 +397,6 @@ def test_a_stream_continues_after_a_batch_without_samples_and_ends_where_there_a
             config(),
             tokenizer,
             key="data",
-            split="train",
             problems=problems,
         )
         stream = Stream(
@@ -450,7 +447,7 @@ def test_a_column_that_changes_the_meaning_is_seen_in_every_file_prepared_stream
     assert [note for note in dropped.notes if "not used" in note] == [f"{path}: columns not used: id"]
 
     problems: list[str] = []
-    how = {"key": "data", "split": "train", "problems": problems}
+    how = {"key": "data", "problems": problems}
     streamed = Stream(
         check_sources([path], config(), tokenizer, **how),
         tokenizer,
@@ -505,9 +502,7 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
     assert counts["tokens"] == len(tokenizer(text)["input_ids"]) + len(tokenizer("big")["input_ids"]) + 2
     problems: list[str] = []
     options = EvalConfig(model="m", data=made.data, text_column="content", seq_len=32, data_cache=made.data_cache)
-    (data,) = check_sources(
-        options.data, options, tokenizer, key="data", split="test", problems=problems, keep_all=True
-    )
+    (data,) = check_sources(options.data, options, tokenizer, key="data", problems=problems, keep_all=True)
     assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
 
 
@@ -597,7 +592,7 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     stored = loaded(config(data=[path]), tokenizer, pack=pack).items
     problems: list[str] = []
-    sources = check_sources([path], config(), tokenizer, key="data", split="train", problems=problems)
+    sources = check_sources([path], config(), tokenizer, key="data", problems=problems)
     stream = Stream(
         sources,
         tokenizer,
@@ -629,7 +624,7 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
 def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(300)]))
     problems: list[str] = []
-    sources = check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)
+    sources = check_sources([path, path], config(), tokenizer, key="data", problems=problems)
     orders = [
         [
             item["input_ids"].tobytes()

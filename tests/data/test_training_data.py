@@ -25,7 +25,7 @@ def load(tokenizer, tmp_path):
         options |= {"seq_len": 32, "too_long": "truncate", "data_cache": str(tmp_path / "cache"), "model": "unused"}
         config = TrainConfig(data=[path], **options)
         problems: list[str] = []
-        data = check_sources([path], config, tokenizer, key="data", split="train", problems=problems)
+        data = check_sources([path], config, tokenizer, key="data", problems=problems)
         assert problems == []
         return load_training_data(config, data, [], tokenizer, pack=pack, flash=False, limits=limits)
 

@@ -211,7 +211,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     tokenizer = load_tokenizer(config)
     data = load_training_data(
         config,
-        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]),
+        check_sources(config.data, config, tokenizer, key="data", problems=[]),
         [],
         tokenizer,
         pack=False,
