@@ -143,8 +143,6 @@ def of_dsft(folder: Path, tokenizer: str) -> dict:
         check_sources(config.data, config, loaded, key="data", problems=[]),
         [],
         loaded,
-        pack=True,
-        flash=False,
     )
     return {"seconds": time.perf_counter() - start, "tokens": data.counts["tokens"], "version": __version__}
 
@@ -265,8 +263,6 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                         check_sources(config.data, config, tokenizer, key="data", problems=[]),
                         [],
                         tokenizer,
-                        pack=config.packing,
-                        flash=False,
                     )
                 items = made["padded"].items
                 steps = PaddedToFullSteps(items, 64)

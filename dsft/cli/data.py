@@ -60,7 +60,7 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
         for key, entries in (("data", config.data), ("eval_data", config.held_out_entries))
     }
     raise_if_any(problems)
-    data = load_training_data(config, *sources.values(), tokenizer, pack=config.packing, flash=False)
+    data = load_training_data(config, *sources.values(), tokenizer)
     if is_preview:
         return _preview(sources, tokenizer, data, samples=options.samples)
     show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")

@@ -274,7 +274,7 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
         options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
     if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
         return None
-    data = load_training_data(options, list(run.data), [], tokenizer, pack=options.packing, flash=False)
+    data = load_training_data(options, list(run.data), [], tokenizer)
     tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
     batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     if isinstance(data.items, Sequences):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import Store
 from dsft.data.tokenization import tokenise
@@ -353,12 +354,8 @@ class Stream(torch.utils.data.IterableDataset):
 
     sources: list[FormattedSource]
     tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig
     _: KW_ONLY
-    seq_len: int
-    pack: bool
-    weights: list[float]
-    seed: int
-    shuffle_buffer: int
     counts: Counter = field(default_factory=Counter)  # as of prepared data, of what this process has read so far
     micro_batch: int = 1  # as `repeated` takes them; the Trainer sets both
     shared_by: int = 1
@@ -370,7 +367,8 @@ class Stream(torch.utils.data.IterableDataset):
             [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
             for formatted in self.sources
         ]
-        order = json.dumps([*facts, self.weights, self.pack, self.shuffle_buffer], sort_keys=True)
+        config = self.config
+        order = json.dumps([*facts, config.data_weights, config.packing, config.shuffle_buffer], sort_keys=True)
         return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
@@ -378,33 +376,34 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _items(self) -> Iterator[Sequence | list[Sequence]]:
         parts = [self._sequences(each, number) for number, each in enumerate(self.sources)]
-        share = np.array(self.weights or [1.0] * len(parts))
-        of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
+        share = np.array(self.config.data_weights or [1.0] * len(parts))
+        buffered, seed = self.config.shuffle_buffer, shuffle_seed(self.config.training)
+        of_sources, of_buffer = np.random.default_rng(seed), np.random.default_rng(seed)
 
         def draw() -> Sequence:
             return next(parts[of_sources.choice(len(parts), p=share / share.sum())])
 
         def shuffled() -> Iterator[Sequence]:
-            buffer = [draw() for _ in range(self.shuffle_buffer)]
+            buffer = [draw() for _ in range(buffered)]
             while True:
-                index = int(of_buffer.integers(self.shuffle_buffer))
+                index = int(of_buffer.integers(buffered))
                 yield buffer[index]
                 buffer[index] = draw()
 
         sequences = shuffled()
-        if not self.pack:
+        if not self.config.packing:
             yield from sequences  # without end
         waiting: list[Sequence] = []
         while True:  # best fit among a thousand sequences at hand; those of the emptiest row wait for more
             waiting += islice(sequences, 1000)
             lengths = np.array([len(each["input_ids"]) for each in waiting])
-            *full, emptiest = sorted(best_fit(lengths, self.seq_len), key=lambda row: -lengths[row].sum())
+            *full, emptiest = sorted(best_fit(lengths, self.config.seq_len), key=lambda row: -lengths[row].sum())
             yield from ([waiting[index] for index in row] for row in full)
             waiting = [waiting[index] for index in emptiest]
 
     def _sequences(self, formatted: FormattedSource, number: int) -> Iterator[Sequence]:
         """Yields the sequences of a source, again from its beginning at its end."""
-        source, rest = formatted.source, np.zeros(0, np.int32)
+        source, rest, seq_len = formatted.source, np.zeros(0, np.int32), self.config.seq_len
         while True:
             before = self.counts["tokens"]
             for batch in source.batches():
@@ -415,10 +414,10 @@ class Stream(torch.utils.data.IterableDataset):
                 if formatted.rules.is_text:
                     ids, trained = np.concatenate([rest, ids]), np.ones(len(rest) + len(ids), bool)
                     # With packing it is cut into its documents, which may share a row; else it is laid end to end.
-                    complete = tokens.ends + len(rest) if self.pack else np.zeros(0, np.int64)
-                    spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
-                    starts = range(spans[-1][1] if spans else 0, len(ids) - self.seq_len + 1, self.seq_len)
-                    spans += [(start, start + self.seq_len) for start in starts]
+                    complete = tokens.ends + len(rest) if self.config.packing else np.zeros(0, np.int64)
+                    spans = list(zip(*(bounds.tolist() for bounds in cut(complete, seq_len)), strict=True))
+                    starts = range(spans[-1][1] if spans else 0, len(ids) - seq_len + 1, seq_len)
+                    spans += [(start, start + seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
                 weights = tokens.weights
                 for start, end in spans:

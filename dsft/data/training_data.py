@@ -186,7 +186,7 @@ class TrainingData:
         may_mix, mixed = len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
             is_alike = batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
-            if may_mix and (self.items.pack or not is_alike):
+            if may_mix and (self.items.config.packing or not is_alike):
                 mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
         elif may_mix or isinstance(self.items, Sequences):
             steps = PaddedToFullSteps(self.items, batch.sequences)
@@ -216,8 +216,7 @@ def load_training_data(
     held_out: list[FormattedSource],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    pack: bool,
-    flash: bool,
+    flash: bool = False,
     masked: bool = True,
     limits: tuple[int, ...] = (),
     part: Part = WHOLE,
@@ -225,13 +224,13 @@ def load_training_data(
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
     Args:
-        pack, flash: whether samples share rows, and attention takes their bounds.
+        flash: whether attention takes the bounds of packed samples.
         masked: whether padded batches have an attention mask.
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
         part: of every batch, that this rank computes.
     """
     share, held_out_share = _shares(config)
-    seed, cache = shuffle_seed(config.training), cache_folder(config.data_cache)
+    cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
         show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
@@ -251,8 +250,7 @@ def load_training_data(
     strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
     if config.streaming:
         distributed.wait_long("prepared")
-        how = {"weights": config.data_weights, "shuffle_buffer": config.shuffle_buffer}
-        items = Stream(data, tokenizer, seq_len=config.seq_len, pack=pack, seed=seed, **how)
+        items = Stream(data, tokenizer, config)
         counts = items.counts
     else:
         stores = stores_of(data, share)
@@ -261,7 +259,7 @@ def load_training_data(
                 f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
                 " give eval_data"
             )
-        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=pack), None
+        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing), None
         numbers = tuple(np.array([place]) for place in range(len(stores)))
         if config.source_column:
             values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
@@ -271,7 +269,7 @@ def load_training_data(
             numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
         sequences = replace(sequences, sources=names, numbers=numbers)
         if config.data_weights:
-            sequences, epochs = mix(sequences, config.data_weights, seed=seed)
+            sequences, epochs = mix(sequences, config.data_weights, seed=shuffle_seed(config.training))
         # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
         distributed.wait_long("prepared")
         parts = filter(None, (sequences, held_out_sequences))
@@ -279,7 +277,7 @@ def load_training_data(
         require_agreement({SAME_FILES: {"content of data": content}})
         counts = count(sequences, stores, epochs=epochs)
         lengths = sequences.lengths
-        if pack:  # sequences that the model computes otherwise stay among themselves
+        if config.packing:  # sequences that the model computes otherwise stay among themselves
             sides = rules.sides(lengths)
             alike = [np.flatnonzero(sides == side) for side in np.unique(sides)]
             items = PackedRows(
@@ -297,9 +295,9 @@ def load_training_data(
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     collator = Collator(
         tokenizer.pad_token_id,
-        NO_RULES if pack else rules,
+        NO_RULES if config.packing else rules,
         masked=masked,
-        packed=pack,
+        packed=config.packing,
         flash=flash,
         num_sources=len(names),
         part=part,

@@ -124,7 +124,6 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
             run.data,
             run.held_out,
             run.tokenizer,
-            pack=run.options.packing,
             flash=run.options.packing and run.packing.flash,
             masked=run.masked,
             limits=length_limits(run.model.config),

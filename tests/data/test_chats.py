@@ -474,7 +474,7 @@ def test_a_note_names_the_tokens_that_answers_end_with_where_they_are_others_tha
         config = TrainConfig(model="unused", data=[str(path)], seq_len=512, data_cache=str(tmp_path / name))
         problems: list[str] = []
         data = check_sources(config.data, config, tokenizer, key="data", problems=problems)
-        notes = load_training_data(config, data, [], tokenizer, pack=False, flash=False).notes
+        notes = load_training_data(config, data, [], tokenizer).notes
         assert problems == []
         assert (
             any("answers end with <|end|>, and the tokenizer's end token is <|endoftext|>" in n for n in notes)

@@ -77,7 +77,7 @@ def loaded(config: TrainConfig, tokenizer, *, pack: bool = False):
     )
     if problems:
         raise UserError(problems)
-    return load_training_data(config, data, held_out, tokenizer, pack=pack, flash=False)
+    return load_training_data(dataclasses.replace(config, packing=pack), data, held_out, tokenizer)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -402,11 +402,7 @@ def test_a_stream_continues_after_a_batch_without_samples_and_ends_where_there_a
         stream = Stream(
             sources,
             tokenizer,
-            seq_len=32,
-            pack=pack,
-            weights=[],
-            seed=1,
-            shuffle_buffer=5,
+            config(packing=pack, seed=1, shuffle_buffer=5),
         )
         if fine:
             assert len(list(islice(iter(stream), 2100))) == 2100 and stream.counts["dropped_empty"] > 1
@@ -451,11 +447,7 @@ def test_a_column_that_changes_the_meaning_is_seen_in_every_file_prepared_stream
     streamed = Stream(
         check_sources([path], config(), tokenizer, **how),
         tokenizer,
-        seq_len=32,
-        pack=False,
-        weights=[],
-        seed=1,
-        shuffle_buffer=100,
+        config(seed=1, shuffle_buffer=100),
     )
     with pytest.raises(UserError, match="column 'kto_tag' is false"):
         next(iter(streamed))
@@ -593,15 +585,7 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
     stored = loaded(config(data=[path]), tokenizer, pack=pack).items
     problems: list[str] = []
     sources = check_sources([path], config(), tokenizer, key="data", problems=problems)
-    stream = Stream(
-        sources,
-        tokenizer,
-        seq_len=32,
-        pack=pack,
-        weights=[],
-        seed=1,
-        shuffle_buffer=1,
-    )
+    stream = Stream(sources, tokenizer, config(packing=pack, seed=1, shuffle_buffer=1))
     flat = (sequence for item in stream for sequence in sequences_in([item]))
     if kind == "text" and not pack:  # windows run on over the end into the next pass
         passes = [item["input_ids"] for item in islice(flat, 3 * len(stored))]
@@ -629,7 +613,7 @@ def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
         [
             item["input_ids"].tobytes()
             for item in islice(
-                iter(Stream(sources, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)),
+                iter(Stream(sources, tokenizer, config(data_weights=[1, 2], seed=seed, shuffle_buffer=50))),
                 200,
             )
         ]
