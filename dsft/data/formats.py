@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from dsft.config.options import DataFields
+from dsft.config.options import DataFields, EvalConfig
 from dsft.data.sources import Batch, HeldOut, Row, Source
 
 SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")}
@@ -161,7 +161,7 @@ class FormattedSource:
         return f"{self.source.name} ({self.rules.format})"
 
 
-def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False) -> FormatRules:
+def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
     first rows; ValueError lists the columns there are.
     """
@@ -187,11 +187,12 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
         needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
         raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
     shared = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
-    shared -= {"source_column"} if keep_all else set()  # an evaluation reads it by itself
+    is_evaluation = isinstance(config, EvalConfig)
+    shared -= {"source_column"} if is_evaluation else set()  # it reads that by itself
     return FormatRules(
         format=name,
         has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
-        keep_all=keep_all,
+        keep_all=is_evaluation,
         grouped_by=tuple(name for name in getattr(config, "group_by", ()) if name in (*PARTS, *PREFERENCES, *VERDICTS)),
         **{option: getattr(config, option) for option in shared},
     )

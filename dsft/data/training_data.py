@@ -63,7 +63,6 @@ def check_sources(
     *,
     key: str,
     problems: list[str],
-    keep_all: bool = False,
 ) -> list[FormattedSource]:
     """Finds the sources of the option `key` and their formats; problems of their first rows go to `problems`."""
     sources = []
@@ -71,10 +70,10 @@ def check_sources(
         try:
             batch, column = source.first_batch(), config.source_column
             rows = batch.rows[:CHECKED_ROWS]
-            rules = format_rules(rows, config, keep_all=keep_all)
+            rules = format_rules(rows, config)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
             columns = dict.fromkeys(name for row in rows for name in row.values)
-            if column and column not in columns and key == "data" and not keep_all:
+            if column and column not in columns and key == "data" and not rules.keep_all:
                 raise ValueError(
                     f"source_column={column}: there is no such column; there are {', '.join(columns)}"
                     f"{nearest(column, columns)}"
@@ -233,9 +232,8 @@ def load_training_data(
     cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
-        show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
-        parts = [replace(each, held_out=rows) for each in sources]
-        return [prepare(each, tokenizer, cache, show_progress=show_progress) for each in parts]
+        how = {"show_progress": not config.training.get("disable_tqdm")}  # of the process that prepares; others wait
+        return [prepare(replace(each, held_out=rows), tokenizer, cache, **how) for each in sources]
 
     held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
     if held_out_share and not any(store.counts["rows"] for store in held_out_stores):

@@ -347,7 +347,7 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
     problems: list[str] = []
     evaluated = EvalConfig(data=[str(path)], seq_len=32, model=["unused"])
     windows = build_windows(
-        check_sources([str(path)], evaluated, tokenizer, key="data", problems=problems, keep_all=True)[0],
+        check_sources([str(path)], evaluated, tokenizer, key="data", problems=problems)[0],
         evaluated,
         tokenizer,
     )
@@ -452,7 +452,7 @@ def test_a_column_that_changes_the_meaning_is_seen_in_every_file_prepared_stream
     with pytest.raises(UserError, match="column 'kto_tag' is false"):
         next(iter(streamed))
     options = EvalConfig(model=["unused"], data=[path], seq_len=32, data_cache=str(tmp_path / "cache"))
-    (scored,) = check_sources([path], options, tokenizer, keep_all=True, **how)
+    (scored,) = check_sources([path], options, tokenizer, **how)
     assert scored.unused == ("id",) and problems == []
     with pytest.raises(UserError, match="column 'kto_tag' is false"):
         build_windows(scored, options, tokenizer)
@@ -494,7 +494,7 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
     assert counts["tokens"] == len(tokenizer(text)["input_ids"]) + len(tokenizer("big")["input_ids"]) + 2
     problems: list[str] = []
     options = EvalConfig(model="m", data=made.data, text_column="content", seq_len=32, data_cache=made.data_cache)
-    (data,) = check_sources(options.data, options, tokenizer, key="data", problems=problems, keep_all=True)
+    (data,) = check_sources(options.data, options, tokenizer, key="data", problems=problems)
     assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
 
 
