@@ -138,9 +138,7 @@ def rows_of_dsft(args: argparse.Namespace, method: str, run: Path) -> list[dict]
     problems: list[str] = []
     options = make_config(TrainConfig, dsft_options(args, method, run), problems)
     checked = check_run(options, this_machine(ranks_per_node=1), problems)
-    data = load_training_data(
-        checked.options, list(checked.data), [], checked.tokenizer, pack=False, flash=False, limits=()
-    )
+    data = load_training_data(checked.options, list(checked.data), [], checked.tokenizer)
     return [{key: value.tolist() for key, value in data.items[i].items()} for i in range(BATCH * args.steps)]
 
 

@@ -140,11 +140,9 @@ def of_dsft(folder: Path, tokenizer: str) -> dict:
     start = time.perf_counter()
     data = load_training_data(
         config,
-        check_sources(config.data, config, loaded, key="data", split="train", problems=[]),
+        check_sources(config.data, config, loaded, key="data", problems=[]),
         [],
         loaded,
-        pack=True,
-        flash=False,
     )
     return {"seconds": time.perf_counter() - start, "tokens": data.counts["tokens"], "version": __version__}
 
@@ -262,11 +260,9 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                     tokenizer = load_tokenizer(config)
                     made[name] = load_training_data(
                         config,
-                        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]),
+                        check_sources(config.data, config, tokenizer, key="data", problems=[]),
                         [],
                         tokenizer,
-                        pack=config.packing,
-                        flash=False,
                     )
                 items = made["padded"].items
                 steps = PaddedToFullSteps(items, 64)

@@ -159,9 +159,8 @@ def prepare(folder: Path, rows: list[Row]) -> None:
         options = make_config(TrainConfig, dsft_options(row, folder, output_dir=folder / "unused"), problems)
         checked = check_run(options, this_machine(ranks_per_node=1), problems)
         for pack in {False, row.packing}:
-            data = load_training_data(
-                checked.options, list(checked.data), [], checked.tokenizer, pack=pack, flash=False, limits=()
-            )
+            packed = dataclasses.replace(checked.options, packing=pack)
+            data = load_training_data(packed, list(checked.data), [], checked.tokenizer)
             order = range(row.steps * (row.batch if row.shape else 2 * 4 * BATCH))
             if pack:  # dsft draws the order of packed rows itself
                 order = list(EpochSampler(PaddedToFullSteps(data.items, BATCH), seed=SEED, step=lambda: 0))

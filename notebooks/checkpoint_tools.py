@@ -191,9 +191,7 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
     """
     config = _eval_config(options | {"data": data})
     problems: list[str] = []
-    sources = check_sources(
-        [data], config, tokenizer, key="data", split=config.data_split, problems=problems, keep_all=True
-    )
+    sources = check_sources([data], config, tokenizer, key="data", problems=problems)
     raise_if_any(problems)
     rows, rules = sources[0].batches(), sources[0].rules
     batches = Documents(max_documents=config.max_documents).batches(rows, rules, tokenizer)

@@ -56,14 +56,11 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     if tokenizer and config.add_tokens:
         add_tokens(tokenizer, config.add_tokens, problems)
     sources = {
-        key: check_sources(entries, config, tokenizer, key=key, split=split, problems=problems)
-        for key, entries, split in (
-            ("data", config.data, config.data_split),
-            ("eval_data", config.held_out_entries, config.eval_split),
-        )
+        key: check_sources(entries, config, tokenizer, key=key, problems=problems)
+        for key, entries in (("data", config.data), ("eval_data", config.held_out_entries))
     }
     raise_if_any(problems)
-    data = load_training_data(config, *sources.values(), tokenizer, pack=config.packing, flash=False)
+    data = load_training_data(config, *sources.values(), tokenizer)
     if is_preview:
         return _preview(sources, tokenizer, data, samples=options.samples)
     show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from dsft.cli.commands import COMMANDS, Command, CompletionOptions
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, EvalConfig, TrainConfig
-from dsft.config.reader import is_option, option_name
+from dsft.config.reader import options_of
 
 ARGUMENT_TEXTS = {
     "output_dir": "Folder of the run: run.json, checkpoints, the final model, logs.",
@@ -127,13 +127,13 @@ def class_groups(cls: type) -> list[Group]:
         from dsft.perplexity.modes import CHOICES  # loads numpy, which other help does without
 
         docs |= {name: dataclasses.replace(docs[name], placeholder="|".join(CHOICES[name])) for name in CHOICES}
-    options = {field.name: field for field in dataclasses.fields(cls) if is_option(field)}
+    options = {field.name: (name, field) for name, field in options_of(cls).items()}
     groups, seen = [], set()
     for base in ancestry:
         names = [name for name in vars(base).get("__annotations__", {}) if name in options and name not in seen]
         seen.update(names)
         fields = [
-            dataclasses.replace(docs[name], name=option_name(options[name]), is_positional=not options[name].kw_only)
+            dataclasses.replace(docs[name], name=options[name][0], is_positional=not options[name][1].kw_only)
             for name in names
         ]
         if fields:

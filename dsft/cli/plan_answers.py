@@ -274,12 +274,11 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
         options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
     if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
         return None
-    data = load_training_data(options, list(run.data), [], tokenizer, pack=options.packing, flash=False)
+    data = load_training_data(options, list(run.data), [], tokenizer)
     tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
     batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     if isinstance(data.items, Sequences):
-        seed = shuffle_seed(options.training.get("data_seed"), options.training.get("seed", 42))
-        data.describe_batches(batch, seed=seed)
+        data.describe_batches(batch, seed=shuffle_seed(options.training))
         fed = tokens / (1 - data.counts["padding_share"])
     elif options.batch_tokens:
         fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch

@@ -47,7 +47,7 @@ KINDS = {key: kind for key, (_, kind) in SAME_THING.items()} | {
 """Values that dsft or transformers compares with options, where DeepSpeed itself would take "3" for 3, and those that
 DeepSpeed takes as they are, until a step computes with them."""
 AUTO = "auto"
-FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+FILLED = tuple(key for key in SAME_THING if "." not in key)
 """Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
 FILLED_PARAMETERS = {
     **{place: (name,) for place, (name, _) in SAME_THING.items() if ".params." in place},
@@ -55,7 +55,7 @@ FILLED_PARAMETERS = {
     "scheduler.params.warmup_min_lr": (),
 }
 """Parameters of optimizer and scheduler whose "auto" it fills -> the options that say what with."""
-STEPS_TO_TRY = 1000  # for a required parameter of a scheduler that is filled later
+STEPS_TO_TRY = 1000  # of a scheduler, where they are filled in later
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")  # entries that dsft reads itself
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 NO_DEFAULT = (
@@ -92,8 +92,6 @@ REFUSED = {
     " of ranks",
 }
 """Settings that DeepSpeed reads and that train something else, or fail after the model has loaded: place -> why."""
-BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-"""In the section bf16: the option `states: bfloat16`."""
 HARMLESS = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mean"}
 """What may stand in these places, where it is not false."""
 
@@ -196,7 +194,8 @@ def compose(
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
         composed.setdefault(section, {"enabled": "auto"})
-    composed["bf16"] |= BF16_STATES if bf16_states else {}
+    if bf16_states:  # the option `states: bfloat16`
+        composed["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     for key in FILLED:
         composed.setdefault(key, "auto")
     zero = composed.setdefault("zero_optimization", {"stage": 0})
@@ -281,9 +280,8 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         problems.append("zero_optimization.offload_optimizer.super_offload: has no effect below stage 3; leave it out")
 
     if not problems:  # each entry is sound by itself: DeepSpeed compares them with each other; batches are dsft's
-        batches = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
         try:
-            _read_as_deepspeed({key: value for key, value in content.items() if value != AUTO and key not in batches})
+            _read_as_deepspeed({key: value for key, value in content.items() if value != AUTO and key not in FILLED})
         except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
             problems.append(one_line(error))
     return [f"zero={zero}: {problem}" for problem in problems]
@@ -463,14 +461,12 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
     taken = {parameter for signature in signatures for parameter in signature} - first
     if key == "optimizer" and name.lower() in ("adam", "adamw"):
         taken |= {*ADAM}
-    required = [each.name for each in signatures[0].values() if each.default is each.empty and each.name not in first]
     if key == "optimizer" and name.lower() == "muon":
-        taken, required = MUON, []
+        taken = MUON
     filled = [place.rpartition(".")[2] for place in FILLED_PARAMETERS if place.startswith(f"{key}.")]
     problems = [
         f"{key}.params.{given}: unknown key{nearest(given, taken)}" for given in parameters if given not in taken
     ]
-    problems += [f"{key}.params.{parameter}: missing" for parameter in required if parameter not in parameters]
     problems += [
         f'{key}.params.{given}="auto": nothing fills this in; write it, or leave it out'
         for given, value in parameters.items()
@@ -488,8 +484,9 @@ def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
         made, arguments = classes[0], [torch.optim.AdamW([weight])]
     elif classes[-1].__module__.startswith("torch.optim") and name.lower() != "muon":
         made = classes[-1]
-    values = dict.fromkeys(required, STEPS_TO_TRY) if key == "scheduler" else {}
-    values |= {given: value for given, value in parameters.items() if value != AUTO}
+    values = {given: value for given, value in parameters.items() if value != AUTO}
+    if parameters.get("total_num_steps") == AUTO:
+        values["total_num_steps"] = STEPS_TO_TRY
     try:
         with _quiet_deepspeed():
             made(*arguments, **{each: values[each] for each in values if each in inspect.signature(made).parameters})

@@ -479,9 +479,12 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not key.endswith("_token")}
 
 
-def shuffle_seed(data_seed: int | None, seed: int) -> int:
-    """Returns the seed of all random choices of data: `data_seed` where it is given, 0 too."""
-    return seed if data_seed is None else data_seed
+def shuffle_seed(arguments: Mapping[str, Any]) -> int:
+    """Returns the seed of all random choices of data, of TrainingArguments by name: `data_seed` where it is given, 0
+    too, else `seed`.
+    """
+    data_seed = arguments.get("data_seed")
+    return arguments.get("seed", 42) if data_seed is None else data_seed
 
 
 @functools.cache

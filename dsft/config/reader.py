@@ -143,28 +143,24 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
     return config
 
 
+def options_of(cls: type) -> dict[str, dataclasses.Field]:
+    """Option as users write it -> its field; `from_` is the field of --from, which Python keeps for itself."""
+    fields = [field for field in dataclasses.fields(cls) if field.metadata.get("option", True)]
+    return {field.name.removesuffix("_"): field for field in fields}
+
+
 def field_types(*classes: type) -> dict[str, Any]:
     """Maps names to type annotations for the options among the fields of `classes`; earlier classes win."""
     hints: dict[str, Any] = {}
     for cls in reversed(classes):
         annotations = typing.get_type_hints(cls)
-        hints |= {option_name(field): annotations[field.name] for field in dataclasses.fields(cls) if is_option(field)}
+        hints |= {name: annotations[field.name] for name, field in options_of(cls).items()}
     return hints
 
 
 def training_types() -> dict[str, Any]:
     """Maps names to types of all options of a training, those of transformers.TrainingArguments included."""
     return argument_types() | field_types(TrainConfig)
-
-
-def option_name(field: dataclasses.Field) -> str:
-    """As users write it; `from_` is the field of --from, which Python keeps for itself."""
-    return field.name.removesuffix("_")
-
-
-def is_option(field: dataclasses.Field) -> bool:
-    """Whether a user can set this field."""
-    return field.init and field.metadata.get("option", True)
 
 
 def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
@@ -265,10 +261,8 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
     occurrences.pop("local_rank", None)
     flags: dict[str, Any] = {}
     for key, lists in occurrences.items():
-        if len(lists) > 1:
-            flags[key] = Repeated(value for values in lists for value in values or [True])
-        else:
-            flags[key] = lists[0] if len(lists[0]) > 1 else lists[0][0] if lists[0] else True
+        words = [word for values in lists for word in values or [True]]
+        flags[key] = Repeated(words) if len(lists) > 1 else words if len(words) > 1 else words[0]
     return flags
 
 
@@ -314,7 +308,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     """
     problems: list[str] = []
     values, left = read_options(cls, argv, problems)
-    by_name = {option_name(field): field for field in dataclasses.fields(cls)}
+    by_name = options_of(cls)
     positional = [name for name, field in by_name.items() if not field.kw_only and name not in values]
     words = [word for word in left if not word.startswith("--")]
     given: dict[str, Any] = dict(zip(positional, words, strict=False))
@@ -479,6 +473,12 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append(
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
         )
+    has_other_length = options.value("context_curve") or options.value("protocol")  # of an evaluation
+    if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not has_other_length:
+        problems.append(
+            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one"
+            f" {'sequence' if isinstance(options, TrainConfig) else 'window'} must fit; raise batch_tokens"
+        )
 
     def are_set(names: str) -> list[bool]:
         return [bool(options.value(name)) for name in names.split()]
@@ -489,9 +489,7 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append("data_format=template needs completion_template")
     if options.completion_template and options.data_format not in ("auto", "template"):
         problems.append(f"completion_template contradicts data_format={options.data_format}; keep one")
-    if isinstance(options, TrainConfig):
-        return problems + _check_training(options)
-    return problems + _check_evaluation(options)
+    return problems + (_check_training if isinstance(options, TrainConfig) else _check_evaluation)(options)
 
 
 def _check_training(options: TrainConfig) -> list[str]:
@@ -505,11 +503,6 @@ def _check_training(options: TrainConfig) -> list[str]:
         )
     if options.streaming and not training.get("max_steps", -1) > 0:
         problems.append("streaming needs max_steps: how long the stream is is not known")
-    if options.batch_tokens is not None and options.batch_tokens < options.seq_len:
-        problems.append(
-            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one sequence must fit;"
-            " raise batch_tokens"
-        )
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
@@ -520,7 +513,19 @@ def _check_training(options: TrainConfig) -> list[str]:
             f"states=bfloat16 and optim={optimizer} cannot be combined: after some hundred steps its average of the"
             " weights would round to where it was; keep one"
         )
-    problems += _check_held_out(options)
+    for name in options.held_out_names:
+        if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            problems.append(
+                f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and another word than macro,"
+                " which is the mean of all sets"
+            )
+    sets = [f"{name}_" for name in (*options.held_out_names, "macro")] if options.held_out_names else []
+    known = [name + measure for name in ("", *sets) for measure in ("loss", "perplexity")]
+    metric = training.get("metric_for_best_model")
+    if metric and metric.removeprefix("eval_") not in known:
+        problems.append(f"metric_for_best_model={metric}: evaluation gives {', '.join(known)}{nearest(metric, known)}")
+    if options.early_stopping_patience is not None and training.get("eval_strategy") == "no":
+        problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
     for name in ("trainable", "frozen", "learning_rates"):
         for pattern in getattr(options, name):
             try:
@@ -538,24 +543,6 @@ def _check_training(options: TrainConfig) -> list[str]:
     return problems
 
 
-def _check_held_out(options: TrainConfig) -> list[str]:
-    problems, training = [], options.training
-    for name in options.held_out_names:
-        if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            problems.append(
-                f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and another word than macro,"
-                " which is the mean of all sets"
-            )
-    metric, sets = training.get("metric_for_best_model"), [*options.held_out_names]
-    sets += ["macro"] if sets else []
-    known = ["loss", "perplexity", *(f"{name}_{measure}" for name in sets for measure in ("loss", "perplexity"))]
-    if metric and metric.removeprefix("eval_") not in known:
-        problems.append(f"metric_for_best_model={metric}: evaluation gives {', '.join(known)}{nearest(metric, known)}")
-    if options.early_stopping_patience is not None and training.get("eval_strategy") == "no":
-        problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
-    return problems
-
-
 def _check_evaluation(options: EvalConfig) -> list[str]:
     problems = [
         f"{name}: {value} is named twice; name it once"
@@ -563,12 +550,6 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
         for value, times in Counter(getattr(options, name)).items()
         if times > 1
     ]
-    has_own_length = options.context_curve or options.protocol
-    if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not has_own_length:
-        problems.append(
-            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
-            " batch_tokens"
-        )
     if options.stride is not None and not 0 < options.stride < options.seq_len:
         problems.append(
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.prepare import Store
 from dsft.data.tokenization import tokenise
@@ -353,12 +354,8 @@ class Stream(torch.utils.data.IterableDataset):
 
     sources: list[FormattedSource]
     tokenizer: PreTrainedTokenizerBase
+    config: TrainConfig
     _: KW_ONLY
-    seq_len: int
-    pack: bool
-    weights: list[float]
-    seed: int
-    shuffle_buffer: int
     counts: Counter = field(default_factory=Counter)  # as of prepared data, of what this process has read so far
     micro_batch: int = 1  # as `repeated` takes them; the Trainer sets both
     shared_by: int = 1
@@ -370,7 +367,8 @@ class Stream(torch.utils.data.IterableDataset):
             [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
             for formatted in self.sources
         ]
-        order = json.dumps([*facts, self.weights, self.pack, self.shuffle_buffer], sort_keys=True)
+        config = self.config
+        order = json.dumps([*facts, config.data_weights, config.packing, config.shuffle_buffer], sort_keys=True)
         return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
@@ -378,33 +376,34 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _items(self) -> Iterator[Sequence | list[Sequence]]:
         parts = [self._sequences(each, number) for number, each in enumerate(self.sources)]
-        share = np.array(self.weights or [1.0] * len(parts))
-        of_sources, of_buffer = np.random.default_rng(self.seed), np.random.default_rng(self.seed)
+        share = np.array(self.config.data_weights or [1.0] * len(parts))
+        buffered, seed = self.config.shuffle_buffer, shuffle_seed(self.config.training)
+        of_sources, of_buffer = np.random.default_rng(seed), np.random.default_rng(seed)
 
         def draw() -> Sequence:
             return next(parts[of_sources.choice(len(parts), p=share / share.sum())])
 
         def shuffled() -> Iterator[Sequence]:
-            buffer = [draw() for _ in range(self.shuffle_buffer)]
+            buffer = [draw() for _ in range(buffered)]
             while True:
-                index = int(of_buffer.integers(self.shuffle_buffer))
+                index = int(of_buffer.integers(buffered))
                 yield buffer[index]
                 buffer[index] = draw()
 
         sequences = shuffled()
-        if not self.pack:
+        if not self.config.packing:
             yield from sequences  # without end
         waiting: list[Sequence] = []
         while True:  # best fit among a thousand sequences at hand; those of the emptiest row wait for more
             waiting += islice(sequences, 1000)
             lengths = np.array([len(each["input_ids"]) for each in waiting])
-            *full, emptiest = sorted(best_fit(lengths, self.seq_len), key=lambda row: -lengths[row].sum())
+            *full, emptiest = sorted(best_fit(lengths, self.config.seq_len), key=lambda row: -lengths[row].sum())
             yield from ([waiting[index] for index in row] for row in full)
             waiting = [waiting[index] for index in emptiest]
 
     def _sequences(self, formatted: FormattedSource, number: int) -> Iterator[Sequence]:
         """Yields the sequences of a source, again from its beginning at its end."""
-        source, rest = formatted.source, np.zeros(0, np.int32)
+        source, rest, seq_len = formatted.source, np.zeros(0, np.int32), self.config.seq_len
         while True:
             before = self.counts["tokens"]
             for batch in source.batches():
@@ -415,10 +414,10 @@ class Stream(torch.utils.data.IterableDataset):
                 if formatted.rules.is_text:
                     ids, trained = np.concatenate([rest, ids]), np.ones(len(rest) + len(ids), bool)
                     # With packing it is cut into its documents, which may share a row; else it is laid end to end.
-                    complete = tokens.ends + len(rest) if self.pack else np.zeros(0, np.int64)
-                    spans = list(zip(*(bounds.tolist() for bounds in cut(complete, self.seq_len)), strict=True))
-                    starts = range(spans[-1][1] if spans else 0, len(ids) - self.seq_len + 1, self.seq_len)
-                    spans += [(start, start + self.seq_len) for start in starts]
+                    complete = tokens.ends + len(rest) if self.config.packing else np.zeros(0, np.int64)
+                    spans = list(zip(*(bounds.tolist() for bounds in cut(complete, seq_len)), strict=True))
+                    starts = range(spans[-1][1] if spans else 0, len(ids) - seq_len + 1, seq_len)
+                    spans += [(start, start + seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
                 weights = tokens.weights
                 for start, end in spans:
@@ -432,32 +431,6 @@ class Stream(torch.utils.data.IterableDataset):
 # Tensors
 
 
-def _rows(groups: list[list[Sequence]], width: int, pad_token_id: int, num_sources: int) -> dict[str, torch.Tensor]:
-    """Lays each group of sequences end to end in a row of `width` tokens.
-
-    Returns input_ids and labels, [B, T]; weights, [B, T], where any sequence has them; sources, [B, T], where there are
-    several; is_token, [B, T], true but for padding and blank sequences.
-    """
-    shape = (len(groups), width)
-    batch = {
-        "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
-        "labels": torch.full(shape, IGNORED, dtype=torch.long),
-    }
-    if any("weights" in each for group in groups for each in group):
-        batch["weights"] = torch.ones(shape)
-    if num_sources > 1:
-        batch["sources"] = torch.zeros(shape, dtype=torch.long)
-    batch["is_token"] = torch.zeros(shape, dtype=torch.bool)
-    for row, group in enumerate(groups):
-        end = 0
-        for each in group:
-            start, end = end, end + len(each["input_ids"])
-            for name in each.keys() & batch.keys():
-                batch[name][row, start:end] = torch.tensor(each[name])
-            batch["is_token"][row, start:end] = each is not BLANK
-    return batch
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Which positions of a batch this rank computes: all, or its share of those of the ranks that share each batch."""
@@ -465,42 +438,27 @@ class Part:
     place: int = 0
     size: int = 1
 
-    def of(self, batch: dict[str, Any], num_sources: int) -> dict[str, Any]:
-        """Takes this rank's part, [B, T / size], and counts it: num_tokens, [3]: without padding and blank sequences,
-        those trained, computed positions; and after them, where there are several sources, the trained ones of each.
-
-        In a share the next token may be another rank's, so labels, weights and sources are moved to the positions that
-        predict them, as shift_labels, shift_weights and shift_sources. row_positions, [B, T], are those of full rows
-        where samples share one.
-        """
-        before = "" if self.size == 1 else "shift_"
-        if self.size > 1:
-            rows = {}
-            if "position_ids" in batch and "cu_seq_lens_q" not in batch:
-                rows["row_positions"] = batch["position_ids"].expand_as(batch["input_ids"])
-            for name, last in (("labels", IGNORED), ("weights", 0), ("sources", 0)):
-                if name in batch:
-                    batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
-            batch = share_of(batch, self.place, self.size) | rows
-        is_token_BT, is_trained_BT = batch.pop("is_token"), batch[f"{before}labels"] != IGNORED
-        computed = torch.tensor(is_token_BT.numel())
-        num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), computed])
-        if num_sources > 1:
-            of_sources = batch[f"{before}sources"][is_trained_BT].bincount(minlength=num_sources)
-            num_tokens = torch.cat([num_tokens, of_sources])
-        return batch | {"num_tokens": num_tokens}
-
 
 WHOLE = Part()
 
 
 @dataclass(eq=False)
 class Collator:
-    """Pads sequences, also those of lists, on the right to the longest, rounded up to a multiple of 8.
+    """Lays sequences out as a batch, and takes this rank's part of it, [B, T / size].
 
-    Returns input_ids, attention_mask and labels of shape [batch, time]; padding has attention 0 and label -100, so the
-    choice of the pad token changes no loss. num_tokens, weights and sources are for the Trainer, not for the model
-    (`Part`), which says what of all this this rank gets.
+    Each sequence, also of lists, is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`:
+    each list is a row, its sequences end to end; the rest of a row is a sequence of its own.
+
+    Returns input_ids, and labels: -100 in padding, so the choice of the pad token changes no loss. For the Trainer, not
+    for the model: weights, where any sequence has them, and sources, where there are several; num_tokens, [3]: without
+    padding and blank sequences, those trained, computed positions, and after them the trained ones of each of several
+    sources. In a share the next token may be another rank's, so labels, weights and sources are moved to the positions
+    that predict them, as shift_labels, shift_weights and shift_sources; row_positions are those of full packed rows.
+
+    Padded rows have an attention_mask. Packed rows have none, but position_ids that restart with each sequence:
+    transformers makes its block mask from them only where no mask is given. Where each row is one sequence there are no
+    position_ids either: a causal model needs no mask then. With flash attention packed rows too are laid end to end,
+    [1, B * T], with the bounds of all sequences beside them.
     """
 
     pad_token_id: int
@@ -509,43 +467,57 @@ class Collator:
     """False leaves attention_mask out, for models in which no token sees the padding after it. A batch without padding
     has none either: transformers would read it back from the GPU to see that it is of ones.
     """
+    packed: bool = False
+    flash: bool = False
     num_sources: int = 1
     part: Part = WHOLE
 
-    def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, torch.Tensor]:
-        sequences = sequences_in(items)
-        lengths = [len(each["input_ids"]) for each in sequences]
-        width = replace(self.rules, multiple=self.part.size).width(max(lengths))
-        rows = _rows([[each] for each in sequences], width, self.pad_token_id, self.num_sources)
-        is_masked = self.masked and min(lengths) < width
-        mask = {"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()} if is_masked else {}
-        return self.part.of({"input_ids": rows["input_ids"], **mask, **rows}, self.num_sources)
-
-
-@dataclass(eq=False)
-class PackedCollator:
-    """Makes each group one row, its sequences end to end; the rest of a row is a sequence of its own.
-
-    Returns input_ids, labels and position_ids (restarting with each sequence), of shape [batch, time], and no
-    attention_mask: transformers makes its block mask from the positions only where none is given. Where each row is one
-    sequence there are no position_ids either: a causal model needs no mask then. With flash attention
-    the rows too are laid end to end, [1, batch * time], with the bounds of all sequences beside them. num_tokens,
-    weights and sources are as of `Collator`.
-    """
-
-    pad_token_id: int
-    flash: bool
-    num_sources: int = 1
-    part: Part = WHOLE
-
-    def __call__(self, groups: list[list[Sequence]]) -> dict[str, Any]:
+    def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, Any]:
+        groups = items if self.packed else [[each] for each in sequences_in(items)]
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
-        width = RowRules(multiple=self.part.size).width(max(map(sum, lengths)))
-        batch = _rows(groups, width, self.pad_token_id, self.num_sources)
-        lengths = [[*row, width - sum(row)] if sum(row) < width else row for row in lengths]
-        if self.flash:
-            bounds = positions([*chain(*lengths)], flash=True)
-            return self.part.of({name: each.view(1, -1) for name, each in batch.items()} | bounds, self.num_sources)
-        if any(len(row) > 1 for row in lengths):
-            batch["position_ids"] = torch.cat([positions(row)["position_ids"] for row in lengths])
-        return self.part.of(batch, self.num_sources)
+        filled = torch.tensor([sum(row) for row in lengths])
+        shape = len(groups), replace(self.rules, multiple=self.part.size).width(int(filled.max()))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.long),
+            "labels": torch.full(shape, IGNORED, dtype=torch.long),
+        }
+        if any("weights" in each for group in groups for each in group):
+            batch["weights"] = torch.ones(shape)
+        if self.num_sources > 1:
+            batch["sources"] = torch.zeros(shape, dtype=torch.long)
+        is_token_BT = torch.zeros(shape, dtype=torch.bool)
+        for row, group in enumerate(groups):
+            end = 0
+            for each in group:
+                start, end = end, end + len(each["input_ids"])
+                for name in each.keys() & batch.keys():
+                    batch[name][row, start:end] = torch.tensor(each[name])
+                is_token_BT[row, start:end] = each is not BLANK
+        batch["is_token"] = is_token_BT
+
+        if self.packed:
+            rests = (shape[1] - filled).tolist()
+            lengths = [[*row, rest] if rest else row for row, rest in zip(lengths, rests, strict=True)]
+            if self.flash:
+                flat = {name: each.view(1, -1) for name, each in batch.items()}
+                batch = flat | positions([*chain(*lengths)], flash=True)
+            elif any(len(row) > 1 for row in lengths):
+                batch["position_ids"] = torch.cat([positions(row)["position_ids"] for row in lengths])
+        elif self.masked and filled.min() < shape[1]:
+            batch["attention_mask"] = (torch.arange(shape[1]) < filled[:, None]).long()
+
+        shifted = ""
+        if self.part.size > 1:
+            shifted, rows = "shift_", {}
+            if self.packed and not self.flash and "position_ids" in batch:
+                rows["row_positions"] = batch["position_ids"]
+            for name, last in (("labels", IGNORED), ("weights", 0), ("sources", 0)):
+                if name in batch:
+                    batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
+            batch = share_of(batch, self.part.place, self.part.size) | rows
+        is_token_BT, is_trained_BT = batch.pop("is_token"), batch[f"{shifted}labels"] != IGNORED
+        num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), torch.tensor(is_token_BT.numel())])
+        if self.num_sources > 1:
+            of_sources = batch[f"{shifted}sources"][is_trained_BT].bincount(minlength=self.num_sources)
+            num_tokens = torch.cat([num_tokens, of_sources])
+        return batch | {"num_tokens": num_tokens}

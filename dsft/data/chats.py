@@ -48,14 +48,16 @@ _WAY_OUT = (
     " it out and counts such rows"
 )
 
+Spans = list[tuple[int, int, float]]
+"""Stretches that are trained, as (start, end, weight); where they overlap, the weight of the later one holds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
     """The text of a sequence."""
 
     text: str
-    spans: list[tuple[int, int]]  # characters that are trained, as (start, end)
-    weights: list[float]  # of each span; where spans overlap, that of the later one holds
+    spans: Spans  # characters that are trained
     ends_open: bool  # nothing in the text stops the model after the last span: the tokenizer's end token belongs there
 
 
@@ -326,7 +328,7 @@ class _Finder:
         """The rendering of the first `length` messages, with the answers at `places` trained; where the template marks
         answers with {% generation %}, that is trained, the last stretch of it up to what ends the answer.
         """
-        text, spans, weights, ends_open, stretches = rendering.text, [], [], False, None
+        text, spans, ends_open, stretches = rendering.text, [], False, None
         if places and self.rules.train_on != "all" and _GENERATION.search(self.template):
             # Only the stretches are taken from transformers: its mask of tokens loses turns where a tokenizer trims
             # offsets.
@@ -346,11 +348,10 @@ class _Finder:
                     raise ValueError(f"message {turn + 1}: {problem}")
                 inside = [(max(start, place.start), end) for start, end in of_answer if end > place.start]  # no prompt
                 inside[-1] = (inside[-1][0], max(place.end, place.last + 1))
-            spans += inside
-            weights += [self.weights[turn]] * len(inside)
+            spans += [(start, end, self.weights[turn]) for start, end in inside]
             if place.ends_open and turn == length - 1:  # what follows is no answer's: white space, say
                 text, ends_open = text[: place.end], True
-        return Rendered(text=text, spans=spans, weights=weights, ends_open=ends_open)
+        return Rendered(text=text, spans=spans, ends_open=ends_open)
 
     # Sequences, with the exceptions
 
@@ -436,8 +437,7 @@ class _Finder:
             text = f"{prompt}{thought.strip()}\n</think>\n\n{rendering.text[start : place.end]}"
             return Rendered(
                 text=text if place.ends_open else text + rendering.text[place.end :],
-                spans=[(len(prompt), len(text))],
-                weights=[self.weights[turn]],
+                spans=[(len(prompt), len(text), self.weights[turn])],
                 ends_open=place.ends_open,
             )
         if place and missing and self.rules.drop_unrendered and "content" not in missing:
@@ -469,9 +469,8 @@ class _Finder:
                     " an assistant can have a weight"
                 )
         answers = self.sequence(rendering, places, length)
-        is_weighted = any(weight != 1 for weight in answers.weights)
-        spans, weights = (answers.spans, answers.weights) if is_weighted else ([], [])
-        return replace(answers, spans=[(0, len(answers.text)), *spans], weights=[1, *weights])
+        spans = answers.spans if any(weight != 1 for *_, weight in answers.spans) else []
+        return replace(answers, spans=[(0, len(answers.text), 1), *spans])
 
 
 def _codes(text: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from dsft.config.options import DataFields
+from dsft.config.options import DataFields, EvalConfig
 from dsft.data.sources import Batch, HeldOut, Row, Source
 
 SHAREGPT_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")}
@@ -66,9 +66,7 @@ objects, and weight where it is not 1 (0 for a turn that is not trained).
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    text: str
-    starts_document: bool = True  # as of a Row
-    ends_document: bool = True
+    text: str  # of a document, or of the piece of one that its row holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ class FormattedSource:
         return f"{self.source.name} ({self.rules.format})"
 
 
-def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False) -> FormatRules:
+def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
     first rows; ValueError lists the columns there are.
     """
@@ -189,11 +187,12 @@ def format_rules(rows: list[Row], config: DataFields, *, keep_all: bool = False)
         needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
         raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
     shared = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
-    shared -= {"source_column"} if keep_all else set()  # an evaluation reads it by itself
+    is_evaluation = isinstance(config, EvalConfig)
+    shared -= {"source_column"} if is_evaluation else set()  # it reads that by itself
     return FormatRules(
         format=name,
         has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
-        keep_all=keep_all,
+        keep_all=is_evaluation,
         grouped_by=tuple(name for name in getattr(config, "group_by", ()) if name in (*PARTS, *PREFERENCES, *VERDICTS)),
         **{option: getattr(config, option) for option in shared},
     )
@@ -233,12 +232,8 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
                 " is read holds the chosen answer; take them out of the data"
             )
     sample = FORMATS[rules.format].sample(row, rules, has_template)
-    if isinstance(sample, Chat):
-        texts = _texts_in([sample.messages, sample.tools])
-    else:
-        texts = [sample.text] if isinstance(sample, Text) else [sample.prompt, sample.completion]
     try:
-        for text in texts:
+        for text in _texts_in(vars(sample)):
             text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"unpaired surrogate at character {error.start + 1}, which UTF-8 cannot hold") from None
@@ -552,11 +547,7 @@ FORMATS = {
     ),
     "text": Format(
         columns=lambda config: {config.text_column},
-        sample=lambda row, rules, has_template: Text(
-            text=_column(row.values, rules.text_column, empty=True),
-            starts_document=row.starts_document,
-            ends_document=row.ends_document,
-        ),
+        sample=lambda row, rules, _: Text(text=_column(row.values, rules.text_column, empty=True)),
         forms=lambda _: {Text},
     ),
     "template": Format(

@@ -63,7 +63,7 @@ weighted_tokens are trained ones of a weight other than 1.
 """
 MOST_SOURCES = 100  # each has a loss of its own in every line of the log
 TOO_MANY_SOURCES = f"source_column: it has more than {MOST_SOURCES:,} values; name another column"
-VERSION = 8  # of the folders; a change of code that changes tokens raises it
+VERSION = 9  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.
@@ -223,9 +223,7 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
         backend = json.dumps(sorted(tokenizer.get_vocab().items()))
     identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
     identity += [type(tokenizer).__name__, backend, tokenizer.split_special_tokens]
-    identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
-    if preparation != TRAINING:
-        identity.append(repr(preparation))
+    identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template), repr(preparation)]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
@@ -332,7 +330,7 @@ def _tokenised(
     # This process has threads (of the process group, of tokenizers), which a fork would copy half.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
-        waiting: list[tuple[Batch, Future]] = []
+        waiting: list[tuple[Batch, Future | None]] = []
 
         def submitted(*work: Any) -> Future:  # each may start a process
             with _without_program():
@@ -340,8 +338,7 @@ def _tokenised(
 
         def first_waiting() -> tuple[Batch, Tokens]:
             batch, future = waiting.pop(0)
-            tokens = future.result()
-            return batch, tokenised(batch) if tokens is None else tokens
+            return batch, (future and future.result()) or tokenised(batch)
 
         try:
             started = submitted(int)
@@ -349,7 +346,11 @@ def _tokenised(
                 if not started.done():  # workers take seconds to start; until then this process does it
                     yield batch, tokenised(batch)
                     continue
-                waiting.append((batch, submitted(_work, _pickled(batch))))
+                try:
+                    future = submitted(_work, pickle.dumps(batch))
+                except (AttributeError, TypeError, pickle.PicklingError):  # map_row has put a local class, a lock ...
+                    future = None
+                waiting.append((batch, future))
                 if len(waiting) > 2 * workers:
                     yield first_waiting()
             while waiting:
@@ -391,16 +392,7 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
     _worker = tokenised
 
 
-def _pickled(batch: Batch) -> bytes:
-    try:
-        return pickle.dumps(batch)
-    except (AttributeError, TypeError, pickle.PicklingError):  # map_row has put a local class, a lock ... into a row
-        return b""
-
-
 def _work(pickled: bytes) -> Tokens | None:
-    if not pickled:
-        return None
     try:
         batch = pickle.loads(pickled)
     except (AttributeError, ImportError):  # a row holds a class of the user's program or notebook, which is not here

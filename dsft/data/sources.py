@@ -20,6 +20,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from os.path import getsize
@@ -156,11 +157,11 @@ class HeldOut:
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
 
-def find_sources(entries: list[str], config: DataFields, *, key: str, split: str, problems: list[str]) -> list[Source]:
-    """Finds the source of each entry: the files of a path, folder or glob by name, else a hub data set.
-
-    `key` is the option, for messages; `split` that of a hub data set that names none. Paths without data are problems.
+def find_sources(entries: list[str], config: DataFields, *, key: str, problems: list[str]) -> list[Source]:
+    """Finds the source of each entry of the option `key`: the files of a path, folder or glob by name, else a hub data
+    set. Paths without data are problems.
     """
+    split = config.eval_split if key == "eval_data" else config.data_split  # of a hub data set that names none
     sources, kinds = [], f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     try:
         map_row = config.map_row and user_code.load("map_row", config.map_row)
@@ -287,16 +288,16 @@ class _Decompressed(io.RawIOBase):
         return size
 
 
-def _open(path: str) -> tuple[io.BufferedReader, BinaryIO]:
+@contextmanager
+def _open(path: str) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """Opens (content, the file itself, whose position is what has been read so far)."""
-    raw = open(path, "rb")  # noqa: SIM115 - closed with the content, or by the garbage collector
     new_stream = COMPRESSED.get(Path(path).suffix)
-    return (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
+    with open(path, "rb") as raw:
+        yield (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
 
 
 def _lines(path: str) -> Iterator[tuple[int, str, int]]:
-    content, raw = _open(path)
-    with content, raw:
+    with _open(path) as (content, raw):
         for number, line in enumerate(content, start=1):
             try:
                 yield number, line.decode(), raw.tell()
@@ -325,8 +326,7 @@ def _read_json(path: str) -> Rows:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
     text, size = b"", getsize(path)
     if ending(path) == ".json":
-        content, raw = _open(path)
-        with content, raw:
+        with _open(path) as (content, _):
             if content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 text = content.read()
     if text:
@@ -383,8 +383,7 @@ def _check_columns(names: list[str], place: str) -> None:
 def _read_columnar(path: str) -> Rows:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
     if Path(path).suffix in COMPRESSED:  # held in memory: neither is read from its beginning to its end
-        content, raw = _open(path)
-        with content, raw:
+        with _open(path) as (content, _):
             opened = pyarrow.BufferReader(content.read())
     else:
         opened = open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path)  # noqa: SIM115
@@ -430,8 +429,7 @@ def _read_text(path: str) -> Rows:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, line = "", 1
     waiting: tuple[Row, int] | None = None  # until it shows whether another piece follows
-    content, raw = _open(path)
-    with content, raw:
+    with _open(path) as (content, raw):
         while data := content.read(PIECE_BYTES):
             try:
                 held += decoder.decode(data)

@@ -8,7 +8,7 @@ that has no such place (SentencePiece's Llama 2, which puts a blank before each 
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, pairwise
@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from dsft.config.options import DataFields
-from dsft.data.chats import TEMPLATE_ERRORS, Rendered, render_chat
+from dsft.data.chats import TEMPLATE_ERRORS, Rendered, Spans, render_chat
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, format_rules
 from dsft.data.sources import Batch, Row
 from dsft.errors import UserError, one_line
@@ -31,8 +31,6 @@ TRIED, AROUND = 4, 1 << 10  # cuts tried at each place, and characters on either
 # Between a word and the blank before the next, or behind a line.
 _CUTS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of its own, where SentencePiece has no piece for a character
-
-Spans = list[tuple[int, int]]
 
 
 @dataclass(kw_only=True)
@@ -68,11 +66,12 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         except ValueError as error:
             builder.drop_bad(f"{batch.where(row)}: {error}")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts, pairs = ([sample for _, sample in samples if isinstance(sample, kind)] for kind in (Text, Pair))
+    texts = [(sample.text, row.starts_document) for row, sample in samples if isinstance(sample, Text)]
+    pairs = [sample for _, sample in samples if isinstance(sample, Pair)]
     if texts or pairs:  # many at once; the end token of each is added where it ends
         closes = closes_texts(tokenizer)
-        first = [text.text for text in texts if text.starts_document] + [pair.prompt for pair in pairs]
-        later = [text.text for text in texts if not text.starts_document] + [pair.completion for pair in pairs]
+        first = [text for text, starts in texts if starts] + [pair.prompt for pair in pairs]
+        later = [text for text, starts in texts if not starts] + [pair.completion for pair in pairs]
         firsts, laters = encode(tokenizer, first), encode_continued(tokenizer, later)
     for row, sample in samples:
         builder.begin(row)
@@ -80,22 +79,22 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
             case None:
                 builder.put(np.zeros(1, np.int32), np.zeros(1, bool))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
-                ids = next(firsts if sample.starts_document else laters)
-                ids = ids[:-1] if closes and sample.starts_document else ids
-                if sample.ends_document and sample.starts_document and not sample.text:
+                ids = next(firsts if row.starts_document else laters)
+                ids = ids[:-1] if closes and row.starts_document else ids
+                if row.ends_document and row.starts_document and not sample.text:
                     builder.counts["dropped_empty"] += 1
                     continue
-                ids = np.asarray(ids + end if sample.ends_document else ids, np.int32)
-                builder.put(ids, np.ones(len(ids), bool), ends=sample.ends_document)
+                ids = np.asarray(ids + end if row.ends_document else ids, np.int32)
+                builder.put(ids, np.ones(len(ids), bool), ends=row.ends_document)
             case Pair():  # prompt and completion as they stand
                 prompt = next(firsts)[: -1 if closes else None]
                 ids = prompt + next(laters) + end
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
-                builder.add(ids, [(trained_from, len(ids))], [1], partial(batch.where, row))
+                builder.add(ids, [(trained_from, len(ids), 1)], partial(batch.where, row))
             case Chat():  # in the tokenizer's template
                 try:
                     rendered, notes = render_chat(sample, tokenizer, rules)
-                    sequences = [(*_encode_rendered(each, tokenizer), each.weights) for each in rendered]
+                    sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
                     kind = "the chat template raised: " if isinstance(error, TemplateError | ArithmeticError) else ""
                     builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
@@ -183,13 +182,13 @@ class _TokensBuilder:
             raise UserError(f"{problem}; bad_rows: drop leaves such rows out, and counts them")
         self.note("dropped_bad", problem)
 
-    def add(self, ids: list[int], spans: Spans, weights: Sequence[float], where: Callable[[], str]) -> None:
-        """Adds a sample with the tokens of `spans` trained; where these overlap, the weight of the later one holds. One
-        longer than seq_len follows the policy `too_long`. A sequence without a trained token (its answer was cut off)
-        is left out.
+    def add(self, ids: list[int], spans: Spans, where: Callable[[], str]) -> None:
+        """Adds a sample with the tokens of `spans` trained. One longer than seq_len follows the policy `too_long`. A
+        sequence without a trained token (its answer was cut off) is left out.
         """
-        array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), bool if {*weights} <= {0, 1} else np.float32)
-        for (start, end), weight in zip(spans, weights, strict=True):
+        is_weighted = any(weight not in (0, 1) for *_, weight in spans)
+        array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), np.float32 if is_weighted else bool)
+        for start, end, weight in spans:
             trained[start:end] = weight
         length, policy, starts = self.rules.seq_len, self.rules.too_long, range(1)
         if len(array) > length:
@@ -245,21 +244,22 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
             _stripping[tokenizer] = [number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
         for index in np.flatnonzero(np.isin(ids, _stripping[tokenizer])) if _stripping[tokenizer] else ():
             lasts[index] = firsts[index] + len(text[firsts[index] : lasts[index]].rstrip())
-        for begin, end in spans:
+        for begin, end, weight in spans:
             inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
             if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
                 break  # a token spans the prompt/answer boundary
-            of_tokens.append((int(inside[0]), int(inside[-1]) + 1))
+            of_tokens.append((int(inside[0]), int(inside[-1]) + 1, weight))
     if not tokenizer.is_fast or len(of_tokens) < len(spans):  # cut there, as a server does: it encodes the prompt alone
-        bounds = sorted({0, len(text), *(bound for span in spans for bound in span)})
+        bounds = sorted({0, len(text), *(bound for span in spans for bound in span[:2])})
         pieces = [text[start:end] for start, end in pairwise(bounds)]
         encoded = [next(encode(tokenizer, pieces[:1], special=False))] if pieces else []
         encoded += encode_continued(tokenizer, pieces[1:])
         ids = [token for piece in encoded for token in piece]
         starts = dict(zip(bounds, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
-        of_tokens = [(starts[start], starts[end]) for start, end in spans]
+        of_tokens = [(starts[start], starts[end], weight) for start, end, weight in spans]
     if rendered.ends_open:
-        of_tokens[-1] = (of_tokens[-1][0], len(ids) + 1)
+        start, _, weight = of_tokens[-1]
+        of_tokens[-1] = start, len(ids) + 1, weight
         ids = [*ids, tokenizer.eos_token_id]
     return ids, of_tokens
 
@@ -283,7 +283,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
             sequences = [_encode_rendered(each, tokenizer) for each in rendered]
         except TEMPLATE_ERRORS:
             continue  # a template without tools has no such end
-        stops += [ids[end - 1] for ids, spans in sequences for _, end in spans]
+        stops += [ids[end - 1] for ids, spans in sequences for _, end, _ in spans]
     return list(dict.fromkeys(stops))
 
 

@@ -14,7 +14,6 @@ from dsft.data.batches import (
     WHOLE,
     Collator,
     EpochSampler,
-    PackedCollator,
     PackedRows,
     PaddedToFullSteps,
     Part,
@@ -63,20 +62,18 @@ def check_sources(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     key: str,
-    split: str,
     problems: list[str],
-    keep_all: bool = False,
 ) -> list[FormattedSource]:
-    """Finds the sources and their formats; problems of their first rows go to `problems`."""
+    """Finds the sources of the option `key` and their formats; problems of their first rows go to `problems`."""
     sources = []
-    for source in find_sources(entries, config, key=key, split=split, problems=problems):
+    for source in find_sources(entries, config, key=key, problems=problems):
         try:
             batch, column = source.first_batch(), config.source_column
             rows = batch.rows[:CHECKED_ROWS]
-            rules = format_rules(rows, config, keep_all=keep_all)
+            rules = format_rules(rows, config)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
             columns = dict.fromkeys(name for row in rows for name in row.values)
-            if column and column not in columns and key == "data" and not keep_all:
+            if column and column not in columns and key == "data" and not rules.keep_all:
                 raise ValueError(
                     f"source_column={column}: there is no such column; there are {', '.join(columns)}"
                     f"{nearest(column, columns)}"
@@ -188,7 +185,7 @@ class TrainingData:
         may_mix, mixed = len(self.rules.limits) > 1, ""
         if isinstance(self.items, Stream):
             is_alike = batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
-            if may_mix and (self.items.pack or not is_alike):
+            if may_mix and (self.items.config.packing or not is_alike):
                 mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
         elif may_mix or isinstance(self.items, Sequences):
             steps = PaddedToFullSteps(self.items, batch.sequences)
@@ -218,8 +215,7 @@ def load_training_data(
     held_out: list[FormattedSource],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    pack: bool,
-    flash: bool,
+    flash: bool = False,
     masked: bool = True,
     limits: tuple[int, ...] = (),
     part: Part = WHOLE,
@@ -227,18 +223,17 @@ def load_training_data(
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
     Args:
-        pack, flash: whether samples share rows, and attention takes their bounds.
+        flash: whether attention takes the bounds of packed samples.
         masked: whether padded batches have an attention mask.
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
         part: of every batch, that this rank computes.
     """
     share, held_out_share = _shares(config)
-    seed, cache = _seed(config), cache_folder(config.data_cache)
+    cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
-        show_progress = not config.training.get("disable_tqdm")  # of the process that prepares; the others wait for it
-        parts = [replace(each, held_out=rows) for each in sources]
-        return [prepare(each, tokenizer, cache, show_progress=show_progress) for each in parts]
+        how = {"show_progress": not config.training.get("disable_tqdm")}  # of the process that prepares; others wait
+        return [prepare(replace(each, held_out=rows), tokenizer, cache, **how) for each in sources]
 
     held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
     if held_out_share and not any(store.counts["rows"] for store in held_out_stores):
@@ -253,8 +248,7 @@ def load_training_data(
     strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
     if config.streaming:
         distributed.wait_long("prepared")
-        how = {"weights": config.data_weights, "shuffle_buffer": config.shuffle_buffer}
-        items = Stream(data, tokenizer, seq_len=config.seq_len, pack=pack, seed=seed, **how)
+        items = Stream(data, tokenizer, config)
         counts = items.counts
     else:
         stores = stores_of(data, share)
@@ -263,7 +257,7 @@ def load_training_data(
                 f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
                 " give eval_data"
             )
-        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=pack), None
+        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing), None
         numbers = tuple(np.array([place]) for place in range(len(stores)))
         if config.source_column:
             values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
@@ -273,7 +267,7 @@ def load_training_data(
             numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
         sequences = replace(sequences, sources=names, numbers=numbers)
         if config.data_weights:
-            sequences, epochs = mix(sequences, config.data_weights, seed=seed)
+            sequences, epochs = mix(sequences, config.data_weights, seed=shuffle_seed(config.training))
         # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
         distributed.wait_long("prepared")
         parts = filter(None, (sequences, held_out_sequences))
@@ -281,7 +275,7 @@ def load_training_data(
         require_agreement({SAME_FILES: {"content of data": content}})
         counts = count(sequences, stores, epochs=epochs)
         lengths = sequences.lengths
-        if pack:  # sequences that the model computes otherwise stay among themselves
+        if config.packing:  # sequences that the model computes otherwise stay among themselves
             sides = rules.sides(lengths)
             alike = [np.flatnonzero(sides == side) for side in np.unique(sides)]
             items = PackedRows(
@@ -297,10 +291,15 @@ def load_training_data(
         else:
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
-    if pack:
-        collator = PackedCollator(tokenizer.pad_token_id, flash=flash, num_sources=len(names), part=part)
-    else:
-        collator = Collator(tokenizer.pad_token_id, rules, masked=masked, num_sources=len(names), part=part)
+    collator = Collator(
+        tokenizer.pad_token_id,
+        NO_RULES if config.packing else rules,
+        masked=masked,
+        packed=config.packing,
+        flash=flash,
+        num_sources=len(names),
+        part=part,
+    )
     # Words of templates that may be mistakes, and rows that are not trained as they stand.
     notes = notes_on_escapes(config)
     if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
@@ -367,15 +366,11 @@ def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _seed(config: TrainConfig) -> int:
-    return shuffle_seed(config.training.get("data_seed"), config.training.get("seed", 42))
-
-
 def _shares(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
     """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
     if not config.eval_fraction or config.eval_data:
         return None, None
-    of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=_seed(config))
+    of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=shuffle_seed(config.training))
     return of_wanted(wanted=False), of_wanted(wanted=True)
 
 

@@ -54,7 +54,7 @@ class Documents(Preparation):
     """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 4  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 5  # of what is stored for a document; part of the fingerprint, as all fields
 
     @property
     def longest(self) -> float:
@@ -185,9 +185,7 @@ class Pieces:
         self.tokenizer, self.pending, self.longest, self.before = tokenizer, before, AT_ONCE, len(before)
         self.starts, self.words, self.bytes = True, 1, 0
         # As `_with_sizes` hashes it whole.
-        self.digest = hashlib.blake2b(
-            b'["Text", {"ends_document": true, "starts_document": true, "text": "', digest_size=8
-        )
+        self.digest = hashlib.blake2b(b'["Text", {"text": "', digest_size=8)
 
     def add(self, text: str) -> Iterator[Row]:
         """Yield the pieces that are ready."""

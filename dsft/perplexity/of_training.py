@@ -128,7 +128,7 @@ def _of_training(
         values |= {"data": options.get("data"), "data_split": options.get("data_split") or TrainConfig.data_split}
         values |= {
             "eval_fraction": fraction,
-            "data_seed": shuffle_seed(options.get("data_seed"), options.get("seed", 42)),
+            "data_seed": shuffle_seed(options),
         }
     else:
         problems.append("data: the training holds no data out (eval_data, eval_fraction); name some with data")

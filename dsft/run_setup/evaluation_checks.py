@@ -69,8 +69,7 @@ def check_evaluation(
 
     data_sets = {}
     for source in config.data:  # with the tokenizer of each model
-        how = {"key": "data", "split": config.data_split, "problems": problems, "keep_all": True}
-        checked = [check_sources([source], config, model.tokenizer, **how) for model in models]
+        checked = [check_sources([source], config, model.tokenizer, key="data", problems=problems) for model in models]
         data = next((sources[0] for sources in checked if sources), None)
         if data and config.eval_fraction:
             share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)

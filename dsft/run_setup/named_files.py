@@ -46,7 +46,7 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
         except ValueError as error:
             problems.append(f"chat_template: {error}")
     for key, names in entries.items():
-        for source in find_sources(names, options, key=key, split=options.data_split, problems=problems):
+        for source in find_sources(names, options, key=key, problems=problems):
             if source.hub:
                 continue
             try:

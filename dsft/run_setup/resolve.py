@@ -481,11 +481,8 @@ def check_run(
     if options.model and not options.add_tokens and (model or options.tokenizer) and (starts or options.data):
         tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
     data, held_out = (
-        check_sources(sources, options, tokenizer, key=key, split=split, problems=unreadable)
-        for key, sources, split in (
-            ("data", options.data, options.data_split),
-            ("eval_data", options.held_out_entries if starts else [], options.eval_split),
-        )
+        check_sources(sources, options, tokenizer, key=key, problems=unreadable)
+        for key, sources in (("data", options.data), ("eval_data", options.held_out_entries if starts else []))
     )
     if starts:
         run.problems += unreadable
@@ -541,7 +538,7 @@ def resume_decisions(
         return None, [], False
     read_trainer_state(Path(checkpoint))
     if facts:
-        seed, elements = shuffle_seed(training.get("data_seed"), training.get("seed", 42)), facts.size.num_trainable
+        seed, elements = shuffle_seed(training), facts.size.num_trainable
         # transformers does not tie a head whose weights lie beside the embedding's, with other values (`tie_weights`).
         untied = elements + facts.size.embedding_params
         saved = read_manifest(checkpoint).get("run_identity", {})

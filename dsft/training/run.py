@@ -116,7 +116,6 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
             run.data,
             run.held_out,
             run.tokenizer,
-            pack=run.options.packing,
             flash=run.options.packing and run.packing.flash,
             masked=run.masked,
             limits=length_limits(run.model.config),
@@ -170,7 +169,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         distributed.world_size(),
         options.sequence_parallel,
     )
-    order = {"seed": shuffle_seed(args.data_seed, args.seed), "drop_last": args.dataloader_drop_last}
+    order = {"seed": shuffle_seed(vars(args)), "drop_last": args.dataloader_drop_last}
     data.describe_batches(batch, **order)
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")

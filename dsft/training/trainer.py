@@ -208,7 +208,7 @@ class PerplexityTrainer(Trainer):
         self.run_identity = run_identity(
             shapes,
             data=data.items.identity | {"order of data": ORDERS.get(data.strategy, "drawn at random")},
-            seed=shuffle_seed(args.data_seed, args.seed),
+            seed=shuffle_seed(vars(args)),
             sequences_per_step=per_step,
             options=unchangeable,
         )
@@ -245,7 +245,7 @@ class PerplexityTrainer(Trainer):
         """The same order on any number of ranks."""
         return EpochSampler(
             train_dataset if train_dataset is not None else self.train_dataset,
-            seed=shuffle_seed(self.args.data_seed, self.args.seed),
+            seed=shuffle_seed(vars(self.args)),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,
             strategy=self.data.strategy,

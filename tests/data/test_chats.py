@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.chats import chat_ids
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
@@ -319,9 +319,7 @@ def test_an_evaluation_has_one_sequence_for_each_chat_whatever_is_scored(name):
         rows = [Row(CHATS[chat], 1)]
         ids = set()
         for train_on in ("answers", "last", "all"):
-            rules = format_rules(
-                rows, TrainConfig(seq_len=9999, train_on=train_on, drop_unrendered=True), keep_all=True
-            )
+            rules = format_rules(rows, EvalConfig(seq_len=9999, train_on=train_on, drop_unrendered=True))
             tokens = tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
             assert len(tokens.ends) == 1
             ids.add(tuple(tokens.ids.tolist()))
@@ -473,8 +471,8 @@ def test_a_note_names_the_tokens_that_answers_end_with_where_they_are_others_tha
         tokenizer = tokenizer_for(name)
         config = TrainConfig(model="unused", data=[str(path)], seq_len=512, data_cache=str(tmp_path / name))
         problems: list[str] = []
-        data = check_sources(config.data, config, tokenizer, key="data", split="train", problems=problems)
-        notes = load_training_data(config, data, [], tokenizer, pack=False, flash=False).notes
+        data = check_sources(config.data, config, tokenizer, key="data", problems=problems)
+        notes = load_training_data(config, data, [], tokenizer).notes
         assert problems == []
         assert (
             any("answers end with <|end|>, and the tokenizer's end token is <|endoftext|>" in n for n in notes)

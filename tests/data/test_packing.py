@@ -22,7 +22,6 @@ from dsft.data import batches
 from dsft.data.batches import (
     Collator,
     EpochSampler,
-    PackedCollator,
     PackedRows,
     PaddedToFullSteps,
     Part,
@@ -131,7 +130,7 @@ def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, 
     alone = loss_and_gradients(
         model, [Collator(0)([item]) for group in groups for item in group if (item["labels"] != IGNORED).any()], trained
     )
-    packed = PackedCollator(0, flash=form == "flat")(groups)
+    packed = Collator(0, packed=True, flash=form == "flat")(groups)
     assert packed["input_ids"].shape == ((1, 208) if form == "flat" else (2, 104)) and "attention_mask" not in packed
     loss, gradients = loss_and_gradients(model, [packed], trained)
     assert loss == pytest.approx(alone[0], rel=1e-5)
@@ -278,8 +277,8 @@ def test_weights_lie_where_their_tokens_do():
     some = [plain[1] if index == 1 else plain[index] | {"weights": ids[index].astype(np.float32)} for index in range(3)]
     for collate, items in (
         (Collator(0), lambda each: each),
-        (PackedCollator(0, flash=False), lambda each: [each[:2], each[2:]]),
-        (PackedCollator(0, flash=True), lambda each: [each[:2], each[2:]]),
+        (Collator(0, packed=True), lambda each: [each[:2], each[2:]]),
+        (Collator(0, packed=True, flash=True), lambda each: [each[:2], each[2:]]),
     ):
         batch = collate(items(some))
         ids_BT = batch["input_ids"]
@@ -304,8 +303,8 @@ def test_padding_is_masked_and_unlabelled():
 @pytest.mark.parametrize("size", [2, 3])
 def test_shares_of_a_batch_are_its_parts_with_the_next_token_of_each_position(size):
     items = [[sequence(np.arange(3, 3 + n), np.ones(n, bool), np.arange(n) / 2) for n in row] for row in ([3, 4], [6])]
-    for make in (functools.partial(Collator), functools.partial(PackedCollator, flash=False)):
-        packed = make.func is PackedCollator
+    for packed in (False, True):
+        make = functools.partial(Collator, packed=packed)
         rows = items if packed else [each for row in items for each in row]
         shares = [make(7, part=Part(place=place, size=size))(rows) for place in range(size)]
         together = {

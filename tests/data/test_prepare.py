@@ -33,7 +33,7 @@ from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data import prepare as preparing
-from dsft.data.batches import PackedCollator, Stream, cut, describe_counts, mix, sequences_in, sequences_of
+from dsft.data.batches import Stream, cut, describe_counts, mix, sequences_in, sequences_of
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.prepare import StoreWriter, fingerprint, prepare
 from dsft.data.sources import BATCH_ROWS, HeldOut, Row, find_sources
@@ -65,19 +65,19 @@ def config(tmp_path):
 
 
 def formatted(path, rules: FormatRules, held_out: HeldOut | None = None) -> FormattedSource:
-    (source,) = find_sources([str(path)], TrainConfig(), key="data", split="train", problems=[])
+    (source,) = find_sources([str(path)], TrainConfig(), key="data", problems=[])
     return FormattedSource(source=source, rules=rules, held_out=held_out)
 
 
 def loaded(config: TrainConfig, tokenizer, *, pack: bool = False):
     problems: list[str] = []
     data, held_out = (
-        check_sources(entries, config, tokenizer, key=key, split="train", problems=problems)
+        check_sources(entries, config, tokenizer, key=key, problems=problems)
         for key, entries in (("data", config.data), ("eval_data", config.eval_data))
     )
     if problems:
         raise UserError(problems)
-    return load_training_data(config, data, held_out, tokenizer, pack=pack, flash=False)
+    return load_training_data(dataclasses.replace(config, packing=pack), data, held_out, tokenizer)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -347,9 +347,7 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
     problems: list[str] = []
     evaluated = EvalConfig(data=[str(path)], seq_len=32, model=["unused"])
     windows = build_windows(
-        check_sources([str(path)], evaluated, tokenizer, key="data", split="train", problems=problems, keep_all=True)[
-            0
-        ],
+        check_sources([str(path)], evaluated, tokenizer, key="data", problems=problems)[0],
         evaluated,
         tokenizer,
     )
@@ -399,17 +397,12 @@ def test_a_stream_continues_after_a_batch_without_samples_and_ends_where_there_a
             config(),
             tokenizer,
             key="data",
-            split="train",
             problems=problems,
         )
         stream = Stream(
             sources,
             tokenizer,
-            seq_len=32,
-            pack=pack,
-            weights=[],
-            seed=1,
-            shuffle_buffer=5,
+            config(packing=pack, seed=1, shuffle_buffer=5),
         )
         if fine:
             assert len(list(islice(iter(stream), 2100))) == 2100 and stream.counts["dropped_empty"] > 1
@@ -450,20 +443,16 @@ def test_a_column_that_changes_the_meaning_is_seen_in_every_file_prepared_stream
     assert [note for note in dropped.notes if "not used" in note] == [f"{path}: columns not used: id"]
 
     problems: list[str] = []
-    how = {"key": "data", "split": "train", "problems": problems}
+    how = {"key": "data", "problems": problems}
     streamed = Stream(
         check_sources([path], config(), tokenizer, **how),
         tokenizer,
-        seq_len=32,
-        pack=False,
-        weights=[],
-        seed=1,
-        shuffle_buffer=100,
+        config(seed=1, shuffle_buffer=100),
     )
     with pytest.raises(UserError, match="column 'kto_tag' is false"):
         next(iter(streamed))
     options = EvalConfig(model=["unused"], data=[path], seq_len=32, data_cache=str(tmp_path / "cache"))
-    (scored,) = check_sources([path], options, tokenizer, keep_all=True, **how)
+    (scored,) = check_sources([path], options, tokenizer, **how)
     assert scored.unused == ("id",) and problems == []
     with pytest.raises(UserError, match="column 'kto_tag' is false"):
         build_windows(scored, options, tokenizer)
@@ -505,10 +494,15 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
     assert counts["tokens"] == len(tokenizer(text)["input_ids"]) + len(tokenizer("big")["input_ids"]) + 2
     problems: list[str] = []
     options = EvalConfig(model="m", data=made.data, text_column="content", seq_len=32, data_cache=made.data_cache)
-    (data,) = check_sources(
-        options.data, options, tokenizer, key="data", split="test", problems=problems, keep_all=True
-    )
+    (data,) = check_sources(options.data, options, tokenizer, key="data", problems=problems)
     assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
+
+
+def test_a_text_file_is_one_document_in_a_template_too(tokenizer, tmp_path, config):
+    text = "the model\n" * 4000  # read in several pieces, each of which was a document with an end token
+    (tmp_path / "a.txt").write_text(text)
+    made = config(data=[str(tmp_path / "a.txt")], completion_template="{text}")
+    assert loaded(made, tokenizer).counts["tokens"] == len(tokenizer(text)["input_ids"]) + 1
 
 
 def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
@@ -567,7 +561,7 @@ def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config)
         tmp_path / "a.jsonl", [{"prompt": f"{text} ", "completion": text} for text in sentences(300, longest=6)]
     )
     data = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=64), tokenizer, pack=True)
-    assert data.counts["fill_rate"] > 0.9 and isinstance(data.collator, PackedCollator)
+    assert data.counts["fill_rate"] > 0.9 and data.collator.packed
     assert sum(len(item["input_ids"]) for row in data.items for item in row) == data.counts["tokens"]
     texts = loaded(config(data=[str(write_texts(tmp_path / "t.jsonl", 100))], seq_len=16), tokenizer, pack=True)
     documents = [item for row in texts.items for item in row]
@@ -590,16 +584,8 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     stored = loaded(config(data=[path]), tokenizer, pack=pack).items
     problems: list[str] = []
-    sources = check_sources([path], config(), tokenizer, key="data", split="train", problems=problems)
-    stream = Stream(
-        sources,
-        tokenizer,
-        seq_len=32,
-        pack=pack,
-        weights=[],
-        seed=1,
-        shuffle_buffer=1,
-    )
+    sources = check_sources([path], config(), tokenizer, key="data", problems=problems)
+    stream = Stream(sources, tokenizer, config(packing=pack, seed=1, shuffle_buffer=1))
     flat = (sequence for item in stream for sequence in sequences_in([item]))
     if kind == "text" and not pack:  # windows run on over the end into the next pass
         passes = [item["input_ids"] for item in islice(flat, 3 * len(stored))]
@@ -622,12 +608,12 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
 def test_a_stream_is_shuffled_with_a_seed(tokenizer, tmp_path, config):
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(300)]))
     problems: list[str] = []
-    sources = check_sources([path, path], config(), tokenizer, key="data", split="train", problems=problems)
+    sources = check_sources([path, path], config(), tokenizer, key="data", problems=problems)
     orders = [
         [
             item["input_ids"].tobytes()
             for item in islice(
-                iter(Stream(sources, tokenizer, seq_len=32, pack=False, weights=[1, 2], seed=seed, shuffle_buffer=50)),
+                iter(Stream(sources, tokenizer, config(data_weights=[1, 2], seed=seed, shuffle_buffer=50))),
                 200,
             )
         ]

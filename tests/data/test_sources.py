@@ -179,7 +179,7 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
     pyarrow.parquet.write_table(
         pyarrow.table({"messages": [[{"role": "user", "content": "x" * 100_000}]] * 50}), tmp_path / "a.parquet"
     )
-    source = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", split="train", problems=[])[0]
+    source = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", problems=[])[0]
     assert [len(batch.rows) for batch in source.batches()] == [11, 11, 11, 11, 6]
 
 
@@ -196,7 +196,7 @@ def test_files_of_long_fields_are_read_side_by_side(tmp_path):
 def test_batches_of_rows_with_pictures_are_bounded_too(tmp_path):
     pictures = pyarrow.array([b"x" * (1 << 18)] * 12)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 12, "image": pictures}), tmp_path / "a.parquet")
-    (source,) = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", split="train", problems=[])
+    (source,) = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", problems=[])
     assert [len(batch.rows) for batch in source.batches()] == [4, 4, 4]
 
 
@@ -272,7 +272,7 @@ def test_a_value_that_python_has_not_names_its_row_and_column(tmp_path, values):
 @pytest.mark.parametrize(("name", "where"), [("a.jsonl", "line 4"), ("a.json", "row 2")])
 def test_rows_are_named_by_lines_where_the_format_has_lines(tmp_path, name, where):
     (tmp_path / name).write_text('{"a": 1}\n\n\n{"a": 2}\n')
-    (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", split="train", problems=[])
+    (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", problems=[])
     (batch,) = source.batches()
     assert batch.where(batch.rows[1]) == f"{tmp_path / name}, {where}"
 
@@ -292,7 +292,7 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
     files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")]
 
     def find_files(entry: Path) -> list[str]:
-        (source,) = find_sources([str(entry)], TrainConfig(), key="data", split="train", problems=[])
+        (source,) = find_sources([str(entry)], TrainConfig(), key="data", problems=[])
         return [*source.files]
 
     assert find_files(tmp_path) == files and find_files(tmp_path / "*.jsonl*") == files
@@ -312,7 +312,6 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
         ],
         config,
         key="data",
-        split="train",
         problems=problems,
     )
     assert [source.hub for source in sources] == [

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -41,7 +42,7 @@ def made(values: list[dict], tokenizer, **options) -> Tokens:
 
 
 def made_of_rows(rows: list[Row], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
-    rules = format_rules(rows, TrainConfig(**({"seq_len": 64} | options)), keep_all=keep_all)
+    rules = replace(format_rules(rows, TrainConfig(**({"seq_len": 64} | options))), keep_all=keep_all)
     return tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
 
 

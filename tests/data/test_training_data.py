@@ -23,11 +23,11 @@ def load(tokenizer, tmp_path):
 
     def make(pack=False, limits=(), **options):
         options |= {"seq_len": 32, "too_long": "truncate", "data_cache": str(tmp_path / "cache"), "model": "unused"}
-        config = TrainConfig(data=[path], **options)
+        config = TrainConfig(data=[path], packing=pack, **options)
         problems: list[str] = []
-        data = check_sources([path], config, tokenizer, key="data", split="train", problems=problems)
+        data = check_sources([path], config, tokenizer, key="data", problems=problems)
         assert problems == []
-        return load_training_data(config, data, [], tokenizer, pack=pack, flash=False, limits=limits)
+        return load_training_data(config, data, [], tokenizer, limits=limits)
 
     return make
 

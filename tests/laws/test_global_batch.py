@@ -211,11 +211,9 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     tokenizer = load_tokenizer(config)
     data = load_training_data(
         config,
-        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[]),
+        check_sources(config.data, config, tokenizer, key="data", problems=[]),
         [],
         tokenizer,
-        pack=False,
-        flash=False,
     )
     order = EpochSampler(PaddedToFullSteps(data.items, 8), seed=42, step=lambda: 0, strategy=data.strategy).order(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))

@@ -150,7 +150,7 @@ def train_until_the_first_loss(inputs: Inputs) -> tuple[TrainConfig, object, obj
     check_environment(inputs.environment)
     options = read_config(TrainConfig, ["--config", str(inputs.yaml)], problems)
     run = resolve_run(options, machine=smallest_machine(), problems=problems)
-    data = load_training_data(run.options, run.data, run.held_out, run.tokenizer, pack=run.options.packing, flash=False)
+    data = load_training_data(run.options, run.data, run.held_out, run.tokenizer)
     model = build_model(run.options, dtype=run.options.dtype, seed=run.options.value("seed") or 42)
     batch = data.collator([data.items[0]])
     batch.pop("num_tokens")

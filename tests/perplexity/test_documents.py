@@ -40,7 +40,7 @@ def tokenizer(tiny):
 
 
 def source_of(config: EvalConfig, tokenizer):
-    return check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0]
+    return check_sources(config.data, config, tokenizer, key="data", problems=[])[0]
 
 
 def windows_of(path, tokenizer, **options):

@@ -57,7 +57,7 @@ def windows_for(options: dict):
     config = make_config(EvalConfig, options, [])
     tokenizer = load_tokenizer(TrainConfig(model=options["model"][0]))
     return build_windows(
-        check_sources(config.data, config, tokenizer, key="data", split="train", problems=[], keep_all=True)[0],
+        check_sources(config.data, config, tokenizer, key="data", problems=[])[0],
         config,
         tokenizer,
     )

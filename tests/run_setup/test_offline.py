@@ -111,7 +111,7 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_
     run = resolve_offline(config, EIGHT_GPUS)
     plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
     assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
-    data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=config.packing, flash=False)
+    data = load_training_data(run.options, list(run.data), [], run.tokenizer)
     tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
     per_step = 8 * plan.micro_batch * plan.accumulation
     assert steps * per_step == len(PaddedToFullSteps(data.items, per_step))
@@ -124,7 +124,7 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_
 def test_a_budget_of_tokens_is_planned_with_all_that_short_sequences_fill_of_it(asked, cheap_traces, batch_tokens):
     changes = {"data": "PAIRS", BATCH: None, "batch_tokens": batch_tokens}
     run = resolve_offline(make_config(TrainConfig, asked(**changes), []), EIGHT_GPUS)
-    data = load_training_data(run.options, list(run.data), [], run.tokenizer, pack=False, flash=False)
+    data = load_training_data(run.options, list(run.data), [], run.tokenizer)
     lengths = [[len(each["input_ids"]) for each in data.items[index]] for index in range(len(data.items))]
     most = max(data.rules.width(max(batch)) * len(batch) for batch in lengths)
     assert most <= run.job.micro_batch * 32 < batch_tokens + 32

@@ -12,7 +12,7 @@ from ranks import train_all
 from tiny import write_jsonl
 from transformers import AutoModelForCausalLM, TrainerState
 
-from dsft.data.batches import BLANK, Collator, PackedCollator, sequence
+from dsft.data.batches import BLANK, Collator, sequence
 from dsft.training.callbacks import MetricsFile
 
 
@@ -22,13 +22,13 @@ def _sequence(length: int):
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_a_batch_tells_its_tokens_those_trained_and_its_positions(flash):
-    packed = PackedCollator(0, flash=flash)([[_sequence(3), _sequence(4)], [_sequence(5)], [BLANK]])
+    packed = Collator(0, packed=True, flash=flash)([[_sequence(3), _sequence(4)], [_sequence(5)], [BLANK]])
     assert packed["num_tokens"].tolist() == [12, 12 - 3, 3 * 8]
     assert Collator(0)([_sequence(3), _sequence(11), BLANK])["num_tokens"].tolist() == [14, 14 - 2, 3 * 16]
 
 
 def test_packed_rows_of_one_sequence_each_have_no_positions_and_so_no_mask():
-    collate = PackedCollator(0, flash=False)
+    collate = Collator(0, packed=True)
     assert "position_ids" not in collate([[_sequence(16)], [_sequence(16)]])
     assert "position_ids" in collate([[_sequence(16)], [_sequence(8), _sequence(8)]])
 
