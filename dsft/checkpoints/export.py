@@ -60,12 +60,18 @@ from dsft.models.model_folder import (
     step_folder,
 )
 from dsft.models.package import names_saved
-from dsft.models.pickles import ZeroShards, check_weight_files, safe_unpickling
 from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.trained import merge_problems, not_streamable, unwrapped
-from dsft.models.weight_files import WEIGHT_FILES, files_of_tensors, find_files
+from dsft.models.weight_files import (
+    WEIGHT_FILES,
+    ZeroShards,
+    check_weight_files,
+    files_of_tensors,
+    find_files,
+    safe_unpickling,
+)
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
@@ -280,7 +286,7 @@ def export(
         dtype: of the written weights; "auto" keeps the source's, and float32 for packed ones of a GGUF file.
         max_shard_size: of a file of the result, which is about what is in memory at a time.
         trust_remote_code: run code that the model brings along; it is copied to `out`.
-        trust_checkpoint: read pickles whatever they ask for, see pickles.py.
+        trust_checkpoint: read pickles whatever they ask for, see models/weight_files.py.
     """
     folder, target = find_weights(source), Path(out)
     check_new_folder(out)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import has_only_shards, is_step_folder
+from dsft.models.model_folder import has_only_shards, is_read_pickle, is_step_folder
 from dsft.models.package import auto_class
-from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.models.size import load_model_config
+from dsft.models.weight_files import pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.units import plural

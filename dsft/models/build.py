@@ -40,7 +40,6 @@ from dsft.models.model_folder import (
     step_folder,
 )
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
-from dsft.models.pickles import ZeroShards, check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
 from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.trained import (
@@ -53,7 +52,18 @@ from dsft.models.trained import (
     select_trained,
     unwrapped,
 )
-from dsft.models.weight_files import ADAPTER_FILES, WEIGHT_FILES, empty_tensors, files_of_tensors, find_files
+from dsft.models.weight_files import (
+    ADAPTER_FILES,
+    WEIGHT_FILES,
+    ZeroShards,
+    check_weight_files,
+    empty_tensors,
+    files_of_tensors,
+    find_files,
+    load_pickle,
+    pickle_errors,
+    safe_unpickling,
+)
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural

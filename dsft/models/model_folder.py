@@ -60,6 +60,12 @@ def number_in(path: Path) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
+def is_read_pickle(file: Path) -> bool:
+    """Return whether `file` is a pickle that some load of a model or a checkpoint reads."""
+    is_for_people = file.name == "training_args.bin"  # of transformers' Trainer
+    return file.suffix in (".pt", ".pth", ".bin") and not is_for_people
+
+
 def adapter_description(folder: str) -> dict[str, Any] | None:
     """The content of an adapter's adapter_config.json; None where the folder holds no adapter.
     Raises UserError where the file describes no adapter, or names no base, or its own folder as that.

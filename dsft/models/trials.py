@@ -5,7 +5,7 @@
     needs_mask             must padding on the right be masked?
     try_packing            can samples that share a row be kept apart, and with which attention?
     attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
-    trains_the_same        do tiles of the loss (head.py) or of feed-forwards give the same loss and gradients?
+    trains_the_same        do tiles of the loss (tiles.py) or of feed-forwards give the same loss and gradients?
 
 Where the architecture's own code fails on small sizes, each answer is the cautious one.
 """

@@ -42,10 +42,10 @@ from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
-from dsft.models.pickles import mapped_resume
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import COUNT_FROM_PADDING, num_experts_of
 from dsft.models.trained import learning_rates, rate_factors
+from dsft.models.weight_files import mapped_resume
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
