@@ -197,13 +197,10 @@ def without_zero_init() -> contextlib.AbstractContextManager[None]:
     return patches.replaced("no_zero_init", lambda _: None)
 
 
-def empty_model(
-    model_config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None
-) -> PreTrainedModel:
-    """The architecture with parameters on the meta device: names and shapes, no memory."""
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+def empty_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
+    """The architecture with parameters on the meta device: names and shapes, no memory; `options` of `from_config`."""
     with without_zero_init(), torch.device("meta"):
-        return from_config(model_config, trust_remote_code=trust_remote_code, **options)
+        return from_config(config, **options)
 
 
 def usual_config(name: str) -> PreTrainedConfig:

@@ -78,13 +78,10 @@ def check_tokenizer(
 def tokenizer_folder(model: str) -> str:
     """Returns where the tokenizer of `model` lies: of an adapter without files of one, with its base."""
     folder = described_in(model)
-    if not _has_tokenizer(folder) and (base := adapter_base(folder)):
-        return tokenizer_folder(base)
-    return folder
-
-
-def _has_tokenizer(folder: str) -> bool:
-    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES)
+    if any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES):
+        return folder
+    base = adapter_base(folder)
+    return tokenizer_folder(base) if base else folder
 
 
 def _has_own_tokens(adapter: str) -> bool:

@@ -94,13 +94,14 @@ def same_weights() -> Iterator[None]:
 def small_model(
     config: PreTrainedConfig,
     *,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
     heads: int = SMALL["num_attention_heads"],
-    **options,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Builds the architecture of `config` with narrow layers, few of them but one of each kind, and an even number of
-    attention `heads`.
+    attention `heads`. The trials below pass their `options` to it.
 
     Raises:
         TooLarge: where it would have more than LARGEST_TRIED parameters.
@@ -153,7 +154,8 @@ def small_model(
     if num_params > LARGEST_TRIED:
         raise TooLarge(f"{num_params:,} parameters")
     with without_zero_init():
-        return from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+        how = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+        return from_config(small, dtype=dtype, **how).to(device)
 
 
 NOT_CAUSAL = (
@@ -233,11 +235,11 @@ def row_rules(model: nn.Module) -> RowRules:
 
 
 @one_thread()
-def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
+def architecture_problems(model: str, config: PreTrainedConfig, **options) -> list[str]:
     """Explain why text can neither train nor be scored by an architecture; nothing where no small one can be tried."""
     if auto_class(config) is not AutoModelForCausalLM:  # only a class for images or sound loads it: is text enough?
         try:
-            small = small_model(config, trust_remote_code=trust_remote_code).train()
+            small = small_model(config, **options).train()
             ids_BT = torch.arange(3, 19).view(2, 8)
             small(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
         except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
@@ -248,7 +250,7 @@ def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_
                     f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
                 ]
     try:
-        later, _ = _differences(small_model(config, trust_remote_code=trust_remote_code).eval())
+        later, _ = _differences(small_model(config, **options).eval())
     except Exception:  # likewise
         return []
     return [f"model={model}: {NOT_CAUSAL}"] if later > 1e-5 else []
@@ -281,22 +283,14 @@ other padding those of experts."""
 
 
 @one_thread()
-def needs_mask(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
-) -> bool:
+def needs_mask(config: PreTrainedConfig, attn_implementation: str, **options) -> bool:
     """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
     and without one whatever the padding contains.
     """
     if attn_implementation != "sdpa":  # flash attention leaves padding out by it; others have nothing to gain
         return True
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
-        model = small_model(config, **options).to(device).eval()
+        model = small_model(config, attn_implementation="sdpa", **options).eval()
         # Tokens of the rows, which are padded to the longest.
         lengths = torch.tensor((16, 11, 5)).clamp(max=min([16, *length_limits(model.config)]))[:, None]
         shape = (len(lengths), int(lengths.max()))
@@ -309,7 +303,7 @@ def needs_mask(
         )
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return True
-    return not all(_all_close(tensors, masked, noise=NOISE[dtype]) for tensors in (unmasked, other))
+    return not all(_all_close(tensors, masked, noise=NOISE[model.dtype]) for tensors in (unmasked, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,21 +356,12 @@ def try_packing(
 
 @one_thread()
 @torch.no_grad()
-def isolation_problem(
-    config: PreTrainedConfig,
-    *,
-    attn_implementation: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-) -> str | None:
+def isolation_problem(config: PreTrainedConfig, **options) -> str | None:
     """Explains why samples in one row would see each other in this architecture; None where they do not: changed tokens
     of a first sample must not change the logits of a second one, and those must be what the second gives alone.
     """
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        model = small_model(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-        model = model.to(device).eval()
+        model = small_model(config, **options).eval()
         ids = random_tokens(model, 1, 48)
         changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
@@ -387,7 +372,7 @@ def isolation_problem(
             .double()
             for tokens, lengths in ((ids, [20, 28]), (changed, [20, 28]), (ids[:, 20:], [28]))
         )
-        if device.type != "cpu":  # a kernel may have no backward, or take no dropout
+        if model.device.type != "cpu":  # a kernel may have no backward, or take no dropout
             with torch.enable_grad():
                 packed = positions([20, 28], ids.device, flash=flash)
                 model.train()(input_ids=ids, use_cache=False, **packed).logits.float().sum().backward()
@@ -399,9 +384,9 @@ def isolation_problem(
         (first - other).abs().max().item() / max(alone.abs().max().item(), 1e-12) for other in (second, alone)
     )
     # Experts get other batches with other tokens, which changes the last bits.
-    if not leaked <= (1e-5 if dtype == torch.float32 else 0):
+    if not leaked <= (1e-5 if model.dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
-    if not differs < (1e-4 if dtype == torch.float32 else 5e-2):
+    if not differs < (1e-4 if model.dtype == torch.float32 else 5e-2):
         return f"a sample's logits in a row differ from those alone by {differs:.1e} of the largest"
     return None
 
@@ -424,25 +409,17 @@ def attention_like_eager(
 
 
 @one_thread()
-def is_like_eager(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-) -> bool:
+def is_like_eager(config: PreTrainedConfig, attn_implementation: str, **options) -> bool:
     """Returns whether an attention has the loss and the gradients of eager attention in this architecture."""
     try:
         results = []
         for implementation in ("eager", attn_implementation):
-            options = {"trust_remote_code": trust_remote_code, "attn_implementation": implementation}
-            model = small_model(config, dtype=dtype, **options).to(device).train()
+            model = small_model(config, attn_implementation=implementation, **options).train()
             ids_BT = random_tokens(model, 2, 48)
             results.append(_loss_and_gradients(model, input_ids=ids_BT, labels=ids_BT))
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return False
-    return _all_close(*results, noise=NOISE[dtype])
+    return _all_close(*results, noise=NOISE[model.dtype])
 
 
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
@@ -461,17 +438,13 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 @one_thread()
 @same_weights()
 def trains_the_same(
-    change: Callable[[nn.Module], bool],
-    config: PreTrainedConfig,
-    *,
-    adapters: LoraConfig | None = None,
-    trust_remote_code: bool = False,
+    change: Callable[[nn.Module], bool], config: PreTrainedConfig, *, adapters: LoraConfig | None = None, **options
 ) -> bool:
     """Returns whether a small model of this architecture has the same loss and gradients after `change` as before,
     which returns False where there is nothing to change.
     """
     try:
-        model = small_model(config, trust_remote_code=trust_remote_code).eval()
+        model = small_model(config, **options).eval()
         if adapters:
             # What names layers, and tokens beyond a small vocabulary, changes neither head nor embedding.
             fields = adapters.to_dict() | {"layers_to_transform": None, "layers_pattern": None}
