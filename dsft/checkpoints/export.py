@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 import struct
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
-from dsft.checkpoints.readback import SafetensorsFiles, check_export, check_written, verify_weights
+from dsft.checkpoints.readback import check_export, check_written, verify_weights
 from dsft.checkpoints.run_folder import (
     UNFINISHED,
     check_new_folder,
@@ -66,11 +66,12 @@ from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.trained import merge_problems, not_streamable, unwrapped
 from dsft.models.weight_files import (
     WEIGHT_FILES,
+    SafetensorsFiles,
     ZeroShards,
     check_weight_files,
-    files_of_tensors,
     find_files,
     safe_unpickling,
+    safetensors_of,
 )
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
@@ -84,21 +85,11 @@ class NotStreamable(Exception):
     """Explains why these weights cannot be taken one by one."""
 
 
-def weight_files(model: str, revision: str | None = None) -> list[Path]:
-    """The safetensors that transformers loads a model from; others may lie beside them: the repositories of Mistral
-    hold all weights a second time, under other names. Raises UserError where one that the index names is missing.
-    """
-    try:
-        return [*map(Path, find_files(model, WEIGHT_FILES[:2], revision))]
-    except UserError as error:
-        raise UserError([f"{model}: {problem}" for problem in error.problems]) from None
-
-
 class SafetensorsSource(SafetensorsFiles):
     """Gives the weights of a model that lies in safetensors, one at a time as all sources; `kept_dtypes` are theirs."""
 
     def __init__(self, model: str, revision: str | None = None):
-        super().__init__(*weight_files(model, revision))
+        super().__init__(*safetensors_of(model, revision))
         kinds = {*self.dtypes.values()}
         if not kinds or kinds - DTYPES_ON_DISK.keys():
             raise NotStreamable(f"{model} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
@@ -109,7 +100,7 @@ class Mxfp4Source(SafetensorsFiles):
     """Gives weights whose experts are packed as MXFP4, unpacked to transformers' numbers (integrations/mxfp4.py)."""
 
     def __init__(self, folder: Path):
-        super().__init__(*weight_files(str(folder)))
+        super().__init__(*safetensors_of(str(folder)))
         for packed in [name for name in self.shapes if name.endswith("_blocks")]:
             experts, outputs, blocks, num_bytes = self.shapes.pop(packed)
             name = packed.removesuffix("_blocks")
@@ -506,7 +497,7 @@ class LeftOut:
     """Of a package on the hub."""
     config: PreTrainedConfig
     """Of the package."""
-    files: dict[str, str]
+    files: dict[str, Path]
     """Name of a tensor on disk -> path of the safetensors file that holds it."""
     num_bytes: int
     text_only: str | None
@@ -534,7 +525,7 @@ def find_left_out(
     if is_bare_config(package) or is_gguf(package) or has_only_shards(package):
         return None
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
-    text, files = config.get_text_config(decoder=True), files_of_tensors(package, revision)
+    text, on_disk = config.get_text_config(decoder=True), SafetensorsFiles(*safetensors_of(package, revision))
     # Whether a tensor has a place, as transformers decides while it loads (core_model_loading.py,
     # convert_and_load_state_dict_in_model).
     conversions = getattr(model, "_weight_conversions", None) or []
@@ -543,11 +534,11 @@ def find_left_out(
     # Around an adapted layer peft puts its own.
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
     left = set()
-    for name in files:
+    for name in on_disk.files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if renamed not in state and name not in state:
             left.add(name)
-    loaded = files.keys() - left
+    loaded = on_disk.files.keys() - left
     loaded_modules = {name.rpartition(".")[0] for name in loaded}
     # Scales of quantised weights and old buffers belong to the language model; nothing is made of them again.
     left = {name for name in left if name.rpartition(".")[0] not in loaded_modules and not name.endswith(OLD_BUFFERS)}
@@ -561,35 +552,18 @@ def find_left_out(
     is_text_class, why = type(config) is not type(model.config), None
     if getattr(config, "quantization_config", None) and (left or is_text_class):
         why = "the package is quantised on disk, and what is trained is not"
-    elif is_text_class and not files:
+    elif is_text_class and not on_disk.files:
         why = "the package is not in safetensors"
     elif is_text_class and loaded - names_saved(model):
         why = "the package has other names on disk than transformers saves"
-    num_bytes = 0
-    for file, names in _by_file(files, left).items():
-        with safe_open(file, framework="pt") as tensors:
-            num_bytes += sum(_num_bytes(tensors.get_slice(name)) for name in names)
     return LeftOut(
         package=package,
         revision=revision,
         config=config,
-        files={name: files[name] for name in left},
-        num_bytes=num_bytes,
+        files={name: on_disk.files[name] for name in sorted(left)},
+        num_bytes=on_disk.num_bytes(left),
         text_only=why,
     )
-
-
-def _num_bytes(tensor: Any) -> int:
-    """Returns the bytes of a slice of safetensors."""
-    bits = int("".join(filter(str.isdigit, tensor.get_dtype().partition("_")[0])) or 8)  # BF16, F32, F8_E4M3, BOOL
-    return math.prod(tensor.get_shape()) * bits // 8
-
-
-def _by_file(files: dict[str, str], names: list[str]) -> dict[str, list[str]]:
-    grouped = defaultdict(list)
-    for name in names:
-        grouped[files[name]].append(name)
-    return dict(grouped)
 
 
 def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None) -> None:
@@ -600,16 +574,15 @@ def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None
     if left_out.files:
         whole = folder / SAFE_WEIGHTS_NAME
         if whole.is_file():  # which transformers would take for all of the model
-            whole.rename(folder / TRAINED)
-            with safe_open(folder / TRAINED, framework="pt") as tensors:
-                total = sum(_num_bytes(tensors.get_slice(name)) for name in tensors.keys())
-                index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(tensors.keys(), TRAINED)}
+            trained = SafetensorsFiles(whole.rename(folder / TRAINED))
+            total = trained.num_bytes(trained.files)
+            index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(trained.files, TRAINED)}
         else:
             index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        if trained := left_out.files.keys() & index["weight_map"].keys():
-            raise RuntimeError(f"{sorted(trained)[0]} is trained, and would be written as it was")
-        for number, (file, names) in enumerate(_by_file(left_out.files, sorted(left_out.files)).items(), start=1):
-            kept = KEPT.format(number)
+        if both := left_out.files.keys() & index["weight_map"].keys():
+            raise RuntimeError(f"{sorted(both)[0]} is trained, and would be written as it was")
+        for number, file in enumerate(dict.fromkeys(left_out.files.values()), start=1):
+            names, kept = [name for name, path in left_out.files.items() if path == file], KEPT.format(number)
             with safe_open(file, framework="pt") as tensors:
                 save_file({name: tensors.get_tensor(name) for name in names}, folder / kept, {"format": "pt"})
             index["weight_map"] |= dict.fromkeys(names, kept)

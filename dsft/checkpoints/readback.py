@@ -1,6 +1,5 @@
 """Reads files back before they are trusted: what was just saved against memory, a checkpoint against its manifest."""
 
-import itertools
 import math
 import threading
 import time
@@ -8,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,7 +16,7 @@ from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import has_only_shards, is_read_pickle, is_step_folder
 from dsft.models.package import auto_class
 from dsft.models.size import load_model_config
-from dsft.models.weight_files import pickle_errors
+from dsft.models.weight_files import SafetensorsFiles, pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.units import plural
@@ -30,27 +28,6 @@ class TensorsInMemory:
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.shapes, self.read = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__
-
-
-class SafetensorsFiles:
-    """Gives the tensors of files, and of the `*.safetensors` of folders."""
-
-    def __init__(self, *paths: Path):
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        """As safetensors names them: BF16."""
-        in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
-        for file in itertools.chain(*in_order):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    tensor = tensors.get_slice(name)
-                    self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
-                    self.dtypes[name] = tensor.get_dtype()
-
-    def read(self, name: str) -> torch.Tensor:
-        with safe_open(self.files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

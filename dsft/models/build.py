@@ -55,14 +55,15 @@ from dsft.models.trained import (
 from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,
+    SafetensorsFiles,
     ZeroShards,
     check_weight_files,
     empty_tensors,
-    files_of_tensors,
     find_files,
     load_pickle,
     pickle_errors,
     safe_unpickling,
+    safetensors_of,
 )
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
@@ -208,7 +209,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     if getattr(model, "_weight_conversions", None):
         patches.replace("used_conversions", lambda conversions: [c for c in conversions if c.was_used()], on=model)
     if type(model.config) is not type(config):
-        save_as_on_disk(model, files_of_tensors(name, options.get("revision")))
+        save_as_on_disk(model, SafetensorsFiles(*safetensors_of(name, options.get("revision"))).files)
     return freeze_unreached(model)
 
 

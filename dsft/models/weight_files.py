@@ -8,6 +8,7 @@ transformers' Trainer store. Safetensors are no pickles.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -77,13 +78,40 @@ def weight_bytes_in(model: str) -> int | None:
     return sum(Path(file).stat().st_size for file in files) or None
 
 
-def files_of_tensors(model: str, revision: str | None = None) -> dict[str, str]:
-    """Returns, for each tensor of a package's safetensors, the file that holds it; nothing of other formats."""
-    names = {}
-    for file in find_files(model, WEIGHT_FILES[:2], revision):
-        with _named(file), safe_open(file, framework="pt") as tensors:
-            names |= dict.fromkeys(tensors.keys(), file)
-    return names
+def safetensors_of(model: str, revision: str | None = None) -> list[Path]:
+    """The safetensors that transformers loads a model from; others may lie beside them: the repositories of Mistral
+    hold all weights a second time, under other names. Raises UserError where one that the index names is missing.
+    """
+    try:
+        return [*map(Path, find_files(model, WEIGHT_FILES[:2], revision))]
+    except UserError as error:
+        raise UserError([f"{model}: {problem}" for problem in error.problems]) from None
+
+
+class SafetensorsFiles:
+    """Gives the tensors of files, and of the `*.safetensors` of folders."""
+
+    def __init__(self, *paths: Path):
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        """As safetensors names them: BF16, F8_E4M3, BOOL."""
+        in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
+        for file in itertools.chain(*in_order):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    tensor = tensors.get_slice(name)
+                    self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
+                    self.dtypes[name] = tensor.get_dtype()
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Returns the bytes of some of the tensors."""
+        bits = {name: int(re.sub(r"\D", "", self.dtypes[name].partition("_")[0]) or 8) for name in names}
+        return sum(math.prod(self.shapes[name]) * bits // 8 for name, bits in bits.items())
+
+    def read(self, name: str) -> torch.Tensor:
+        with safe_open(self.files[name], framework="pt") as tensors:
+            return tensors.get_tensor(name)
 
 
 def weights_digest(model: str, revision: str | None = None) -> str | None:
