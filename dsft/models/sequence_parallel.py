@@ -30,7 +30,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dsft.models.size import ModelFacts, ModelSize
-from dsft.models.trials import random_tokens, rope_types, small_model
+from dsft.models.trials import distance, random_tokens, rope_types, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED, one_of
@@ -225,8 +225,7 @@ def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code:
         reason += f" ({type(error).__name__})"
     else:
         expected = whole.chunk(size, dim=1)[team.position()[1]]
-        difference = ((shared - expected).abs().max() / whole.abs().max().clamp(min=1e-12)).item()
-        if distributed.max_over_ranks(difference) < 1e-3:  # not where it is NaN
+        if distributed.max_over_ranks(distance(shared, expected)) < 1e-3:  # not where it is NaN
             return ""
         reason += " (recurrent layers, for example)"
     return f"sequence_parallel={size} for {model}: {reason}; {WAY_OUT}"

@@ -31,7 +31,7 @@ from dsft.models.model_folder import (
     is_bare_config,
     is_gguf,
     located,
-    no_adapter,
+    misnamed,
     no_model,
 )
 from dsft.models.package import from_config
@@ -304,9 +304,10 @@ def measure_model(
     except AttributeError as error:
         raise UserError(f"model={name}: its architecture cannot be measured ({one_line(error)})") from error
     except (ValueError, OSError, TypeError) as error:  # of peft: what it cannot adapt, an adapter that is not there
-        named = "lora_options" if options.lora_options else "lora_target_modules"
-        problem = no_adapter(options.adapter, error) if options.adapter else f"{named}: {one_line(error)}"
-        raise UserError([problem]) from error
+        named, problem = "lora_options" if options.lora_options else "lora_target_modules", None
+        if options.adapter:
+            named, problem = f"adapter={options.adapter}", misnamed("adapter", options.adapter, "adapter")
+        raise UserError([problem or f"{named}: {one_line(error)}"]) from error
     return ModelFacts(
         config=config,
         size=size,

@@ -305,8 +305,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         elif name not in LORA_FIELDS or name in ("eva_config", "runtime_config", "qalora_group_size"):
             problems.append(f"{name} is not supported: dsft could not plan, evaluate and merge such an adapter")
         elif name == "init_lora_weights" and value not in NEW_STARTS:
-            start = str(value).partition("_niter")[0] + "_niter" * ("_niter" in str(value))
-            why = f" ({NO_START[start]})" if start in NO_START else ""
+            why = next((f" ({reason})" for start, reason in NO_START.items() if str(value).startswith(start)), "")
             problems.append(
                 f"init_lora_weights={value} is not supported{why}; choose from {', '.join(map(str, NEW_STARTS))}"
             )

@@ -65,10 +65,6 @@ LARGEST_TRIED = 100_000_000
 """Parameters; no architecture that SMALL knows comes near."""
 
 
-class TooLarge(Exception):
-    """Has how many parameters the small model would have."""
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Computes on one thread: operators of a small model take less time than busy cores to synchronise."""
@@ -104,7 +100,7 @@ def small_model(
     attention `heads`. The trials below pass their `options` to it.
 
     Raises:
-        TooLarge: where it would have more than LARGEST_TRIED parameters.
+        ValueError: where it would have more than LARGEST_TRIED parameters.
         Exception: whatever an architecture's own code makes of sizes that it was not made for.
     """
     small = copy.deepcopy(config)
@@ -152,7 +148,7 @@ def small_model(
     empty = empty_model(small, trust_remote_code=trust_remote_code)
     num_params = sum(parameter.numel() for parameter in empty.parameters())
     if num_params > LARGEST_TRIED:
-        raise TooLarge(f"{num_params:,} parameters")
+        raise ValueError(f"it would have {num_params:,} parameters")
     with without_zero_init():
         how = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
         return from_config(small, dtype=dtype, **how).to(device)
@@ -263,6 +259,11 @@ def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -
     return ids_BT.to(next(model.parameters()).device)
 
 
+def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest difference, as a part of the largest that is expected."""
+    return ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+
+
 @torch.no_grad()
 def _differences(model: nn.Module) -> tuple[float, float]:
     """By how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
@@ -274,7 +275,7 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     first, *others = (
         model(input_ids=rows, use_cache=False).logits[0, : length // 2].double() for rows in (ids, later, neighbour)
     )
-    return tuple(((first - other).abs().max() / first.abs().max().clamp(min=1e-12)).item() for other in others)
+    return tuple(distance(other, first) for other in others)
 
 
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -377,12 +378,9 @@ def isolation_problem(config: PreTrainedConfig, **options) -> str | None:
                 packed = positions([20, 28], ids.device, flash=flash)
                 model.train()(input_ids=ids, use_cache=False, **packed).logits.float().sum().backward()
     except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
-        why = f" ({type(error).__name__}: {one_line(error)[:200]})"
-        why = f", which would have {error}" if isinstance(error, TooLarge) else why
-        return f"it cannot be tried with a small model of this architecture{why}"
-    leaked, differs = (
-        (first - other).abs().max().item() / max(alone.abs().max().item(), 1e-12) for other in (second, alone)
-    )
+        why = f"{type(error).__name__}: {one_line(error)[:200]}"
+        return f"it cannot be tried with a small model of this architecture ({why})"
+    leaked, differs = distance(second, first), distance(first, alone)
     # Experts get other batches with other tokens, which changes the last bits.
     if not leaked <= (1e-5 if model.dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
