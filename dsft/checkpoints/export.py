@@ -33,6 +33,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_files
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
@@ -78,22 +79,19 @@ from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
 
-DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
 
 class NotStreamable(Exception):
     """Explains why these weights cannot be taken one by one."""
 
 
 class SafetensorsSource(SafetensorsFiles):
-    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `kept_dtypes` are theirs."""
+    """Gives the weights of a model that lies in safetensors, one at a time as all sources."""
 
     def __init__(self, model: str, revision: str | None = None):
         super().__init__(*safetensors_of(model, revision))
         kinds = {*self.dtypes.values()}
-        if not kinds or kinds - DTYPES_ON_DISK.keys():
-            raise NotStreamable(f"{model} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
-        self.kept_dtypes = {name: DTYPES_ON_DISK[kind] for name, kind in self.dtypes.items()}
+        if not kinds or kinds - {*DTYPES.values()}:
+            raise NotStreamable(f"{model} holds {', '.join(sorted(map(str, kinds))) or 'no safetensors'}")
 
 
 class Mxfp4Source(SafetensorsFiles):
@@ -107,15 +105,13 @@ class Mxfp4Source(SafetensorsFiles):
             if self.shapes.pop(f"{name}_scales", None) is None:
                 raise UserError(f"{folder}: {packed} has no {name}_scales beside it; copy or download it again")
             self.shapes[name] = (experts, 2 * blocks * num_bytes, outputs)  # two weights in a byte
-        self.kept_dtypes = {
-            name: DTYPES_ON_DISK[self.dtypes[name]] if name in self.files else torch.bfloat16 for name in self.shapes
-        }
+            self.dtypes[name] = torch.bfloat16
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.files:
             return super().read(name)
         packed = zip(super().read(f"{name}_blocks"), super().read(f"{name}_scales"), strict=True)
-        unpacked = torch.empty(self.shapes[name], dtype=self.kept_dtypes[name])
+        unpacked = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         for expert, (blocks, scales) in enumerate(packed):  # all at once take several times their bytes
             unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=unpacked.dtype)[0]
         return unpacked
@@ -124,16 +120,17 @@ class Mxfp4Source(SafetensorsFiles):
 class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
-    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool):
+    def __init__(self, checkpoint: Path, *, revision: str | None, trust_remote_code: bool):
         if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
             raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
+        config = load_model_config(str(checkpoint), revision=revision, trust_remote_code=trust_remote_code)
         self.shards = ZeroShards(checkpoint)
         model = empty_model(config, trust_remote_code=trust_remote_code)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self.shapes != self.shards.shapes:
             raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
         check_names_on_disk(config, self.shapes)
-        self.kept_dtypes = dict.fromkeys(self.shapes, config.dtype or torch.float32)
+        self.dtypes = dict.fromkeys(self.shapes, config.dtype or torch.float32)
 
     def read(self, name: str) -> torch.Tensor:
         return self.shards.read(name).view(self.shapes[name])
@@ -167,7 +164,7 @@ class MergedSource:
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
         self.base = SafetensorsSource(base_name, revision)
-        self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
+        self.shapes, self.dtypes = self.base.shapes, self.base.dtypes
         inner = adapted.get_base_model()
         if inner.config.get_text_config().vocab_size != vocab_size:
             raise NotStreamable("the adapter has other rows than its base")
@@ -212,17 +209,17 @@ class MergedSource:
 def gguf_dtype(reader: Any) -> torch.dtype:
     """The type of a GGUF file's matrices where they are plain; else float32, which holds packed weights exactly."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
-    return DTYPES_ON_DISK.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+    return str_to_torch_dtype.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
 
 
 class GgufSource:
     """Gives the weights of a GGUF file, unpacked one at a time to the numbers that transformers gives them."""
 
-    def __init__(self, file: Path, config: PreTrainedConfig):
+    def __init__(self, file: Path):
         """Raises UserError where the file is an adapter, a tower for images or a part."""
         from gguf import GGUFReader  # here: an extra of the package
 
-        self.reader = GGUFReader(file)
+        config, self.reader = load_model_config(str(file)), GGUFReader(file)
         (kind,) = gguf_files.read_field(self.reader, "general.type") or ["model"]
         (parts,) = gguf_files.read_field(self.reader, "split.count") or [1]
         if parts > 1:
@@ -238,7 +235,7 @@ class GgufSource:
         self.tensors = {self.names[tensor.name]: tensor for tensor in self.reader.tensors if tensor.name in self.names}
         if absent := sorted(self.shapes.keys() - self.tensors.keys()):
             raise NotStreamable(f"{absent[0]} is not one tensor of the file")
-        self.kept_dtypes = dict.fromkeys(self.shapes, gguf_dtype(self.reader))
+        self.dtypes = dict.fromkeys(self.shapes, gguf_dtype(self.reader))
 
     def read(self, name: str) -> torch.Tensor:
         from gguf import dequantize
@@ -293,10 +290,9 @@ def export(
                 if base is not None and not has_only_shards(str(folder)):
                     weights = MergedSource(folder, base, dtype=DTYPES.get(dtype), **known)
                 elif is_gguf(str(folder)):
-                    weights = GgufSource(folder, load_model_config(str(folder)))
+                    weights = GgufSource(folder)
                 elif has_only_shards(str(folder)):
-                    config = load_model_config(described_in(str(folder)), **known)
-                    weights = ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
+                    weights = ShardsSource(folder, **known)
                 else:
                     on_disk = quantization_on_disk(load_model_config(str(folder), **known))
                     is_unpacked = on_disk and on_disk.unpacked_by_export
@@ -337,8 +333,7 @@ def _write_loaded(
     if is_gguf(str(folder)):  # transformers unpacks all of it to float32
         from gguf import GGUFReader
 
-        shapes = (parameter.shape for parameter in empty_model(load_model_config(str(folder))).parameters())
-        needed = sum(map(math.prod, shapes)) * torch.float32.itemsize
+        needed = empty_model(load_model_config(str(folder))).num_parameters() * torch.float32.itemsize
         written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
     else:
@@ -351,15 +346,13 @@ def _write_loaded(
     unpacking = None
     if base or not (is_gguf(str(folder)) or has_only_shards(str(folder))):
         unpacking = unpacking_config(load_model_config(base or str(folder), **known))
-    if unpacking:
-        options["quantization_config"] = unpacking
+    options |= {"quantization_config": unpacking} if unpacking else {}
     model = load_weights(str(folder), **options)
-    if is_gguf(str(folder)):  # experts get the names of the architecture's own files
-        patches.replace("unpacked_weights", lambda _: None, on=model)
-    if unpacking:
-        inner = unwrapped(model)
-        cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
+    inner = unwrapped(model)
+    if unpacking or is_gguf(str(folder)):  # experts get the names of the architecture's own files
         patches.replace("unpacked_weights", lambda _: None, on=inner)
+    if unpacking:
+        cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
         text_config = inner.config.get_text_config(decoder=True)
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
@@ -414,7 +407,7 @@ def _write_streamed(
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
     known = {"trust_remote_code": trust_remote_code}
     out.mkdir(parents=True)
-    dtypes = dict.fromkeys(weights.shapes, DTYPES[dtype]) if dtype in DTYPES else weights.kept_dtypes
+    dtypes = dict.fromkeys(weights.shapes, DTYPES[dtype]) if dtype in DTYPES else weights.dtypes
     on_meta = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in on_meta.values())

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import has_only_shards, is_read_pickle, is_step_folder
+from dsft.models.model_folder import described_in, has_only_shards, is_read_pickle, is_step_folder
 from dsft.models.package import auto_class
 from dsft.models.size import load_model_config
 from dsft.models.weight_files import SafetensorsFiles, pickle_errors
@@ -94,16 +94,11 @@ def check_export(
     loaded, info = auto_class(config).from_pretrained(
         folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
     )
-    missing = sorted(info["missing_keys"])
-    if missing and source:
-        raise UserError(
-            f"{source}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}; copy or"
-            " download it again"
-        )
-    if missing:
-        raise RuntimeError(
-            f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
-        )
+    if missing := sorted(info["missing_keys"]):
+        lost = f"{plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
+        if source:
+            raise UserError(f"{source}: {lost}; copy or download it again")
+        raise RuntimeError(f"{folder}: {lost}")
     if model is not None:
         check_written(folder, TensorsInMemory(dict(loaded.named_parameters())), dict(model.named_parameters()))
 
@@ -118,7 +113,7 @@ class Verification:
             weights_only: leave out DeepSpeed's shards, unless the weights lie in them, and the look at pickles: who
                 loads weights looks at theirs.
         """
-        self.folder = Path(checkpoint).parent if is_step_folder(checkpoint) else Path(checkpoint)
+        self.folder = Path(described_in(checkpoint))
         self.seconds, self._weights_only = 0.0, weights_only
         files = files_of(self.folder)
         if weights_only and not has_only_shards(checkpoint):

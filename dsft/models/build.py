@@ -35,7 +35,6 @@ from dsft.models.model_folder import (
     described_in,
     has_only_shards,
     is_bare_config,
-    is_step_folder,
     located,
     step_folder,
 )
@@ -220,7 +219,7 @@ def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
-    checkpoint, saved = folder.parent if is_step_folder(str(folder)) else folder, step_folder(folder)
+    checkpoint, saved = Path(described_in(str(folder))), step_folder(folder)
     raise_if_any(pickle_errors(sorted(saved.glob("*.pt"))))
     if any(saved.glob(OPTIMIZER_FILES)):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -245,9 +244,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
         wanted = dict(model.named_parameters()) | saved_buffers
     if missing := sorted(wanted.keys() - state.keys()):
-        raise UserError(
-            f"model={folder}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
-        )
+        raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
     with torch.no_grad():
         for name, tensor in wanted.items():
             # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.

@@ -145,8 +145,7 @@ def small_model(
             angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
             fewer = [section * angles // sum(sections) for section in sections]
             rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
-    empty = empty_model(small, trust_remote_code=trust_remote_code)
-    num_params = sum(parameter.numel() for parameter in empty.parameters())
+    num_params = empty_model(small, trust_remote_code=trust_remote_code).num_parameters()
     if num_params > LARGEST_TRIED:
         raise ValueError(f"it would have {num_params:,} parameters")
     with without_zero_init():

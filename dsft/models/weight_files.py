@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.utils._pytree import tree_map_only
-from transformers.modeling_utils import load_state_dict
+from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -94,20 +94,19 @@ class SafetensorsFiles:
     def __init__(self, *paths: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        """As safetensors names them: BF16, F8_E4M3, BOOL."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """uint8 for a dtype that transformers does not know: those (F8_E8M0) have numbers of one byte."""
         in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
         for file in itertools.chain(*in_order):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     tensor = tensors.get_slice(name)
                     self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
-                    self.dtypes[name] = tensor.get_dtype()
+                    self.dtypes[name] = str_to_torch_dtype.get(tensor.get_dtype(), torch.uint8)
 
     def num_bytes(self, names: Iterable[str]) -> int:
         """Returns the bytes of some of the tensors."""
-        bits = {name: int(re.sub(r"\D", "", self.dtypes[name].partition("_")[0]) or 8) for name in names}
-        return sum(math.prod(self.shapes[name]) * bits // 8 for name, bits in bits.items())
+        return sum(math.prod(self.shapes[name]) * self.dtypes[name].itemsize for name in names)
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], framework="pt") as tensors:
