@@ -215,7 +215,7 @@ def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code:
     try:
         options = {"device": distributed.device(), "attn_implementation": "sdpa", "heads": 2 * size}
         small = small_model(facts.config, trust_remote_code=trust_remote_code, **options).eval()
-        ids = random_tokens(small, 2, 4 * size)
+        ids = random_tokens(small, 2, 4 * size, first=1)
         whole = small(input_ids=ids, use_cache=False).logits
         with team.attention(small):
             shared = small(**team.share({"input_ids": ids}), use_cache=False).logits

@@ -15,6 +15,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -283,14 +284,16 @@ other padding those of experts."""
 
 
 @one_thread()
-def needs_mask(config: PreTrainedConfig, attn_implementation: str, **options) -> bool:
+def needs_mask(
+    config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype = torch.float32, **options
+) -> bool:
     """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
     and without one whatever the padding contains.
     """
     if attn_implementation != "sdpa":  # flash attention leaves padding out by it; others have nothing to gain
         return True
     try:
-        model = small_model(config, attn_implementation="sdpa", **options).eval()
+        model = small_model(config, dtype=dtype, attn_implementation="sdpa", **options).eval()
         # Tokens of the rows, which are padded to the longest.
         lengths = torch.tensor((16, 11, 5)).clamp(max=min([16, *length_limits(model.config)]))[:, None]
         shape = (len(lengths), int(lengths.max()))
@@ -303,7 +306,7 @@ def needs_mask(config: PreTrainedConfig, attn_implementation: str, **options) ->
         )
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return True
-    return not all(_all_close(tensors, masked, noise=NOISE[model.dtype]) for tensors in (unmasked, other))
+    return not all(_all_close(tensors, masked, noise=NOISE[dtype]) for tensors in (unmasked, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,16 +342,16 @@ def try_packing(
     picks = asked is None and has_gpu() and dtype != "float32"
     for implementation in [*kernels, None] if picks else [asked]:
         on_gpu = "flash" in (implementation or "") or (implementation in KERNELS and has_gpu())
-        options = {
-            "attn_implementation": implementation,
-            "device": distributed.device() if on_gpu else torch.device("cpu"),
-            "dtype": DTYPES[dtype] if on_gpu else torch.float32,
-            "trust_remote_code": trust_remote_code,
-        }
-        if on_gpu:  # each rank has packages, a compiler and a connection of its own
-            problems = distributed.from_all([isolation_problem(config, **options)])
-        else:
-            problems = [distributed.on_rank_0(lambda of_cpu=options: isolation_problem(config, **of_cpu))]
+        try_it = partial(
+            isolation_problem,
+            config,
+            attn_implementation=implementation,
+            device=distributed.device() if on_gpu else "cpu",
+            dtype=DTYPES[dtype] if on_gpu else torch.float32,
+            trust_remote_code=trust_remote_code,
+        )
+        # On GPUs each rank has packages, a compiler and a connection of its own.
+        problems = distributed.from_all([try_it()]) if on_gpu else [distributed.on_rank_0(try_it)]
         if (problem := next(filter(None, problems), None)) is None:
             break
     return Packing(problem=problem, attn_implementation=implementation)
@@ -356,12 +359,12 @@ def try_packing(
 
 @one_thread()
 @torch.no_grad()
-def isolation_problem(config: PreTrainedConfig, **options) -> str | None:
+def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options) -> str | None:
     """Explains why samples in one row would see each other in this architecture; None where they do not: changed tokens
     of a first sample must not change the logits of a second one, and those must be what the second gives alone.
     """
     try:
-        model = small_model(config, **options).eval()
+        model = small_model(config, dtype=dtype, **options).eval()
         ids = random_tokens(model, 1, 48)
         changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
@@ -381,9 +384,9 @@ def isolation_problem(config: PreTrainedConfig, **options) -> str | None:
         return f"it cannot be tried with a small model of this architecture ({why})"
     leaked, differs = distance(second, first), distance(first, alone)
     # Experts get other batches with other tokens, which changes the last bits.
-    if not leaked <= (1e-5 if model.dtype == torch.float32 else 0):
+    if not leaked <= (1e-5 if dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
-    if not differs < (1e-4 if model.dtype == torch.float32 else 5e-2):
+    if not differs < (1e-4 if dtype == torch.float32 else 5e-2):
         return f"a sample's logits in a row differ from those alone by {differs:.1e} of the largest"
     return None
 
@@ -406,17 +409,17 @@ def attention_like_eager(
 
 
 @one_thread()
-def is_like_eager(config: PreTrainedConfig, attn_implementation: str, **options) -> bool:
+def is_like_eager(config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype, **options) -> bool:
     """Returns whether an attention has the loss and the gradients of eager attention in this architecture."""
     try:
         results = []
         for implementation in ("eager", attn_implementation):
-            model = small_model(config, attn_implementation=implementation, **options).train()
+            model = small_model(config, dtype=dtype, attn_implementation=implementation, **options).train()
             ids_BT = random_tokens(model, 2, 48)
             results.append(_loss_and_gradients(model, input_ids=ids_BT, labels=ids_BT))
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return False
-    return _all_close(*results, noise=NOISE[model.dtype])
+    return _all_close(*results, noise=NOISE[dtype])
 
 
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
