@@ -87,8 +87,8 @@ class StagedSave:
         self.errors: list[str] = []
         """What this rank could not write."""
         self.will_fail_again = False
-        """The next save would fail too: the cause is no disk that is full or may recover. After `run` the same on all
-        ranks.
+        """The next save would fail too: the cause is no disk that is full or may recover. After `complete` the
+        same on all ranks.
         """
         self.is_past_collectives = False
         """No rank waits for another any more while it writes."""
