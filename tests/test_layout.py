@@ -180,9 +180,9 @@ def test_names_of_a_runs_files_stand_in_one_room():
 PATCHED_LIBRARIES = {"torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "trl", "liger_kernel"}
 OWN_OR_PUBLIC = {
     ("runtime/launcher_env.py", "runner.logger.disabled"),  # a switch of Python's loggers
-    ("models/head.py", "inner.forward"),  # of the model itself, as Liger replaces it
-    ("models/head.py", "head.forward"),
-    ("models/feed_forward.py", "module.forward"),
+    ("models/tiles.py", "inner.forward"),  # of the model itself, as Liger replaces it
+    ("models/tiles.py", "head.forward"),
+    ("models/tiles.py", "module.forward"),
     ("planner/traced_model.py", "module.forward"),  # of a model that only exists to be measured
     ("watchdog/client.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),

@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 import struct
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +33,11 @@ from transformers import modeling_gguf_pytorch_utils as gguf_files
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
-from dsft.checkpoints.readback import SafetensorsFiles, check_export, check_written, verify_weights
+from dsft.checkpoints.readback import check_export, check_written, verify_weights
 from dsft.checkpoints.run_folder import (
     UNFINISHED,
     check_new_folder,
@@ -60,65 +61,57 @@ from dsft.models.model_folder import (
     step_folder,
 )
 from dsft.models.package import names_saved
-from dsft.models.pickles import ZeroShards, check_weight_files, safe_unpickling
 from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.trained import merge_problems, not_streamable, unwrapped
-from dsft.models.weight_files import WEIGHT_FILES, files_of_tensors, find_files
+from dsft.models.weight_files import (
+    WEIGHT_FILES,
+    SafetensorsFiles,
+    ZeroShards,
+    check_weight_files,
+    find_files,
+    safe_unpickling,
+    safetensors_of,
+)
 from dsft.runtime import patches
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
-
-DTYPES_ON_DISK = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class NotStreamable(Exception):
     """Explains why these weights cannot be taken one by one."""
 
 
-def weight_files(model: str, revision: str | None = None) -> list[Path]:
-    """The safetensors that transformers loads a model from; others may lie beside them: the repositories of Mistral
-    hold all weights a second time, under other names. Raises UserError where one that the index names is missing.
-    """
-    try:
-        return [*map(Path, find_files(model, WEIGHT_FILES[:2], revision))]
-    except UserError as error:
-        raise UserError([f"{model}: {problem}" for problem in error.problems]) from None
-
-
 class SafetensorsSource(SafetensorsFiles):
-    """Gives the weights of a model that lies in safetensors, one at a time as all sources; `kept_dtypes` are theirs."""
+    """Gives the weights of a model that lies in safetensors, one at a time as all sources."""
 
     def __init__(self, model: str, revision: str | None = None):
-        super().__init__(*weight_files(model, revision))
+        super().__init__(*safetensors_of(model, revision))
         kinds = {*self.dtypes.values()}
-        if not kinds or kinds - DTYPES_ON_DISK.keys():
-            raise NotStreamable(f"{model} holds {', '.join(sorted(kinds)) or 'no safetensors'}")
-        self.kept_dtypes = {name: DTYPES_ON_DISK[kind] for name, kind in self.dtypes.items()}
+        if not kinds or kinds - {*DTYPES.values()}:
+            raise NotStreamable(f"{model} holds {', '.join(sorted(map(str, kinds))) or 'no safetensors'}")
 
 
 class Mxfp4Source(SafetensorsFiles):
     """Gives weights whose experts are packed as MXFP4, unpacked to transformers' numbers (integrations/mxfp4.py)."""
 
     def __init__(self, folder: Path):
-        super().__init__(*weight_files(str(folder)))
+        super().__init__(*safetensors_of(str(folder)))
         for packed in [name for name in self.shapes if name.endswith("_blocks")]:
             experts, outputs, blocks, num_bytes = self.shapes.pop(packed)
             name = packed.removesuffix("_blocks")
             if self.shapes.pop(f"{name}_scales", None) is None:
                 raise UserError(f"{folder}: {packed} has no {name}_scales beside it; copy or download it again")
             self.shapes[name] = (experts, 2 * blocks * num_bytes, outputs)  # two weights in a byte
-        self.kept_dtypes = {
-            name: DTYPES_ON_DISK[self.dtypes[name]] if name in self.files else torch.bfloat16 for name in self.shapes
-        }
+            self.dtypes[name] = torch.bfloat16
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.files:
             return super().read(name)
         packed = zip(super().read(f"{name}_blocks"), super().read(f"{name}_scales"), strict=True)
-        unpacked = torch.empty(self.shapes[name], dtype=self.kept_dtypes[name])
+        unpacked = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         for expert, (blocks, scales) in enumerate(packed):  # all at once take several times their bytes
             unpacked[expert] = convert_moe_packed_tensors(blocks[None], scales[None], dtype=unpacked.dtype)[0]
         return unpacked
@@ -127,16 +120,17 @@ class Mxfp4Source(SafetensorsFiles):
 class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
-    def __init__(self, checkpoint: Path, config: PreTrainedConfig, *, trust_remote_code: bool):
+    def __init__(self, checkpoint: Path, *, revision: str | None, trust_remote_code: bool):
         if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
             raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
+        config = load_model_config(str(checkpoint), revision=revision, trust_remote_code=trust_remote_code)
         self.shards = ZeroShards(checkpoint)
         model = empty_model(config, trust_remote_code=trust_remote_code)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if self.shapes != self.shards.shapes:
             raise NotStreamable("some weights are not in the optimizer's shards, or have other names on disk")
         check_names_on_disk(config, self.shapes)
-        self.kept_dtypes = dict.fromkeys(self.shapes, config.dtype or torch.float32)
+        self.dtypes = dict.fromkeys(self.shapes, config.dtype or torch.float32)
 
     def read(self, name: str) -> torch.Tensor:
         return self.shards.read(name).view(self.shapes[name])
@@ -170,7 +164,7 @@ class MergedSource:
         if why := not_streamable(adapted.peft_config["default"]):
             raise NotStreamable(why)
         self.base = SafetensorsSource(base_name, revision)
-        self.shapes, self.kept_dtypes = self.base.shapes, self.base.kept_dtypes
+        self.shapes, self.dtypes = self.base.shapes, self.base.dtypes
         inner = adapted.get_base_model()
         if inner.config.get_text_config().vocab_size != vocab_size:
             raise NotStreamable("the adapter has other rows than its base")
@@ -215,17 +209,17 @@ class MergedSource:
 def gguf_dtype(reader: Any) -> torch.dtype:
     """The type of a GGUF file's matrices where they are plain; else float32, which holds packed weights exactly."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
-    return DTYPES_ON_DISK.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+    return str_to_torch_dtype.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
 
 
 class GgufSource:
     """Gives the weights of a GGUF file, unpacked one at a time to the numbers that transformers gives them."""
 
-    def __init__(self, file: Path, config: PreTrainedConfig):
+    def __init__(self, file: Path):
         """Raises UserError where the file is an adapter, a tower for images or a part."""
         from gguf import GGUFReader  # here: an extra of the package
 
-        self.reader = GGUFReader(file)
+        config, self.reader = load_model_config(str(file)), GGUFReader(file)
         (kind,) = gguf_files.read_field(self.reader, "general.type") or ["model"]
         (parts,) = gguf_files.read_field(self.reader, "split.count") or [1]
         if parts > 1:
@@ -241,7 +235,7 @@ class GgufSource:
         self.tensors = {self.names[tensor.name]: tensor for tensor in self.reader.tensors if tensor.name in self.names}
         if absent := sorted(self.shapes.keys() - self.tensors.keys()):
             raise NotStreamable(f"{absent[0]} is not one tensor of the file")
-        self.kept_dtypes = dict.fromkeys(self.shapes, gguf_dtype(self.reader))
+        self.dtypes = dict.fromkeys(self.shapes, gguf_dtype(self.reader))
 
     def read(self, name: str) -> torch.Tensor:
         from gguf import dequantize
@@ -280,7 +274,7 @@ def export(
         dtype: of the written weights; "auto" keeps the source's, and float32 for packed ones of a GGUF file.
         max_shard_size: of a file of the result, which is about what is in memory at a time.
         trust_remote_code: run code that the model brings along; it is copied to `out`.
-        trust_checkpoint: read pickles whatever they ask for, see pickles.py.
+        trust_checkpoint: read pickles whatever they ask for, see models/weight_files.py.
     """
     folder, target = find_weights(source), Path(out)
     check_new_folder(out)
@@ -296,10 +290,9 @@ def export(
                 if base is not None and not has_only_shards(str(folder)):
                     weights = MergedSource(folder, base, dtype=DTYPES.get(dtype), **known)
                 elif is_gguf(str(folder)):
-                    weights = GgufSource(folder, load_model_config(str(folder)))
+                    weights = GgufSource(folder)
                 elif has_only_shards(str(folder)):
-                    config = load_model_config(described_in(str(folder)), **known)
-                    weights = ShardsSource(step_folder(folder) or folder, config, trust_remote_code=trust_remote_code)
+                    weights = ShardsSource(folder, **known)
                 else:
                     on_disk = quantization_on_disk(load_model_config(str(folder), **known))
                     is_unpacked = on_disk and on_disk.unpacked_by_export
@@ -340,8 +333,7 @@ def _write_loaded(
     if is_gguf(str(folder)):  # transformers unpacks all of it to float32
         from gguf import GGUFReader
 
-        shapes = (parameter.shape for parameter in empty_model(load_model_config(str(folder))).parameters())
-        needed = sum(map(math.prod, shapes)) * torch.float32.itemsize
+        needed = empty_model(load_model_config(str(folder))).num_parameters() * torch.float32.itemsize
         written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
     else:
@@ -354,15 +346,13 @@ def _write_loaded(
     unpacking = None
     if base or not (is_gguf(str(folder)) or has_only_shards(str(folder))):
         unpacking = unpacking_config(load_model_config(base or str(folder), **known))
-    if unpacking:
-        options["quantization_config"] = unpacking
+    options |= {"quantization_config": unpacking} if unpacking else {}
     model = load_weights(str(folder), **options)
-    if is_gguf(str(folder)):  # experts get the names of the architecture's own files
-        patches.replace("unpacked_weights", lambda _: None, on=model)
-    if unpacking:
-        inner = unwrapped(model)
-        cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
+    inner = unwrapped(model)
+    if unpacking or is_gguf(str(folder)):  # experts get the names of the architecture's own files
         patches.replace("unpacked_weights", lambda _: None, on=inner)
+    if unpacking:
+        cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
         text_config = inner.config.get_text_config(decoder=True)
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
@@ -417,7 +407,7 @@ def _write_streamed(
     """Write files of up to `max_shard_size`, each read back before the next one begins, and what describes them."""
     known = {"trust_remote_code": trust_remote_code}
     out.mkdir(parents=True)
-    dtypes = dict.fromkeys(weights.shapes, DTYPES[dtype]) if dtype in DTYPES else weights.kept_dtypes
+    dtypes = dict.fromkeys(weights.shapes, DTYPES[dtype]) if dtype in DTYPES else weights.dtypes
     on_meta = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in weights.shapes.items()}
     split = split_torch_state_dict_into_shards(on_meta, max_shard_size=max_shard_size)
     num_bytes = sum(tensor.nbytes for tensor in on_meta.values())
@@ -500,7 +490,7 @@ class LeftOut:
     """Of a package on the hub."""
     config: PreTrainedConfig
     """Of the package."""
-    files: dict[str, str]
+    files: dict[str, Path]
     """Name of a tensor on disk -> path of the safetensors file that holds it."""
     num_bytes: int
     text_only: str | None
@@ -528,7 +518,7 @@ def find_left_out(
     if is_bare_config(package) or is_gguf(package) or has_only_shards(package):
         return None
     config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
-    text, files = config.get_text_config(decoder=True), files_of_tensors(package, revision)
+    text, on_disk = config.get_text_config(decoder=True), SafetensorsFiles(*safetensors_of(package, revision))
     # Whether a tensor has a place, as transformers decides while it loads (core_model_loading.py,
     # convert_and_load_state_dict_in_model).
     conversions = getattr(model, "_weight_conversions", None) or []
@@ -537,11 +527,11 @@ def find_left_out(
     # Around an adapted layer peft puts its own.
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
     left = set()
-    for name in files:
+    for name in on_disk.files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if renamed not in state and name not in state:
             left.add(name)
-    loaded = files.keys() - left
+    loaded = on_disk.files.keys() - left
     loaded_modules = {name.rpartition(".")[0] for name in loaded}
     # Scales of quantised weights and old buffers belong to the language model; nothing is made of them again.
     left = {name for name in left if name.rpartition(".")[0] not in loaded_modules and not name.endswith(OLD_BUFFERS)}
@@ -555,35 +545,18 @@ def find_left_out(
     is_text_class, why = type(config) is not type(model.config), None
     if getattr(config, "quantization_config", None) and (left or is_text_class):
         why = "the package is quantised on disk, and what is trained is not"
-    elif is_text_class and not files:
+    elif is_text_class and not on_disk.files:
         why = "the package is not in safetensors"
     elif is_text_class and loaded - names_saved(model):
         why = "the package has other names on disk than transformers saves"
-    num_bytes = 0
-    for file, names in _by_file(files, left).items():
-        with safe_open(file, framework="pt") as tensors:
-            num_bytes += sum(_num_bytes(tensors.get_slice(name)) for name in names)
     return LeftOut(
         package=package,
         revision=revision,
         config=config,
-        files={name: files[name] for name in left},
-        num_bytes=num_bytes,
+        files={name: on_disk.files[name] for name in sorted(left)},
+        num_bytes=on_disk.num_bytes(left),
         text_only=why,
     )
-
-
-def _num_bytes(tensor: Any) -> int:
-    """Returns the bytes of a slice of safetensors."""
-    bits = int("".join(filter(str.isdigit, tensor.get_dtype().partition("_")[0])) or 8)  # BF16, F32, F8_E4M3, BOOL
-    return math.prod(tensor.get_shape()) * bits // 8
-
-
-def _by_file(files: dict[str, str], names: list[str]) -> dict[str, list[str]]:
-    grouped = defaultdict(list)
-    for name in names:
-        grouped[files[name]].append(name)
-    return dict(grouped)
 
 
 def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None) -> None:
@@ -594,16 +567,15 @@ def keep_left_out(folder: Path, model: PreTrainedModel, left_out: LeftOut | None
     if left_out.files:
         whole = folder / SAFE_WEIGHTS_NAME
         if whole.is_file():  # which transformers would take for all of the model
-            whole.rename(folder / TRAINED)
-            with safe_open(folder / TRAINED, framework="pt") as tensors:
-                total = sum(_num_bytes(tensors.get_slice(name)) for name in tensors.keys())
-                index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(tensors.keys(), TRAINED)}
+            trained = SafetensorsFiles(whole.rename(folder / TRAINED))
+            total = trained.num_bytes(trained.files)
+            index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(trained.files, TRAINED)}
         else:
             index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-        if trained := left_out.files.keys() & index["weight_map"].keys():
-            raise RuntimeError(f"{sorted(trained)[0]} is trained, and would be written as it was")
-        for number, (file, names) in enumerate(_by_file(left_out.files, sorted(left_out.files)).items(), start=1):
-            kept = KEPT.format(number)
+        if both := left_out.files.keys() & index["weight_map"].keys():
+            raise RuntimeError(f"{sorted(both)[0]} is trained, and would be written as it was")
+        for number, file in enumerate(dict.fromkeys(left_out.files.values()), start=1):
+            names, kept = [name for name, path in left_out.files.items() if path == file], KEPT.format(number)
             with safe_open(file, framework="pt") as tensors:
                 save_file({name: tensors.get_tensor(name) for name in names}, folder / kept, {"format": "pt"})
             index["weight_map"] |= dict.fromkeys(names, kept)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal
 
 from dsft.errors import UserError, one_line
 from dsft.models.model_folder import CHECKPOINT
+from dsft.runtime.console import say
 from dsft.watchdog import client as watchdog
 
 REMOVED = ".removed"
@@ -306,7 +307,7 @@ def resume_errors(folder: Path, *, other_tools: Container[str] | None = None) ->
 def last_good(
     output_dir: str | Path, *, other_tools: Container[str] | None = None, before: Path | None = None
 ) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
-    """Find the newest checkpoint without `resume_errors`, and the newer ones to be skipped, with theirs.
+    """Find the newest checkpoint without `resume_errors`, and the newer ones that are skipped, with theirs, and logged.
     `before`: a checkpoint; it and all newer ones are left out.
     """
     skipped: list[tuple[Path, list[str]]] = []
@@ -315,6 +316,7 @@ def last_good(
         errors = resume_errors(folder, other_tools=other_tools)
         if not errors:
             return folder, skipped
+        say(f"{folder} is incomplete and is skipped: {'; '.join(errors[:3])}")
         skipped.append((folder, errors))
     return None, skipped
 

@@ -1,6 +1,5 @@
 """Reads files back before they are trusted: what was just saved against memory, a checkpoint against its manifest."""
 
-import itertools
 import math
 import threading
 import time
@@ -8,17 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import has_only_shards, is_step_folder
+from dsft.models.model_folder import described_in, has_only_shards, is_read_pickle, is_step_folder
 from dsft.models.package import auto_class
-from dsft.models.pickles import is_read_pickle, pickle_errors
 from dsft.models.size import load_model_config
+from dsft.models.weight_files import SafetensorsFiles, pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.units import plural
@@ -30,27 +28,6 @@ class TensorsInMemory:
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.shapes, self.read = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__
-
-
-class SafetensorsFiles:
-    """Gives the tensors of files, and of the `*.safetensors` of folders."""
-
-    def __init__(self, *paths: Path):
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        """As safetensors names them: BF16."""
-        in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
-        for file in itertools.chain(*in_order):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    tensor = tensors.get_slice(name)
-                    self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
-                    self.dtypes[name] = tensor.get_dtype()
-
-    def read(self, name: str) -> torch.Tensor:
-        with safe_open(self.files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -117,16 +94,11 @@ def check_export(
     loaded, info = auto_class(config).from_pretrained(
         folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
     )
-    missing = sorted(info["missing_keys"])
-    if missing and source:
-        raise UserError(
-            f"{source}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}; copy or"
-            " download it again"
-        )
-    if missing:
-        raise RuntimeError(
-            f"{folder}: {len(missing)} weights are missing from what was written, the first is {missing[0]}"
-        )
+    if missing := sorted(info["missing_keys"]):
+        lost = f"{plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
+        if source:
+            raise UserError(f"{source}: {lost}; copy or download it again")
+        raise RuntimeError(f"{folder}: {lost}")
     if model is not None:
         check_written(folder, TensorsInMemory(dict(loaded.named_parameters())), dict(model.named_parameters()))
 
@@ -141,7 +113,7 @@ class Verification:
             weights_only: leave out DeepSpeed's shards, unless the weights lie in them, and the look at pickles: who
                 loads weights looks at theirs.
         """
-        self.folder = Path(checkpoint).parent if is_step_folder(checkpoint) else Path(checkpoint)
+        self.folder = Path(described_in(checkpoint))
         self.seconds, self._weights_only = 0.0, weights_only
         files = files_of(self.folder)
         if weights_only and not has_only_shards(checkpoint):

@@ -21,7 +21,7 @@ from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.readback import trained_shapes
 from dsft.errors import UserError
 from dsft.models.model_folder import step_folder
-from dsft.models.pickles import FP32, ZeroShards, load_pickle
+from dsft.models.weight_files import FP32, ZeroShards, load_pickle
 
 TAKEN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),

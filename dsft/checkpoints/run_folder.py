@@ -124,7 +124,7 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
     job = os.environ.get(LAUNCH)
     # `overwrite` replaces the run that lay there before this job of `dsft launch`, not what this job itself has saved.
-    of_another_job = job is not None and (_known_run(output_dir) or {}).get("job") != job
+    of_another_job = job is not None and _known_run(output_dir).get("job") != job
     if not resume or (config.overwrite and of_another_job):
         return None
     if resume != "auto":
@@ -136,8 +136,6 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     good, skipped = last_good(
         output_dir, other_tools=_other_tools(config, Path(output_dir)), before=before and Path(before)
     )
-    for path, errors in skipped:
-        say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
     if good is None and (skipped or before) and not config.overwrite:
         raise UserError(
             f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start from scratch with"
@@ -148,17 +146,17 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
 
 def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
     """Return the names of the checkpoints that lay in a folder before dsft's first run there; None where all may be."""
-    return (_known_run(folder) or {}).get("other_tools_checkpoints") if config.verify_resume else None
+    return _known_run(folder).get("other_tools_checkpoints") if config.verify_resume else None
 
 
-def _known_run(folder: str | Path) -> dict[str, Any] | None:
-    return read_run(str(folder)) if is_run(folder) else None
+def _known_run(folder: str | Path) -> dict[str, Any]:
+    return read_run(str(folder)) if is_run(folder) else {}
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
     """Return whether the folder's run is done or to be overwritten: it stays until the set-up cannot fail any more."""
     known = _known_run(config.training["output_dir"])
-    return known is not None and (known.get("status") == "done" or (config.overwrite and checkpoint is None))
+    return bool(known) and (known.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
 def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
@@ -272,12 +270,9 @@ def find_weights(source: str) -> Path:
         raise UserError(f"{source}: {kinds}")
     if is_run(folder):
         others = read_run(source).get("other_tools_checkpoints", [])
-        newest, skipped = (folder / FINAL, []) if (folder / FINAL).is_dir() else last_good(source, other_tools=others)
-        for path, errors in skipped:
-            say(f"{path} is incomplete and is skipped: {'; '.join(errors[:3])}")
-        if newest is None:
+        folder = folder / FINAL if (folder / FINAL).is_dir() else last_good(source, other_tools=others)[0]
+        if folder is None:
             raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
-        folder = newest
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
     has_files = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "global_step*", "*model*.bin"))
     if not has_files and not is_step_folder(str(folder)):

@@ -35,9 +35,10 @@ from dsft.checkpoints.manifest import (
     shares_of_ranks,
     write_hashed,
 )
-from dsft.checkpoints.readback import SafetensorsFiles, readback_errors
+from dsft.checkpoints.readback import readback_errors
 from dsft.errors import UserError, one_line
 from dsft.models.model_folder import OPTIMIZER_FILES
+from dsft.models.weight_files import SafetensorsFiles
 from dsft.runtime import distributed, patches
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
@@ -69,12 +70,13 @@ class Saves:
 class StagedSave:
     """Carries one save of all ranks, a checkpoint or the final model, from `.saving/` to the folder at its name."""
 
-    def __init__(self, folder: Path, *, in_background: bool = False):
+    def __init__(self, folder: Path, saves: Saves, *, in_background: bool = False):
         """
         Args:
+            saves: of the run, among which this one is counted.
             in_background: large files are written by a thread, of copies in host memory, from the end of `begin` on.
         """
-        self.staged, self.folder = folder.parent / STAGING / folder.name, folder
+        self.staged, self.folder, self.saves = folder.parent / STAGING / folder.name, folder, saves
         self.later: list[Callable[[], Any]] | None = [] if in_background else None
         """What the thread writes; None where nothing is put off."""
         self._writer = threading.Thread(target=self._write_later, daemon=True)
@@ -85,8 +87,8 @@ class StagedSave:
         self.errors: list[str] = []
         """What this rank could not write."""
         self.will_fail_again = False
-        """The next save would fail too: the cause is no disk that is full or may recover. After `run` the same on all
-        ranks.
+        """The next save would fail too: the cause is no disk that is full or may recover. After `complete` the
+        same on all ranks.
         """
         self.is_past_collectives = False
         """No rank waits for another any more while it writes."""
@@ -202,7 +204,7 @@ class StagedSave:
                     stack.enter_context(patches.replaced(name, by, on=owner))
             yield
 
-    def begin(self, write: Callable[[], None], *, needed_bytes: int, saves: Saves) -> None:
+    def begin(self, write: Callable[[], None], *, needed_bytes: int) -> None:
         """Let every rank `write`; `complete` publishes it, where no rank has a problem. Collective.
         An error of `write` is raised while other ranks may wait for this one: they would do so for ever.
 
@@ -214,7 +216,7 @@ class StagedSave:
         distributed.first_on_rank_0(self._clear_staging)
         # Room first: safetensors maps the file it writes, and a full disk then kills the process (SIGBUS).
         # Of rank 0's disk: the only one, or the one that the model lies on.
-        needed = max(needed_bytes, saves.largest_bytes)
+        needed = max(needed_bytes, self.saves.largest_bytes)
         free = free_bytes(self.folder.parent) if rank == 0 else None
         obstacles = []
         if self.staged.exists():
@@ -232,23 +234,10 @@ class StagedSave:
                 self._note(error)
             if self.later is not None:
                 self._writer.start()
-        saves.seconds += time.monotonic() - start
+        self.saves.seconds += time.monotonic() - start
 
-    def run(
-        self,
-        write: Callable[[], None],
-        check: Callable[[Path], list[str]],
-        *,
-        needed_bytes: int,
-        facts: dict[str, Any],
-        saves: Saves,
-    ) -> bool:
-        """`begin`, and `complete` at once. Collective."""
-        self.begin(write, needed_bytes=needed_bytes, saves=saves)
-        return self.complete(check, facts=facts, saves=saves)
-
-    def complete(self, check: Callable[[Path], list[str]], *, facts: dict[str, Any], saves: Saves) -> bool:
-        """Publish what was written, once all ranks have; returns whether it was. `saves` counts. Collective.
+    def complete(self, check: Callable[[Path], list[str]], *, facts: dict[str, Any]) -> bool:
+        """Publish what was written, once all ranks have; returns whether it was. Collective.
 
         Args:
             check: on rank 0: lists what is missing in the staged folder.
@@ -306,13 +295,13 @@ class StagedSave:
             distributed.wait_long("checkpoint is published")
             self.will_fail_again = any(distributed.from_all([self.will_fail_again]))
             problems = distributed.from_all(errors)
-        saves.seconds += time.monotonic() - start
+        self.saves.seconds += time.monotonic() - start
         if problems:
-            saves.failed.append(f"{self.folder.name}: {'; '.join(problems)}")
+            self.saves.failed.append(f"{self.folder.name}: {'; '.join(problems)}")
             distributed.first_on_rank_0(self._clear_staging)  # the room that it took
             return False
-        saves.number += 1
-        saves.largest_bytes = max(saves.largest_bytes, num_bytes)
+        self.saves.number += 1
+        self.saves.largest_bytes = max(self.saves.largest_bytes, num_bytes)
         return True
 
 

@@ -14,8 +14,7 @@ from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, f
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import adapter_base, base_revision, missing
-from dsft.models.pickles import is_read_pickle, pickle_errors
+from dsft.models.model_folder import adapter_base, base_revision, is_read_pickle, missing
 from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
@@ -67,7 +66,11 @@ def verify_checkpoint(options: FolderOptions) -> None:
     if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
         folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
     raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes="all")])
-    raise_if_any(pickle_errors(file for folder in folders for file in files_of(folder) if is_read_pickle(file)))
+    if pickles := [file for folder in folders for file in files_of(folder) if is_read_pickle(file)]:
+        with quick_imports():
+            from dsft.models.weight_files import pickle_errors
+
+        raise_if_any(pickle_errors(pickles))
     for folder in folders:
         files = plural(len(files_of(folder)), "file")
         show_text(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")

@@ -24,8 +24,8 @@ from dsft.data.formats import FormattedSource
 from dsft.data.prepare import Store
 from dsft.data.tokenization import tokenise
 from dsft.errors import UserError
-from dsft.models.head import next_tokens
 from dsft.models.sequence_parallel import share_of
+from dsft.models.tiles import next_tokens
 from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, describe_value, padded_width
 

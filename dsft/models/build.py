@@ -35,12 +35,10 @@ from dsft.models.model_folder import (
     described_in,
     has_only_shards,
     is_bare_config,
-    is_step_folder,
     located,
     step_folder,
 )
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
-from dsft.models.pickles import ZeroShards, check_weight_files, load_pickle, pickle_errors, safe_unpickling
 from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
 from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.trained import (
@@ -53,7 +51,19 @@ from dsft.models.trained import (
     select_trained,
     unwrapped,
 )
-from dsft.models.weight_files import ADAPTER_FILES, WEIGHT_FILES, empty_tensors, files_of_tensors, find_files
+from dsft.models.weight_files import (
+    ADAPTER_FILES,
+    WEIGHT_FILES,
+    SafetensorsFiles,
+    ZeroShards,
+    check_weight_files,
+    empty_tensors,
+    find_files,
+    load_pickle,
+    pickle_errors,
+    safe_unpickling,
+    safetensors_of,
+)
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
@@ -198,7 +208,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     if getattr(model, "_weight_conversions", None):
         patches.replace("used_conversions", lambda conversions: [c for c in conversions if c.was_used()], on=model)
     if type(model.config) is not type(config):
-        save_as_on_disk(model, files_of_tensors(name, options.get("revision")))
+        save_as_on_disk(model, SafetensorsFiles(*safetensors_of(name, options.get("revision"))).files)
     return freeze_unreached(model)
 
 
@@ -209,7 +219,7 @@ def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
-    checkpoint, saved = folder.parent if is_step_folder(str(folder)) else folder, step_folder(folder)
+    checkpoint, saved = Path(described_in(str(folder))), step_folder(folder)
     raise_if_any(pickle_errors(sorted(saved.glob("*.pt"))))
     if any(saved.glob(OPTIMIZER_FILES)):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -234,9 +244,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
         wanted = dict(model.named_parameters()) | saved_buffers
     if missing := sorted(wanted.keys() - state.keys()):
-        raise UserError(
-            f"model={folder}: {plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
-        )
+        raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
     with torch.no_grad():
         for name, tensor in wanted.items():
             # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.

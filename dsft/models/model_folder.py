@@ -60,6 +60,12 @@ def number_in(path: Path) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
+def is_read_pickle(file: Path) -> bool:
+    """Return whether `file` is a pickle that some load of a model or a checkpoint reads."""
+    is_for_people = file.name == "training_args.bin"  # of transformers' Trainer
+    return file.suffix in (".pt", ".pth", ".bin") and not is_for_people
+
+
 def adapter_description(folder: str) -> dict[str, Any] | None:
     """The content of an adapter's adapter_config.json; None where the folder holds no adapter.
     Raises UserError where the file describes no adapter, or names no base, or its own folder as that.
@@ -121,26 +127,27 @@ def missing(key: str, name: str) -> str | None:
     return f"{key}={name}: there is no such folder{' or file' if key in ('model', 'reference') else ''}"
 
 
-def model_inside(name: str) -> Path | None:
-    """The model that a run's folder holds and is not itself: the final one, else the newest checkpoint."""
+def misnamed(key: str, name: str, kind: str) -> str | None:
+    """The problem of the option `key`, which shall name a model, adapter or tokenizer (`kind`), where nothing is at its
+    value, or a run's folder, which holds models and is none: the final one, else the newest checkpoint is named.
+    """
     folder = Path(name)
-    if not folder.is_dir() or any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
-        return None
-    newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=lambda path: (len(path.name), path.name), reverse=True)
-    return next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None)
+    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
+        newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=number_in, reverse=True)
+        if inside := next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None):
+            return f"{key}={name}: holds no {kind} of its own; name the one inside it, {inside}"
+    return missing(key, name)
 
 
 def no_model(model: str, error: BaseException) -> str:
     """Explains why no model can be built of `model`, and the way out that its folder shows."""
     folder, why = Path(model), one_line(error)
-    if problem := missing("model", model):
+    if problem := misnamed("model", model, "model"):
         return problem
     if is_gguf(model):
         return f"model={model}: is no GGUF file that transformers can read ({why})"
     if folder.is_file() and folder.suffix != ".json":
         return f"model={model}: is a file; name the folder of a model, a config.json or a GGUF file"
-    if inside := model_inside(model):
-        return f"model={model}: holds no model of its own; name the one inside it, {inside}"
     if any(folder.glob("*.gguf")):
         why = f"it holds GGUF files; {NO_GGUF}, or evaluate a file by its own name"
     way_out = ""
@@ -150,13 +157,3 @@ def no_model(model: str, error: BaseException) -> str:
             " model they were trained from beside them"
         )
     return f"model={model}: no causal language model can be built from what is there ({why}){way_out}"
-
-
-def no_adapter(adapter: str, error: BaseException) -> str:
-    """Explains why no adapter can be taken from `adapter`."""
-    if problem := missing("adapter", adapter):
-        return problem
-    why = one_line(error)
-    if inside := model_inside(adapter):
-        why = f"holds no adapter of its own; name the one inside it, {inside}"
-    return f"adapter={adapter}: {why}"

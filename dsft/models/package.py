@@ -69,11 +69,14 @@ def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return next((mapping[type(config)] for _, mapping in AUTO_CLASSES[1:] if type(config) in mapping), None)
 
 
-def from_config(config: PreTrainedConfig, **options) -> PreTrainedModel:
+def from_config(
+    config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None, **options
+) -> PreTrainedModel:
     """Builds the model of a package with random weights, what text cannot reach frozen.
     Raises UserError as `auto_class`, and where its class cannot answer with text.
     """
-    return freeze_unreached(auto_class(config).from_config(config, **options))
+    options |= {"attn_implementation": attn_implementation} if attn_implementation else {}
+    return freeze_unreached(auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options))
 
 
 def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:

@@ -20,13 +20,11 @@ from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTr
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
 
 from dsft.errors import UserError, nearest, one_line
-from dsft.runtime.distributed import rank
 
 BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
 """Names of the bits of a weight in configs."""
 GROUP_SIZES = (128, 64, 32)
 """Weights that share a scale in torchao-int4wo: the first that divides the inputs of every layer."""
-_logged: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +74,8 @@ class Quantization:
             # The grid of Int4WeightOnlyConfig, whose kernels need particular GPUs: the same numbers on any device.
             return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(self.group_size), MappingType.ASYMMETRIC))
         if self.package == "bitsandbytes" and self.bits == 8:
-            # Every layer says in every forward that its inputs are cast to float16.
-            logging.getLogger("bitsandbytes.autograd._functions").addFilter(_first_time)
+            # Every layer warns in every forward that its inputs are cast to float16.
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
             return BitsAndBytesConfig(load_in_8bit=True)
         if self.package == "bitsandbytes":
             return BitsAndBytesConfig(
@@ -107,13 +105,6 @@ class Quantization:
             f"model={name}: {self.format} quantises groups of {GROUP_SIZES[-1]} weights or more, which do not divide"
             f" its layers' {inputs} inputs; use torchao-int8wo or nf4"
         )
-
-
-def _first_time(record: logging.LogRecord) -> bool:
-    """Lets a message through once, on rank 0."""
-    is_new = rank() == 0 and record.getMessage() not in _logged
-    _logged.add(record.getMessage())
-    return is_new
 
 
 FORMATS = {

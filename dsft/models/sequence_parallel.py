@@ -30,7 +30,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dsft.models.size import ModelFacts, ModelSize
-from dsft.models.trials import rope_types, small_model
+from dsft.models.trials import distance, random_tokens, rope_types, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED, one_of
@@ -213,10 +213,9 @@ def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code:
     team = team_of(size)
     reason = f"{facts.size.model_type} computes otherwise when its tokens are spread over ranks"
     try:
-        options = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
-        small = small_model(facts.config, heads=2 * size, **options).eval()
-        ids = torch.randint(1, 100, (2, 4 * size), generator=torch.Generator().manual_seed(0))
-        small, ids = small.to(distributed.device()), ids.to(distributed.device())
+        options = {"device": distributed.device(), "attn_implementation": "sdpa", "heads": 2 * size}
+        small = small_model(facts.config, trust_remote_code=trust_remote_code, **options).eval()
+        ids = random_tokens(small, 2, 4 * size, first=1)
         whole = small(input_ids=ids, use_cache=False).logits
         with team.attention(small):
             shared = small(**team.share({"input_ids": ids}), use_cache=False).logits
@@ -226,8 +225,7 @@ def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code:
         reason += f" ({type(error).__name__})"
     else:
         expected = whole.chunk(size, dim=1)[team.position()[1]]
-        difference = ((shared - expected).abs().max() / whole.abs().max().clamp(min=1e-12)).item()
-        if distributed.max_over_ranks(difference) < 1e-3:  # not where it is NaN
+        if distributed.max_over_ranks(distance(shared, expected)) < 1e-3:  # not where it is NaN
             return ""
         reason += " (recurrent layers, for example)"
     return f"sequence_parallel={size} for {model}: {reason}; {WAY_OUT}"

@@ -31,7 +31,7 @@ from dsft.models.model_folder import (
     is_bare_config,
     is_gguf,
     located,
-    no_adapter,
+    misnamed,
     no_model,
 )
 from dsft.models.package import from_config
@@ -197,13 +197,10 @@ def without_zero_init() -> contextlib.AbstractContextManager[None]:
     return patches.replaced("no_zero_init", lambda _: None)
 
 
-def empty_model(
-    model_config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None
-) -> PreTrainedModel:
-    """The architecture with parameters on the meta device: names and shapes, no memory."""
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+def empty_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
+    """The architecture with parameters on the meta device: names and shapes, no memory; `options` of `from_config`."""
     with without_zero_init(), torch.device("meta"):
-        return from_config(model_config, trust_remote_code=trust_remote_code, **options)
+        return from_config(config, **options)
 
 
 def usual_config(name: str) -> PreTrainedConfig:
@@ -307,9 +304,10 @@ def measure_model(
     except AttributeError as error:
         raise UserError(f"model={name}: its architecture cannot be measured ({one_line(error)})") from error
     except (ValueError, OSError, TypeError) as error:  # of peft: what it cannot adapt, an adapter that is not there
-        named = "lora_options" if options.lora_options else "lora_target_modules"
-        problem = no_adapter(options.adapter, error) if options.adapter else f"{named}: {one_line(error)}"
-        raise UserError([problem]) from error
+        named, problem = "lora_options" if options.lora_options else "lora_target_modules", None
+        if options.adapter:
+            named, problem = f"adapter={options.adapter}", misnamed("adapter", options.adapter, "adapter")
+        raise UserError([problem or f"{named}: {one_line(error)}"]) from error
     return ModelFacts(
         config=config,
         size=size,

@@ -12,7 +12,7 @@ from transformers.utils.hub import cached_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
-from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, missing, model_inside
+from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, misnamed
 from dsft.models.size import CONFIG_ERRORS, max_positions
 from dsft.models.trained import adapter_folder
 
@@ -50,11 +50,8 @@ def check_tokenizer(
         return None
     except CONFIG_ERRORS as error:
         source, key = config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model"
-        problem = missing(key, source) if config.tokenizer else None
-        if not problem and (inside := model_inside(source)):
-            problem = f"{key}={source}: holds no tokenizer of its own; name the folder inside it, {inside}"
         problems.append(
-            problem
+            misnamed(key, source, "tokenizer")
             or f"tokenizer: none found for {source}; set tokenizer to a hub id or a folder that has one"
             f" ({one_line(error)})"
         )
@@ -78,13 +75,10 @@ def check_tokenizer(
 def tokenizer_folder(model: str) -> str:
     """Returns where the tokenizer of `model` lies: of an adapter without files of one, with its base."""
     folder = described_in(model)
-    if not _has_tokenizer(folder) and (base := adapter_base(folder)):
-        return tokenizer_folder(base)
-    return folder
-
-
-def _has_tokenizer(folder: str) -> bool:
-    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES)
+    if any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES):
+        return folder
+    base = adapter_base(folder)
+    return tokenizer_folder(base) if base else folder
 
 
 def _has_own_tokens(adapter: str) -> bool:

@@ -225,9 +225,8 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         if experts:
             given.setdefault("target_parameters", experts)
     if rows:
-        names = {module: name for name, module in model.named_modules()}
         is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # peft ties the head's rows
-        given["trainable_token_indices"] = {names[end]: [*rows] for end in _ends(model)[: 1 if is_tied else 2]}
+        given["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return LoraConfig(
@@ -253,9 +252,16 @@ def fused_experts(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _ends(model: PreTrainedModel) -> list[nn.Module]:
-    """The embedding, and the head where there is one."""
-    return [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+def _ends(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The embedding and, where there is one, the head, by their names."""
+    names = {module: name for name, module in model.named_modules()}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {names[end]: end for end in ends if end is not None}
+
+
+def _is_meant(name: str, targets: Iterable[str]) -> bool:
+    """Whether one of `targets` is the name of a module or its end, as peft reads them."""
+    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 @torch.no_grad()
@@ -299,8 +305,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         elif name not in LORA_FIELDS or name in ("eva_config", "runtime_config", "qalora_group_size"):
             problems.append(f"{name} is not supported: dsft could not plan, evaluate and merge such an adapter")
         elif name == "init_lora_weights" and value not in NEW_STARTS:
-            start = str(value).partition("_niter")[0] + "_niter" * ("_niter" in str(value))
-            why = f" ({NO_START[start]})" if start in NO_START else ""
+            why = next((f" ({reason})" for start, reason in NO_START.items() if str(value).startswith(start)), "")
             problems.append(
                 f"init_lora_weights={value} is not supported{why}; choose from {', '.join(map(str, NEW_STARTS))}"
             )
@@ -346,12 +351,11 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
                 " other layers in lora_target_modules"
             )
     if options.add_tokens:
-        ends = [name for name, module in named.items() if module in _ends(model)]
         set_too = ["lora_options: trainable_token_indices"] * ("trainable_token_indices" in given)
         set_too += [
             f"lora_modules_to_save: {target}"
             for target in options.lora_modules_to_save
-            if any(f".{end}".endswith(f".{target}") for end in ends)
+            if any(_is_meant(end, [target]) for end in _ends(model))
         ]
         problems += [f"{other}: add_tokens trains the rows of new tokens; leave one out" for other in set_too]
     if options.method == "qlora" and given.get("init_lora_weights") in ("mica", "pissa", "olora"):
@@ -371,12 +375,12 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear layers"
         f" are {', '.join(linear)}"
         for target in options.lora_target_modules
-        if options.lora_target_modules != [ALL_LINEAR] and not any(f".{name}".endswith(f".{target}") for name in leaves)
+        if options.lora_target_modules != [ALL_LINEAR] and not any(_is_meant(name, [target]) for name in leaves)
     ]
     return problems + [
         f"lora_modules_to_save: {target!r} matches no module of {options.model}"
         for target in options.lora_modules_to_save
-        if not any(f".{name}".endswith(f".{target}") for name in named)
+        if not any(_is_meant(name, [target]) for name in named)
     ]
 
 
@@ -401,15 +405,14 @@ def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
         tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
     except UserError:  # `adapter_problems` reports it
         return {}
-    ends = {name: module.weight for name, module in model.named_modules() if module in _ends(model)}
     whole = r"((base_layer|token_adapter|original_module)\.)*weight"
     return {
         end: len(tensor)
-        for end, weight in ends.items()
+        for end, module in _ends(model).items()
         for name, tensor in tensors.items()
         if re.fullmatch(rf"base_model\.model\.{re.escape(end)}\.{whole}", name)
         # Of another width is another base's. A shard of ZeRO-3 has its shape elsewhere.
-        and tensor.shape[1:] == getattr(weight, "ds_shape", weight.shape)[1:]
+        and tensor.shape[1:] == getattr(module.weight, "ds_shape", module.weight.shape)[1:]
     }
 
 
@@ -417,10 +420,9 @@ def lost_ends(model: PreTrainedModel, adapter: str) -> list[str]:
     """Says that an adapter over a grown vocabulary was saved without a head or embedding that it needs: peft leaves out
     what it does not adapt where it adapts the other. Empty where all is there.
     """
-    vocab_size, held = model.config.get_text_config().vocab_size, whole_ends(model, adapter)
-    ends = {name: module.weight for name, module in model.named_modules() if module in _ends(model)}
-    kept = {id(ends[name]) for name in held}  # a tied one is held with the other
-    lost = [name for name, weight in ends.items() if id(weight) not in kept]
+    vocab_size, held, ends = model.config.get_text_config().vocab_size, whole_ends(model, adapter), _ends(model)
+    kept = {ends[name].weight for name in held}  # a tied one is held with the other
+    lost = [name for name, module in ends.items() if module.weight not in kept]
     if not lost or max(held.values(), default=0) <= vocab_size:
         return []
     return [
@@ -437,7 +439,7 @@ def unsaved_ends(model: PreTrainedModel, adapter: str, adapters: PeftConfig) -> 
     lost = [
         f"a {end} of {rows:,} rows"
         for end, rows in whole_ends(model, adapter).items()
-        if rows != vocab_size and not any(f".{end}".endswith(f".{name}") for name in trained)
+        if rows != vocab_size and not _is_meant(end, trained)
     ]
     if not lost:
         return []
@@ -472,7 +474,7 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
     if grown > before:
         model.resize_token_embeddings(grown, mean_resizing=False)
     if rows := sorted({*tokens, *range(before, grown)}):
-        for parameter in {p: None for end in _ends(model) for p in end.parameters()}:  # tied ones once
+        for parameter in {p: None for end in _ends(model).values() for p in end.parameters()}:  # tied ones once
             with gather_params_ctx([parameter]):
                 if parameter.device.type != "meta":
                     is_old = torch.ones(len(parameter), dtype=torch.bool, device=parameter.device)

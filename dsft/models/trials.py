@@ -5,7 +5,7 @@
     needs_mask             must padding on the right be masked?
     try_packing            can samples that share a row be kept apart, and with which attention?
     attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
-    trains_the_same        do tiles of the loss (head.py) or of feed-forwards give the same loss and gradients?
+    trains_the_same        do tiles of the loss (tiles.py) or of feed-forwards give the same loss and gradients?
 
 Where the architecture's own code fails on small sizes, each answer is the cautious one.
 """
@@ -15,6 +15,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,10 +66,6 @@ LARGEST_TRIED = 100_000_000
 """Parameters; no architecture that SMALL knows comes near."""
 
 
-class TooLarge(Exception):
-    """Has how many parameters the small model would have."""
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Computes on one thread: operators of a small model take less time than busy cores to synchronise."""
@@ -94,16 +91,17 @@ def same_weights() -> Iterator[None]:
 def small_model(
     config: PreTrainedConfig,
     *,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
     heads: int = SMALL["num_attention_heads"],
-    **options,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Builds the architecture of `config` with narrow layers, few of them but one of each kind, and an even number of
-    attention `heads`.
+    attention `heads`. The trials below pass their `options` to it.
 
     Raises:
-        TooLarge: where it would have more than LARGEST_TRIED parameters.
+        ValueError: where it would have more than LARGEST_TRIED parameters.
         Exception: whatever an architecture's own code makes of sizes that it was not made for.
     """
     small = copy.deepcopy(config)
@@ -148,12 +146,12 @@ def small_model(
             angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
             fewer = [section * angles // sum(sections) for section in sections]
             rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
-    empty = empty_model(small, trust_remote_code=trust_remote_code)
-    num_params = sum(parameter.numel() for parameter in empty.parameters())
+    num_params = empty_model(small, trust_remote_code=trust_remote_code).num_parameters()
     if num_params > LARGEST_TRIED:
-        raise TooLarge(f"{num_params:,} parameters")
+        raise ValueError(f"it would have {num_params:,} parameters")
     with without_zero_init():
-        return from_config(small, trust_remote_code=trust_remote_code, dtype=dtype, **options)
+        how = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
+        return from_config(small, dtype=dtype, **how).to(device)
 
 
 NOT_CAUSAL = (
@@ -233,11 +231,11 @@ def row_rules(model: nn.Module) -> RowRules:
 
 
 @one_thread()
-def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> list[str]:
+def architecture_problems(model: str, config: PreTrainedConfig, **options) -> list[str]:
     """Explain why text can neither train nor be scored by an architecture; nothing where no small one can be tried."""
     if auto_class(config) is not AutoModelForCausalLM:  # only a class for images or sound loads it: is text enough?
         try:
-            small = small_model(config, trust_remote_code=trust_remote_code).train()
+            small = small_model(config, **options).train()
             ids_BT = torch.arange(3, 19).view(2, 8)
             small(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
         except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
@@ -248,7 +246,7 @@ def architecture_problems(model: str, config: PreTrainedConfig, *, trust_remote_
                     f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
                 ]
     try:
-        later, _ = _differences(small_model(config, trust_remote_code=trust_remote_code).eval())
+        later, _ = _differences(small_model(config, **options).eval())
     except Exception:  # likewise
         return []
     return [f"model={model}: {NOT_CAUSAL}"] if later > 1e-5 else []
@@ -259,6 +257,11 @@ def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -
     vocab_size = model.config.get_text_config().vocab_size
     ids_BT = torch.randint(first, vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     return ids_BT.to(next(model.parameters()).device)
+
+
+def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest difference, as a part of the largest that is expected."""
+    return ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
 @torch.no_grad()
@@ -272,7 +275,7 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     first, *others = (
         model(input_ids=rows, use_cache=False).logits[0, : length // 2].double() for rows in (ids, later, neighbour)
     )
-    return tuple(((first - other).abs().max() / first.abs().max().clamp(min=1e-12)).item() for other in others)
+    return tuple(distance(other, first) for other in others)
 
 
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -282,21 +285,15 @@ other padding those of experts."""
 
 @one_thread()
 def needs_mask(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
+    config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype = torch.float32, **options
 ) -> bool:
     """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
     and without one whatever the padding contains.
     """
     if attn_implementation != "sdpa":  # flash attention leaves padding out by it; others have nothing to gain
         return True
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "sdpa"}
     try:
-        model = small_model(config, **options).to(device).eval()
+        model = small_model(config, dtype=dtype, attn_implementation="sdpa", **options).eval()
         # Tokens of the rows, which are padded to the longest.
         lengths = torch.tensor((16, 11, 5)).clamp(max=min([16, *length_limits(model.config)]))[:, None]
         shape = (len(lengths), int(lengths.max()))
@@ -345,16 +342,16 @@ def try_packing(
     picks = asked is None and has_gpu() and dtype != "float32"
     for implementation in [*kernels, None] if picks else [asked]:
         on_gpu = "flash" in (implementation or "") or (implementation in KERNELS and has_gpu())
-        options = {
-            "attn_implementation": implementation,
-            "device": distributed.device() if on_gpu else torch.device("cpu"),
-            "dtype": DTYPES[dtype] if on_gpu else torch.float32,
-            "trust_remote_code": trust_remote_code,
-        }
-        if on_gpu:  # each rank has packages, a compiler and a connection of its own
-            problems = distributed.from_all([isolation_problem(config, **options)])
-        else:
-            problems = [distributed.on_rank_0(lambda of_cpu=options: isolation_problem(config, **of_cpu))]
+        try_it = partial(
+            isolation_problem,
+            config,
+            attn_implementation=implementation,
+            device=distributed.device() if on_gpu else "cpu",
+            dtype=DTYPES[dtype] if on_gpu else torch.float32,
+            trust_remote_code=trust_remote_code,
+        )
+        # On GPUs each rank has packages, a compiler and a connection of its own.
+        problems = distributed.from_all([try_it()]) if on_gpu else [distributed.on_rank_0(try_it)]
         if (problem := next(filter(None, problems), None)) is None:
             break
     return Packing(problem=problem, attn_implementation=implementation)
@@ -362,21 +359,12 @@ def try_packing(
 
 @one_thread()
 @torch.no_grad()
-def isolation_problem(
-    config: PreTrainedConfig,
-    *,
-    attn_implementation: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-) -> str | None:
+def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options) -> str | None:
     """Explains why samples in one row would see each other in this architecture; None where they do not: changed tokens
     of a first sample must not change the logits of a second one, and those must be what the second gives alone.
     """
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        model = small_model(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-        model = model.to(device).eval()
+        model = small_model(config, dtype=dtype, **options).eval()
         ids = random_tokens(model, 1, 48)
         changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
@@ -387,17 +375,14 @@ def isolation_problem(
             .double()
             for tokens, lengths in ((ids, [20, 28]), (changed, [20, 28]), (ids[:, 20:], [28]))
         )
-        if device.type != "cpu":  # a kernel may have no backward, or take no dropout
+        if model.device.type != "cpu":  # a kernel may have no backward, or take no dropout
             with torch.enable_grad():
                 packed = positions([20, 28], ids.device, flash=flash)
                 model.train()(input_ids=ids, use_cache=False, **packed).logits.float().sum().backward()
     except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
-        why = f" ({type(error).__name__}: {one_line(error)[:200]})"
-        why = f", which would have {error}" if isinstance(error, TooLarge) else why
-        return f"it cannot be tried with a small model of this architecture{why}"
-    leaked, differs = (
-        (first - other).abs().max().item() / max(alone.abs().max().item(), 1e-12) for other in (second, alone)
-    )
+        why = f"{type(error).__name__}: {one_line(error)[:200]}"
+        return f"it cannot be tried with a small model of this architecture ({why})"
+    leaked, differs = distance(second, first), distance(first, alone)
     # Experts get other batches with other tokens, which changes the last bits.
     if not leaked <= (1e-5 if dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
@@ -424,20 +409,12 @@ def attention_like_eager(
 
 
 @one_thread()
-def is_like_eager(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-) -> bool:
+def is_like_eager(config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype, **options) -> bool:
     """Returns whether an attention has the loss and the gradients of eager attention in this architecture."""
     try:
         results = []
         for implementation in ("eager", attn_implementation):
-            options = {"trust_remote_code": trust_remote_code, "attn_implementation": implementation}
-            model = small_model(config, dtype=dtype, **options).to(device).train()
+            model = small_model(config, dtype=dtype, attn_implementation=implementation, **options).train()
             ids_BT = random_tokens(model, 2, 48)
             results.append(_loss_and_gradients(model, input_ids=ids_BT, labels=ids_BT))
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
@@ -461,17 +438,13 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 @one_thread()
 @same_weights()
 def trains_the_same(
-    change: Callable[[nn.Module], bool],
-    config: PreTrainedConfig,
-    *,
-    adapters: LoraConfig | None = None,
-    trust_remote_code: bool = False,
+    change: Callable[[nn.Module], bool], config: PreTrainedConfig, *, adapters: LoraConfig | None = None, **options
 ) -> bool:
     """Returns whether a small model of this architecture has the same loss and gradients after `change` as before,
     which returns False where there is nothing to change.
     """
     try:
-        model = small_model(config, trust_remote_code=trust_remote_code).eval()
+        model = small_model(config, **options).eval()
         if adapters:
             # What names layers, and tokens beyond a small vocabulary, changes neither head nor embedding.
             fields = adapters.to_dict() | {"layers_to_transform": None, "layers_pattern": None}

@@ -6,8 +6,8 @@ perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens b
 tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches are formed from the data alone. Nats of
 a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
 
-The logits of all positions never exist: they come tile by tile. A head that can be computed in parts (`models/head.py`)
-is given some rows of hidden states at a time. A model whose head cannot runs several times, each time for some
+The logits of all positions never exist: they come tile by tile (`models/tiles.py`). A head that can be computed in
+parts is given some rows of hidden states at a time. A model whose head cannot runs several times, each time for some
 positions of the batch.
 
 With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
@@ -38,8 +38,8 @@ from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.data.batches import form_batches
-from dsft.models.head import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.sequence_parallel import ALONE, Team
+from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.trained import unwrapped
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.results import COLUMNS, Divergence, Recorder

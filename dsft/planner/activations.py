@@ -29,8 +29,8 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from dsft.config.user_code import digest
 from dsft.errors import one_line
-from dsft.models.head import ROW_TILE, VOCAB_TILE, own_nats_of, tile_rows
 from dsft.models.size import ModelSize, decoder_layers
+from dsft.models.tiles import ROW_TILE, VOCAB_TILE, own_nats_of, tile_rows
 from dsft.planner.traced_model import Attention, layer_kinds, meta_model, traced_model
 from dsft.planner.zero_layout import Term, pinned_bytes
 from dsft.runtime.disk import user_cache
@@ -344,7 +344,7 @@ def trace_evaluation(
 
 Loss = Literal["hf", "tiled", "fused"]
 """hf: transformers' ForCausalLMLoss, over all logits in fp32. tiled: logits of some tokens at a time
-(models/head.py). fused: Liger's fused_linear_cross_entropy, which does the same.
+(models/tiles.py). fused: Liger's fused_linear_cross_entropy, which does the same.
 """
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
@@ -623,7 +623,7 @@ def _cached(
     have the length that was traced, too (`seq_len`).
     """
     # A hash of the tracing code itself, and the versions of what it runs through.
-    folder, models = Path(__file__).parent, ("head", "feed_forward", "size")
+    folder, models = Path(__file__).parent, ("size", "tiles")
     files = ("activations.py", "traced_model.py", *(f"../models/{name}.py" for name in models))
     source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
     facts = {

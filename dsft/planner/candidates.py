@@ -118,7 +118,7 @@ class Job:
     liger: bool = False
     """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
     tiled_loss: bool = False
-    """Whether logits of some tokens at a time exist (models/head.py)."""
+    """Whether logits of some tokens at a time exist (models/tiles.py)."""
     fp32_accumulation: bool | None = None
     """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
     fp32_reduction: bool = False

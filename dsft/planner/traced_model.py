@@ -22,10 +22,9 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from dsft.models.feed_forward import tile_feed_forwards
-from dsft.models.head import tile_loss
 from dsft.models.package import from_config
 from dsft.models.size import ModelFacts, decoder_layers, without_zero_init
+from dsft.models.tiles import tile_feed_forwards, tile_loss
 from dsft.models.trained import adapted_for_a_look, select_trained, unwrapped
 from dsft.runtime import patches
 

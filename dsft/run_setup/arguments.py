@@ -39,11 +39,10 @@ from dsft.config.options import (
 )
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.build import resolve_dtype
-from dsft.models.feed_forward import tile_feed_forwards
-from dsft.models.head import LEAST_VOCAB, tile_loss
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
+from dsft.models.tiles import LEAST_VOCAB, tile_feed_forwards, tile_loss
 from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS

@@ -49,12 +49,11 @@ from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.build import DTYPES, check_weights, resolve_dtype
-from dsft.models.head import own_loss_problems
 from dsft.models.model_folder import is_bare_config, step_folder
-from dsft.models.pickles import safe_unpickling
 from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
+from dsft.models.tiles import own_loss_problems
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond
 from dsft.models.trained import learning_rates, saved_lora_config, without_rows
 from dsft.models.trials import (
@@ -65,6 +64,7 @@ from dsft.models.trials import (
     needs_mask,
     try_packing,
 )
+from dsft.models.weight_files import safe_unpickling
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason

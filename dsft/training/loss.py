@@ -20,7 +20,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dsft.errors import UserError
-from dsft.models.head import nats_of, next_tokens, own_nats_of
+from dsft.models.tiles import nats_of, next_tokens, own_nats_of
 from dsft.models.trained import unwrapped
 from dsft.runtime.console import say
 from dsft.units import IGNORED

@@ -35,16 +35,14 @@ from dsft.data.batches import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model
-from dsft.models.feed_forward import tile_feed_forwards
-from dsft.models.head import tile_loss
 from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
-from dsft.models.pickles import safe_unpickling
 from dsft.models.sequence_parallel import team_of
+from dsft.models.tiles import tile_feed_forwards, tile_loss
 from dsft.models.tokenizer import stop_at
 from dsft.models.trained import unwrapped
 from dsft.models.trials import length_limits
-from dsft.models.weight_files import weights_digest
+from dsft.models.weight_files import safe_unpickling, weights_digest
 from dsft.planner.plans import as_dict as plan_as_dict
 from dsft.planner.plans import checkpointing_flags
 from dsft.run_setup.arguments import training_arguments, with_defaults

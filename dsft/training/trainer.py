@@ -26,7 +26,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.export import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
-from dsft.checkpoints.readback import SafetensorsFiles, Verification, readback_errors, trained_shapes
+from dsft.checkpoints.readback import Verification, readback_errors, trained_shapes
 from dsft.checkpoints.resume import (
     TAKEN,
     optimizer_kind,
@@ -43,10 +43,10 @@ from dsft.config.options import shuffle_seed
 from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
-from dsft.models.pickles import mapped_resume
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import COUNT_FROM_PADDING
 from dsft.models.trained import learning_rates, rate_factors
+from dsft.models.weight_files import SafetensorsFiles, mapped_resume
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
@@ -568,7 +568,7 @@ class PerplexityTrainer(Trainer):
         state, output_dir = self.state, self.args.output_dir
         self.complete_save()
         folder = checkpoint_folder(output_dir, state.global_step)
-        save = self._staged_save = StagedSave(folder, in_background=self._async_save)
+        save = self._staged_save = StagedSave(folder, self.saves, in_background=self._async_save)
         save_as_the_trainer = super()._save_checkpoint
 
         def write() -> None:
@@ -590,7 +590,7 @@ class PerplexityTrainer(Trainer):
             "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
         }
         with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
-            save.begin(write, needed_bytes=self._disk.checkpoint_bytes, saves=self.saves)
+            save.begin(write, needed_bytes=self._disk.checkpoint_bytes)
         self._unpublished = save, state.global_step, facts
         self._staged_save, self._saved_at = None, time.monotonic()
         if not self._async_save:
@@ -612,7 +612,7 @@ class PerplexityTrainer(Trainer):
             return problems
 
         with watchdog.phase("saving"), self.work.paused():
-            is_saved = save.complete(check, facts=facts, saves=self.saves)
+            is_saved = save.complete(check, facts=facts)
             if is_saved and self.is_world_process_zero():
                 best, limit = state.best_model_checkpoint, self.args.save_total_limit
                 for error in prune(output_dir, limit=limit, best=best, newest=save.folder):
@@ -631,19 +631,16 @@ class PerplexityTrainer(Trainer):
 
     def save_final(self) -> Path | None:
         """Saves the model (LoRA: the adapter) to `final/` and reads a sample back; None where it failed. Collective."""
-        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL)
+        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL, self.final_save)
         if self.is_world_process_zero():
             release_reserved_space(self.args.output_dir)
         swap_in(self.model_wrapped, "eval")
         kept_bytes = 0 if self.left_out is None or self.left_out.text_only else self.left_out.num_bytes
         with watchdog.phase("saving"):
-            is_saved = save.run(
-                lambda: self.save_model(str(save.staged)),
-                functools.partial(self._missing_weights, save),
-                saves=self.final_save,
-                needed_bytes=self._disk.weight_bytes + kept_bytes,
-                facts={"step": self.state.global_step, **self.topology},
-            )
+            write = functools.partial(self.save_model, str(save.staged))
+            save.begin(write, needed_bytes=self._disk.weight_bytes + kept_bytes)
+            facts = {"step": self.state.global_step, **self.topology}
+            is_saved = save.complete(functools.partial(self._missing_weights, save), facts=facts)
         self._staged_save = None
         return save.folder if is_saved else None
 

@@ -14,12 +14,12 @@ from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from dsft.checkpoints.export import copy_processor, export, merge
-from dsft.checkpoints.readback import SafetensorsFiles, check_export, readback_errors, trained_shapes
+from dsft.checkpoints.readback import check_export, readback_errors, trained_shapes
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.trained import add_lora
-from dsft.models.weight_files import weight_bytes_in
+from dsft.models.weight_files import SafetensorsFiles, weight_bytes_in
 
 
 @pytest.fixture

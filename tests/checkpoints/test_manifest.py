@@ -203,19 +203,14 @@ def test_what_cannot_even_be_moved_stays_and_is_named(tmp_path):
 def test_what_an_earlier_save_left_is_not_published(tmp_path):
     leftover = write_staged(tmp_path, 10)
     (leftover / "of_another_rank.pt").write_text("old")
-    staged_save = StagedSave(checkpoint_folder(tmp_path, 10))
+    staged_save = StagedSave(checkpoint_folder(tmp_path, 10), Saves())
 
     def write() -> None:
         staged_save.staged.mkdir(parents=True)
         (staged_save.staged / TRAINER_STATE).write_text("{}")
 
-    assert staged_save.run(
-        write,
-        lambda folder: [],
-        needed_bytes=1,
-        facts={"step": 10},
-        saves=Saves(),
-    )
+    staged_save.begin(write, needed_bytes=1)
+    assert staged_save.complete(lambda folder: [], facts={"step": 10})
     assert [path.name for path in files_of(checkpoint_folder(tmp_path, 10))] == [TRAINER_STATE]
 
 
@@ -253,7 +248,7 @@ def on_a_full_disk(self: HashedFile, file: BinaryIO) -> None:
 def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, monkeypatch, fault, message):
     earlier, saves, writer = save(tmp_path, 5), Saves(), TorchCheckpointEngine()
     writer.zipfile_serialization = True  # as DeepSpeed's configurations have it
-    staged_save, original = StagedSave(checkpoint_folder(tmp_path, 10)), writer.save
+    staged_save, original = StagedSave(checkpoint_folder(tmp_path, 10), saves), writer.save
     read = []
     monkeypatch.setattr("dsft.checkpoints.save.hash_and_sync", lambda path: read.append(path) or hash_and_sync(path))
     if fault == "write":
@@ -265,12 +260,10 @@ def test_a_save_is_published_or_leaves_the_last_good_checkpoint(tmp_path, monkey
         with staged_save.noting_errors_of(writer):
             writer.save({"state": torch.ones(1000)}, path=str(staged_save.staged / "global_step10" / SHARD))
 
-    is_saved = staged_save.run(
-        write,
+    staged_save.begin(write, needed_bytes=10**18 if fault == "room" else 1)
+    is_saved = staged_save.complete(
         lambda folder: ["2 of 3 ranks"] if fault == "check" else missing_shards(folder, 0, sharded=False),
-        needed_bytes=10**18 if fault == "room" else 1,
         facts={"step": 10, "world_size": 1},
-        saves=saves,
     )
     assert writer.save == original and not (tmp_path / ".saving").exists()
     assert is_saved == (fault is None) and integrity_errors(earlier, hashes="all") == []
@@ -293,19 +286,16 @@ def two_saves_on_a_disk_of_its_own(folder: Path) -> tuple[list[str], list[Path]]
     output_dir, saves = folder / f"node-{distributed.rank()}", Saves()
     write_staged(output_dir, 3)  # a save that was killed
     for step in (5, 10):
-        staged_save = StagedSave(checkpoint_folder(output_dir, step))
+        staged_save = StagedSave(checkpoint_folder(output_dir, step), saves)
 
         def write(staged: Path = staged_save.staged) -> None:
             staged.mkdir(parents=True)
             (staged / TRAINER_STATE).write_text("{}")
             (staged / f"rng_state_{distributed.rank()}.pth").touch()
 
-        staged_save.run(
-            write,
-            lambda staged: missing_shards(staged, 2, sharded=True),
-            needed_bytes=1,
-            facts={"step": step, "world_size": 2},
-            saves=saves,
+        staged_save.begin(write, needed_bytes=1)
+        staged_save.complete(
+            lambda staged: missing_shards(staged, 2, sharded=True), facts={"step": step, "world_size": 2}
         )
     return saves.failed, sorted(output_dir.rglob("*"))
 

@@ -18,8 +18,8 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.batches import Collator, sequence
 from dsft.errors import UserError
-from dsft.models.head import tile_loss
 from dsft.models.size import measure_model
+from dsft.models.tiles import tile_loss
 from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model, trains_the_same
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.data.batches import sequence
-from dsft.models.head import VOCAB_TILE, ChunkedHead
+from dsft.models.tiles import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows

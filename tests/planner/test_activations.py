@@ -16,11 +16,10 @@ from tiny import ARCHITECTURES
 
 from dsft.config.options import TrainConfig
 from dsft.data.batches import Collator
-from dsft.models import head
-from dsft.models.feed_forward import tile_feed_forwards
-from dsft.models.head import VOCAB_TILE, ChunkedHead
+from dsft.models import tiles
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import decoder_layers, empty_model, model_size
+from dsft.models.tiles import VOCAB_TILE, ChunkedHead, tile_feed_forwards
 from dsft.models.trained import add_lora
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
@@ -387,11 +386,11 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
 
 def test_a_loss_in_tiles_takes_what_is_planned(monkeypatch):
     """By torch's own record of a real step; the head's gradient is there too when its tiles are."""
-    monkeypatch.setattr(head, "TILE_LOGITS", 128 * 3000)
+    monkeypatch.setattr(tiles, "TILE_LOGITS", 128 * 3000)
     options = {"dtype": "float32", "attention": "flash", "seq_len": 256}
     predicted = predict(transformers.LlamaConfig(**SMALL), loss="tiled", **options)
     model, ids_BT = real_model("sdpa"), torch.zeros(2, 256, dtype=torch.long)
-    assert head.tile_loss(model)
+    assert tiles.tile_loss(model)
     measured = allocator_peak(lambda: model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward())
     assert predicted.terms(512, False)[-1].name == "logits and loss"
     assert peak(predicted, 512, False) + 4 * 3000 * 64 == pytest.approx(measured, rel=0.01)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig, masking_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
-from dsft.checkpoints.save import StagedSave
+from dsft.checkpoints.save import Saves, StagedSave
 from dsft.errors import UserError
 from dsft.models.build import _of_full_shape
 from dsft.models.size import empty_model
@@ -162,7 +162,7 @@ def test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_au
 
 def test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved(tmp_path):
     """A rank that raised would leave the others in their next collective."""
-    save = StagedSave(tmp_path / "checkpoint-1")
+    save = StagedSave(tmp_path / "checkpoint-1", Saves())
     engine = SimpleNamespace(optimizer=SimpleNamespace(), save_checkpoint=print, _copy_recovery_script=print)
     with save.noting_errors_of(TorchCheckpointEngine(), engine):
         shutil.copytree(tmp_path / "missing", tmp_path / "copy")

@@ -12,7 +12,7 @@ from allocator import allocator_peak
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from ranks import SECONDS, on_ranks, trained
 
-from dsft.models.pickles import mapped_resume
+from dsft.models.weight_files import mapped_resume
 from dsft.training.trainer import PerplexityTrainer
 from dsft.watchdog.processes import Process
 

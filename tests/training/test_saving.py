@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from tiny import write_model
 
 from dsft.checkpoints.manifest import checkpoints, files_of, integrity_errors
-from dsft.checkpoints.readback import SafetensorsFiles
-from dsft.checkpoints.save import StagedSave
+from dsft.checkpoints.save import Saves, StagedSave
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import EXIT_CODES, Unsaved
 from dsft.models.size import measure_model
+from dsft.models.weight_files import SafetensorsFiles
 from dsft.run_setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.runtime import distributed
 
@@ -226,7 +226,7 @@ def test_only_a_full_disk_or_one_that_may_recover_is_tried_again(tmp_path, capsy
     def write():
         raise error
 
-    save = StagedSave(tmp_path / "checkpoint-1")
+    save = StagedSave(tmp_path / "checkpoint-1", Saves())
     save.attempt(write)
     assert save.will_fail_again is comes_again and save.errors == [str(error)]
     assert ("Traceback" in capsys.readouterr().err) == (error is UNSUPPORTED or "share memory" in str(error))

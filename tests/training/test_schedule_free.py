@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 from dsft.checkpoints.run_folder import FINAL
-from dsft.models.pickles import ZeroShards
+from dsft.models.weight_files import ZeroShards
 
 STEPS, SAVED_AT, SEQUENCES = 6, 3, 4
 OPTIMIZERS = {

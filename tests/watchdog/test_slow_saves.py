@@ -36,7 +36,7 @@ LIMIT = 1800.0
 
 def save(output_dir: Path, num_pieces: int) -> bool:
     """Save a checkpoint with a shard of so many pieces, as a training does; True where it stands."""
-    staged_save, engine = StagedSave(checkpoint_folder(output_dir, 10)), TorchCheckpointEngine()
+    staged_save, engine = StagedSave(checkpoint_folder(output_dir, 10), Saves()), TorchCheckpointEngine()
     engine.zipfile_serialization = True  # as DeepSpeed's configurations have it
     shard = {str(number): torch.zeros(PIECE, dtype=torch.uint8) for number in range(num_pieces)}
 
@@ -47,7 +47,8 @@ def save(output_dir: Path, num_pieces: int) -> bool:
             engine.save(shard, path=str(staged_save.staged / "optim_states.pt"))
 
     with client.phase("saving"):
-        return staged_save.run(write, lambda folder: [], needed_bytes=1, facts={"step": 10}, saves=Saves())
+        staged_save.begin(write, needed_bytes=1)
+        return staged_save.complete(lambda folder: [], facts={"step": 10})
 
 
 def write_slowly(take: Callable[[float], None]):

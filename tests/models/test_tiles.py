@@ -1,4 +1,4 @@
-"""The head in parts: taken where it differs by rounding alone, by all ranks or none; the tiled loss."""
+"""The head in parts: taken where it differs by rounding alone, by all ranks or none; tiles of loss, feed-forward."""
 
 import copy
 import dataclasses
@@ -16,9 +16,9 @@ from tiny import ARCHITECTURES, COMMON, GATED
 from transformers import AutoModelForCausalLM, BertConfig, FalconH1Config, Llama4TextConfig, OPTConfig, TrOCRConfig
 
 from dsft.config.options import TrainConfig
-from dsft.models import head
-from dsft.models.head import ChunkedHead, are_same_logits, tile_loss
-from dsft.models.size import measure_model
+from dsft.models import tiles
+from dsft.models.size import empty_model, feed_forwards, measure_model
+from dsft.models.tiles import ChunkedHead, are_same_logits, tile_feed_forwards, tile_loss
 from dsft.models.trials import small_model, trains_the_same
 from dsft.run_setup.arguments import tiled_loss_decision
 from dsft.run_setup.resolve import job_of
@@ -147,7 +147,7 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
     logits of all rows, against those of 64 rows.
     """
     model, ids_BT = model_of("llama", vocab_size=32768), torch.ones(1, 512, dtype=torch.long)
-    monkeypatch.setattr(head, "TILE_LOGITS", 64 * 32768)
+    monkeypatch.setattr(tiles, "TILE_LOGITS", 64 * 32768)
 
     def step():
         model.zero_grad()
@@ -161,7 +161,7 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
 
 
 def test_in_bf16_many_tokens_round_the_head_s_gradient_little_more_than_all_logits_do(monkeypatch):
-    monkeypatch.setattr(head, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
+    monkeypatch.setattr(tiles, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
     ids_BT = torch.randint(0, 384, (16, 256), generator=torch.Generator().manual_seed(0))
 
     def head_gradient(model) -> torch.Tensor:
@@ -202,3 +202,33 @@ def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):
     assert tiled_loss_decision(dataclasses.replace(options, tiled_loss=True), small).value
     liger = dataclasses.replace(options, training={"use_liger_kernel": True})
     assert tiled_loss_decision(liger, small).value and job_of(liger, facts).tiled_loss
+
+
+BLOOM = (transformers.BloomConfig, {"hidden_size": 64, "n_layer": 2, "n_head": 4})  # passes a residual along
+WITH_BLOOM = ARCHITECTURES | {"bloom": BLOOM}
+DENSE = [name for name in WITH_BLOOM if name != "mixtral"]
+
+
+@pytest.mark.parametrize("adapters", [None, ADAPTERS])
+@pytest.mark.parametrize("architecture", grid(DENSE, ["llama", "gpt2", "qwen2_moe", "bloom"]))
+def test_tiled_feed_forwards_have_the_loss_and_gradients_of_all_tokens(architecture, adapters):
+    cls, values = WITH_BLOOM[architecture]
+    assert trains_the_same(tile_feed_forwards, cls(**values), adapters=adapters)
+
+
+def test_a_tile_has_an_eighth_of_the_tokens():
+    cls, values = WITH_BLOOM["llama"]
+    model, widths = small_model(cls(**values)), []
+    assert tile_feed_forwards(model)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: widths.append(out.shape[1]))
+    model(input_ids=torch.ones(2, 20, dtype=torch.long)).logits.sum().backward()
+    assert widths == 16 * [5]  # of 40 tokens, in the forward and once more in the backward
+
+
+def test_routed_experts_and_layers_without_a_feed_forward_of_their_own_have_no_tiles():
+    of_experts = transformers.GptOssConfig(**(COMMON | {"num_local_experts": 4, "head_dim": 8}))
+    for config in (WITH_BLOOM["mixtral"][0](**WITH_BLOOM["mixtral"][1]), transformers.OPTConfig(**COMMON), of_experts):
+        assert feed_forwards(empty_model(config)) == []
+        assert not trains_the_same(tile_feed_forwards, config)
+    cls, values = WITH_BLOOM["qwen2_moe"]
+    assert len(feed_forwards(empty_model(cls(**values)))) == 2  # the shared expert of each layer

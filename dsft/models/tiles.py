@@ -1,4 +1,5 @@
-"""Computes the head of any causal language model of transformers in parts: logits of all positions never exist at once.
+"""Computes the widest parts of any causal language model of transformers in tiles: logits of all positions never exist
+at once, nor, where `tiled_mlp` asks for it, the activations of all tokens in a feed-forward.
 
 The backbone runs once, then the model's own `forward` is called over a shallow copy, in which the backbone returns
 given hidden states and the head is another one. So the architecture's softcap, scale and bias apply.
@@ -16,6 +17,11 @@ given hidden states and the head is another one. So the architecture's softcap, 
   logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
   and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
   ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles.
+- Feed-forwards (`tile_feed_forwards`): their activations are the largest of a layer, up to three times as wide as the
+  hidden states or more, each held several times in a backward. A tile's are computed again in its own backward, by
+  torch's checkpointing, so those of one tile exist at a time. Weights, gradients and what the layer returns stay as
+  they are. DeepSpeed's TiledMLP does the same by a backward of its own, which takes the names of three linear layers,
+  and tells ZeRO of each tile's gradients; autograd adds them up before ZeRO sees any.
 
 Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab, W one tile of the vocabulary.
 """
@@ -33,14 +39,17 @@ from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.config.user_code import failed, name_of
 from dsft.errors import UserError
+from dsft.models.size import feed_forwards
 from dsft.models.trained import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
-from dsft.units import IGNORED
+from dsft.units import IGNORED, MLP_TILES
 
 ROW_TILE, VOCAB_TILE = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}
 """Logits that exist at once, by kind of device: scored positions by entries of the vocabulary (8 MiB and 256 MiB in
@@ -412,3 +421,27 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
 
     inner.forward, head.forward, inner.accepts_loss_kwargs = forward, head_forward, True  # the Trainer asks
     return True
+
+
+def tile_feed_forwards(model: nn.Module) -> bool:
+    """Lets each feed-forward of `model` compute MLP_TILES parts of its tokens in turn; returns False where it has none.
+
+    Under ZeRO-3 each is gathered as a whole: ranks whose rows have other lengths would else wait for one another.
+    """
+    modules = feed_forwards(unwrapped(model))
+    for module in modules:
+        if is_deepspeed_zero3_enabled():
+            from deepspeed.utils import set_z3_leaf_module
+
+            set_z3_leaf_module(module, True)
+        plain = module.forward
+
+        @functools.wraps(plain)
+        def forward(*tensors_TH: torch.Tensor, plain=plain) -> torch.Tensor:
+            """Of the hidden states [..., T, H], and of the residual where an architecture passes it along."""
+            tiles = zip(*(tensor.flatten(0, -2)[None].chunk(MLP_TILES, dim=1) for tensor in tensors_TH), strict=True)
+            parts = [checkpoint(plain, *tile, use_reentrant=False) for tile in tiles]
+            return torch.cat(parts, dim=1).view(*tensors_TH[0].shape[:-1], -1)
+
+        module.forward = forward
+    return bool(modules)

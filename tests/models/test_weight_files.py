@@ -28,7 +28,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.model_folder import has_only_shards, step_folder
-from dsft.models.pickles import ZeroShards, load_pickle, safe_unpickling
+from dsft.models.weight_files import ZeroShards, load_pickle, safe_unpickling
 from dsft.run_setup.resolve import check_start
 
 STEP = "checkpoint-2/global_step2"
