@@ -190,17 +190,14 @@ class Launcher:
         given = self.options.master_port or os.environ.get("MASTER_PORT")
         return int(given or port_of_job(int(self.job_id(script), 16)))
 
-    def node_rank(self) -> int | None:
-        """This node's number, as the user or the cluster sets it; None where neither does."""
-        if self.options.node_rank is not None:
-            return self.options.node_rank
+    def node_rank(self, number: int, named: str) -> int | None:
+        """This node's number, as the user or the cluster sets it; None where neither does. Raises UserError where so
+        many nodes (`number`), which `named` shows, have no node of this number.
+        """
         # Kubernetes' training operator sets RANK (of the pod) and PET_NODE_RANK.
         names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in os.environ else ())
-        return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
-
-    def node_rank_below(self, number: int, named: str) -> int | None:
-        """As `node_rank`. Raises UserError where so many nodes, which `named` shows, have no node of this number."""
-        rank = self.node_rank()
+        by_cluster = (int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit())
+        rank = next(by_cluster, None) if self.options.node_rank is None else self.options.node_rank
         if rank is not None and rank >= number:
             raise UserError(f"node rank {rank}: nodes are numbered from 0 to {number - 1} ({named})")
         return rank
@@ -294,7 +291,7 @@ class HostFile(DeepSpeed):
             port = options.master_port or free_port()
             return self.start(module, script, runner, master_addr=address, master_port=port)
         hosts, name = [node.name for node in hosts_of(options)], socket.gethostname()
-        rank = self.node_rank_below(len(hosts), f"--hostfile {options.hostfile}: {', '.join(hosts)}")
+        rank = self.node_rank(len(hosts), f"--hostfile {options.hostfile}: {', '.join(hosts)}")
         if rank is None:
             names = {name, socket.getfqdn(), name.split(".")[0]}
             rank = next((place for place, host in enumerate(hosts) if host in names), None)
@@ -323,7 +320,7 @@ class Torchrun(Launcher):
                 f"--nodes {options.nodes}: the first node's address is not known; set --master_addr or MASTER_ADDR, the"
                 " same on every node"
             )
-        rank = self.node_rank_below(options.nodes, f"--nodes {options.nodes}")
+        rank = self.node_rank(options.nodes, f"--nodes {options.nodes}")
         flags = {
             "nnodes": options.nodes,
             "nproc_per_node": options.num_gpus or default_ranks(),
@@ -374,8 +371,8 @@ class Slurm(Launcher):
         left = int(os.environ.get("SLURM_JOB_NUM_NODES", "0")) - len(lost)
         if not lost or left <= 0:
             return ""
-        ranks = ["--num_gpus", str(self.options.num_gpus)] if self.options.num_gpus else []
-        command = shown_command(["dsft", "launch", "--slurm", *ranks, *words])
+        flags = flag_words({"slurm": True, "num_gpus": self.options.num_gpus})
+        command = shown_command(["dsft", "launch", *flags, *words])
         return f"sbatch or salloc with --exclude {','.join(lost)} --nodes {left}, and there {command}"
 
 
@@ -433,9 +430,12 @@ class Accelerate(Launcher):
         )
 
     def command(self, module: str, script: list[str]) -> list[str]:
+        machines = self.settings["num_machines"]
         flags = {
             "config_file": self.options.accelerate,
-            "machine_rank": self.node_rank(),
+            "machine_rank": self.node_rank(machines, f"--accelerate {self.options.accelerate}")
+            if machines > 1
+            else None,
             "main_process_ip": self.options.master_addr,
             "main_process_port": self.options.master_port,
         }
@@ -554,13 +554,15 @@ def for_torchrun(script: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in script]
 
 
-def started(runner: str, flags: Mapping[str, object], *words: str) -> list[str]:
-    """A launcher's module with its flags, then `words`; True is a flag without a value, None one that is not given."""
-    command = [sys.executable, "-m", runner]
-    for flag, value in flags.items():
-        if value is not None:
-            command += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
-    return [*command, *words]
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """The words of a command line; True is a flag without a value, None and False are flags that are not given."""
+    given = {flag: value for flag, value in flags.items() if value is not None and value is not False}
+    return [word for flag, value in given.items() for word in (f"--{flag}", str(value))[: 1 if value is True else 2]]
+
+
+def started(module: str, flags: Mapping[str, object], *words: str) -> list[str]:
+    """The command that runs a module of this environment with these flags, then `words`."""
+    return [sys.executable, "-m", module, *flag_words(flags), *words]
 
 
 def shown(command: list[str]) -> str:
@@ -581,22 +583,19 @@ def fewer_hosts(hosts: HostFields, lost: Sequence[str], words: list[str], *, no_
     if not lost or not left or len(left) != len(nodes) - len(lost):
         return ""
     if hosts.include or hosts.num_nodes or hosts.num_gpus:  # DeepSpeed takes no --exclude beside them
-        slots = {node.name: node.devices or range(node.slots or 1) for node in left}
-        filters = ["--include", "@".join(f"{host}:{','.join(map(str, of))}" for host, of in slots.items())]
+        filters = {"include": "@".join(f"{node.name}:{','.join(map(str, node.devices))}" for node in left)}
     else:
-        filters = ["--exclude", "@".join(filter(None, [hosts.exclude, *lost]))]
-    ssh = ["--no_ssh"] if no_ssh else []
-    command = shown_command(["dsft", "launch", "--hostfile", hosts.hostfile, *filters, *ssh, *words])
-    return command + EVERY_NODE * no_ssh
+        filters = {"exclude": "@".join(filter(None, [hosts.exclude, *lost]))}
+    flags = flag_words({"hostfile": hosts.hostfile} | filters | {"no_ssh": no_ssh})
+    return shown_command(["dsft", "launch", *flags, *words]) + EVERY_NODE * no_ssh
 
 
 def fewer_nodes(number: int, lost: Sequence[str], ranks: int | None, address: str | None, words: list[str]) -> str:
     """The launch on `number` nodes but the lost ones, each of which is given the command; empty where none is left."""
     if not 0 < len(lost) < number:
         return ""
-    flags = {"--nodes": number - len(lost), "--num_gpus": ranks, "--master_addr": address}
-    given = [str(word) for item in flags.items() if item[1] for word in item]
-    return shown_command(["dsft", "launch", *given, *words]) + EVERY_NODE
+    flags = flag_words({"nodes": number - len(lost), "num_gpus": ranks, "master_addr": address})
+    return shown_command(["dsft", "launch", *flags, *words]) + EVERY_NODE
 
 
 def quoting(runner: type) -> type:
