@@ -63,8 +63,9 @@ from dsft.units import GiB
 
 GROUP_SECONDS = 15  # a rank gives up waiting for another after so long
 MEASURE_SECONDS = 50.0  # for the smoke test; each rank exits before (`smoke.LIFE_SECONDS`)
+ANSWER_SECONDS = 30.0  # for each of the other phases
 IMPORT_SECONDS = 60.0  # for torch's import, from a slow disk; it began before the other phases
-GRACE_SECONDS = 15.0  # a node may take so much longer than the first one for either
+GRACE_SECONDS = 15.0  # a node may take so much longer than the first one for the smoke test or its imports
 
 
 @dataclass(kw_only=True)
@@ -128,13 +129,7 @@ def examine(
     """
     start, files = time.monotonic(), read_run_files(argv)
     report = Report(nodes=[node.name for node in listed], quick=quick)
-
-    def import_plan() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module("dsft.run_setup.resolve")
-
-    imports = threading.Thread(target=import_plan, daemon=True)
+    imports = threading.Thread(target=importlib.import_module, args=("dsft.run_setup.resolve",), daemon=True)
     if not quick:  # what the plan imports takes seconds: while the nodes are asked
         imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
@@ -252,13 +247,13 @@ def _measure(
     """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
     `report.links`, and keeps its rates for plans.
     """
-    facts, names, limits = report.facts, list(report.facts), {"grace_seconds": GRACE_SECONDS}
+    facts, names = report.facts, list(report.facts)
     # A launcher may have dealt the ranks to the nodes in turn; the doctor's own go node by node.
     ends = zip(facts.values(), itertools.accumulate(report.slots.values()), strict=True)
     ranks = [node.ranks or list(range(end - node.slots, end)) for node, end in ends]
     node_of = {rank: name for name, of_node in zip(names, ranks, strict=True) for rank in of_node}
 
-    ready = nodes.ready(names, timeout_seconds=IMPORT_SECONDS, **limits)
+    ready = nodes.ready(names)
     not_started = {name: words for name, words in ready.items() if words}
     if not_started or len(ready) < len(names):
         # Ranks that were ready were not started, and are not at fault.
@@ -269,7 +264,7 @@ def _measure(
         name: {
             "node": number,
             "nodes": ranks,
-            "rounds": (ring_rounds if report.quick else some_rounds)(len(names)) if len(names) > 1 else [],
+            "rounds": (ring_rounds if report.quick else some_rounds)(len(names)),
             "master": master,
             "port": port,
             "group_seconds": GROUP_SECONDS,
@@ -280,8 +275,7 @@ def _measure(
         }
         for number, name in enumerate(names)
     }
-    events: list[dict[str, Any]] = []
-    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=events.append, **limits)
+    answers, events = nodes.run("measure", inputs), nodes.events
     measured = {event["rank"]: event["measured"] for event in events if "measured" in event}
     if len(measured) < len(node_of):
         stages = {event["rank"]: event["stage"] for event in events if "stage" in event}  # the last one that began
@@ -439,9 +433,10 @@ class SshNodes:
     def __init__(self, nodes: list[Node], variables: dict[str, str] | None):
         self._names, self._variables = [node.name for node in nodes], variables
         self._commands: dict[tuple[str, str], PhaseCommand] = {}  # by phase and node
-        self._until = self._grace = 0.0
+        self._until = 0.0
         self.lost: dict[str, Finding] = {}  # nodes that did not answer
         self.failures: list[Finding] = []  # of nodes that could not do what they were asked
+        self.events: list[dict[str, Any]] = []  # of the smoke test's ranks, in the order they came
 
     def start(self, phase: str) -> None:
         """Start a phase on all nodes ahead of its input."""
@@ -455,23 +450,16 @@ class SshNodes:
             with ThreadPoolExecutor(max_workers=len(commands)) as pool:
                 list(pool.map(PhaseCommand.close, commands))
 
-    def ready(self, names: Iterable[str], **limits: float) -> dict[str, str]:
+    def ready(self, names: Iterable[str]) -> dict[str, str]:
         """Wait until `measure` has its imports. Returns "" by node, or its last words where it exited instead."""
 
         def wait(name: str) -> str | None:
             line = self._next_line("measure", name)
             return "" if "event" in line else line["answer"]["last_words"] if "answer" in line else None
 
-        return self._side_by_side(wait, names, **limits)
+        return self._side_by_side(wait, names, IMPORT_SECONDS)
 
-    def run(
-        self,
-        phase: str,
-        inputs: dict[str, dict[str, Any]],
-        *,
-        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
-        **limits: float,
-    ) -> dict[str, Any]:
+    def run(self, phase: str, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered."""
 
         def ask(name: str) -> Any:
@@ -482,22 +470,14 @@ class SshNodes:
                 stdin.write(json.dumps(inputs[name]) + "\n")
                 stdin.flush()
             while "event" in (line := self._next_line(phase, name)):
-                on_event(line["event"])
+                self.events.append(line["event"])
             return line.get("answer")
 
-        return self._side_by_side(ask, inputs, **limits)
+        return self._side_by_side(ask, inputs, MEASURE_SECONDS if phase == "measure" else ANSWER_SECONDS)
 
-    def _side_by_side(
-        self,
-        ask: Callable[[str], Any],
-        names: Iterable[str],
-        *,
-        timeout_seconds: float = 30.0,
-        grace_seconds: float = float("inf"),
-    ) -> dict[str, Any]:
-        """Args: `grace_seconds`: how much longer than the first to answer the others may take."""
+    def _side_by_side(self, ask: Callable[[str], Any], names: Iterable[str], seconds: float) -> dict[str, Any]:
         names = [name for name in names if name not in self.lost]
-        self._until, self._grace = time.monotonic() + timeout_seconds, grace_seconds
+        self._until = time.monotonic() + seconds
         with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
             answers = dict(zip(names, pool.map(ask, names), strict=True))
         return {name: answer for name, answer in answers.items() if answer is not None}
@@ -520,11 +500,10 @@ class SshNodes:
                 lost = command.errors.read().strip() or f"the connection ended with exit code {exit_code}"
                 break
             if "failed" in line:
-                words = f"{phase}: {line['failed']}"[:300]
-                self.failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
+                self.failures.append(finding("node-failed", name, line["failed"], f"ssh {name}: try it by hand"))
                 return {}
-            if "answer" in line or "ready" in line["event"]:
-                self._until = min(self._until, time.monotonic() + self._grace)
+            if phase == "measure" and ("answer" in line or "ready" in line["event"]):
+                self._until = min(self._until, time.monotonic() + GRACE_SECONDS)
             return line
         if not lost.startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
             why = ssh_problem(name, lost, exit_code)

@@ -69,7 +69,7 @@ except ImportError:  # a node without packages answers all the same; where they 
     constants = SimpleNamespace(HF_HUB_OFFLINE=False, HF_HOME=kept, HF_HUB_CACHE=f"{kept}/hub")
 
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
+GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
 TIME_ERROR = 5  # adjtimex: the clock is not synchronized
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
 MARK = "dsft-doctor:"
@@ -97,7 +97,6 @@ class Gpu:
     memory_bytes: int
     used_bytes: int
     ecc_errors: int  # uncorrectable memory errors since the driver was loaded
-    celsius: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,10 +386,10 @@ def parse_gpus(text: str) -> Gpus:
     cards, driver = [], ""
     for line in filter(None, text.splitlines()):
         parts = [part.strip() for part in line.split(",")]
-        index, _, total, used, _, errors, celsius = (int(part) if part.isdigit() else 0 for part in parts)
+        index, _, total, used, _, errors = (int(part) if part.isdigit() else 0 for part in parts)
         name, driver = parts[1], parts[4]
         memory = {"memory_bytes": total * MiB, "used_bytes": used * MiB}
-        cards.append(Gpu(index=index, name=name, **memory, ecc_errors=errors, celsius=celsius))
+        cards.append(Gpu(index=index, name=name, **memory, ecc_errors=errors))
     return Gpus(driver=driver, cards=cards)
 
 
@@ -585,7 +584,7 @@ def answer(phase: str, held: ExitStack, read_input: Callable[[], dict[str, Any]]
             return {"answer": measure(held, read_input)}
         return {"answer": asdict(facts(held, **read_input()) if phase == "facts" else reach(**read_input()))}
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
+        return {"failed": f"{phase}: {type(error).__name__}: {error}"[:300]}
 
 
 def say(**content: Any) -> None:

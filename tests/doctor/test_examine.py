@@ -52,7 +52,7 @@ from dsft.runtime.launcher_env import Node, read_hosts, ssh_problem
 from dsft.runtime.patches import PATCHES, Patch
 from dsft.units import GiB
 
-SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
+SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A]\n"
 
 
 def node(name: str, **changes) -> NodeFacts:
@@ -253,7 +253,7 @@ CASES = {
     "slots": lambda: look(node("n3", slots=3)) + look(node("n3", slots=17, cpu_only=True)),
     "idle-gpus": lambda: look(node("n3", slots=1)),
     "gpu-busy": lambda: look(node("n3", gpus=smi("81559, 4,", "81559, 40000,"))),
-    "gpu-errors": lambda: look(node("n3", gpus=smi("06, 0,", "06, 3,"))),
+    "gpu-errors": lambda: look(node("n3", gpus=smi("06, 0", "06, 3"))),
     "memory-low": lambda: look(node("n3", available_bytes=9 * GiB)),
     "shared-memory": lambda: look(node("n3", shm_bytes=64 * 2**20)),
     "open-files": lambda: look(node("n3", open_files=1024)),
