@@ -22,7 +22,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -385,10 +386,10 @@ def machine_of(facts: dict[str, NodeFacts]) -> Machine:
 
 class PhaseCommand:
     """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder, with
-    `variables` through ssh; without them here.
+    `variables` through ssh; without them here. What it says goes to `lines` with the node's name, and None at its end.
     """
 
-    def __init__(self, node: str, phase: str, variables: dict[str, str] | None):
+    def __init__(self, node: str, phase: str, variables: dict[str, str] | None, lines: queue.Queue):
         words = [sys.executable, "-m", "dsft.doctor.phases", phase]
         if variables is not None:
             words = ssh_command(node, words, variables)
@@ -403,15 +404,22 @@ class PhaseCommand:
             env=os.environ | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))},
             start_new_session=True,
         )
-        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()  # what it says, and None at its end
 
         def read() -> None:
             for line in self.process.stdout:
                 if line.startswith(MARK):
-                    self.lines.put(json.loads(line[len(MARK) :]))
-            self.lines.put(None)
+                    lines.put((node, json.loads(line[len(MARK) :])))
+            lines.put((node, None))
 
         threading.Thread(target=read, daemon=True).start()
+
+    def last_words(self) -> tuple[str, int | None]:
+        """Of ssh or Python once its output has ended, and its exit code."""
+        exit_code = None
+        with suppress(subprocess.TimeoutExpired):
+            exit_code = self.process.wait(timeout=5)
+        self.errors.seek(0)
+        return self.errors.read().strip() or f"the connection ended with exit code {exit_code}", exit_code
 
     def close(self) -> None:
         """The phase exits when its input ends; ssh is given a moment to pass that on."""
@@ -433,7 +441,7 @@ class SshNodes:
     def __init__(self, nodes: list[Node], variables: dict[str, str] | None):
         self._names, self._variables = [node.name for node in nodes], variables
         self._commands: dict[tuple[str, str], PhaseCommand] = {}  # by phase and node
-        self._until = 0.0
+        self._lines: dict[str, queue.Queue] = defaultdict(queue.Queue)  # by phase
         self.lost: dict[str, Finding] = {}  # nodes that did not answer
         self.failures: list[Finding] = []  # of nodes that could not do what they were asked
         self.events: list[dict[str, Any]] = []  # of the smoke test's ranks, in the order they came
@@ -441,7 +449,7 @@ class SshNodes:
     def start(self, phase: str) -> None:
         """Start a phase on all nodes ahead of its input."""
         for name in self._names:
-            self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+            self._commands[phase, name] = PhaseCommand(name, phase, self._variables, self._lines[phase])
 
     def end(self, phase: str | None = None) -> None:
         """End a phase that has answered, or all: its ports are closed, its probe is gone."""
@@ -452,60 +460,51 @@ class SshNodes:
 
     def ready(self, names: Iterable[str]) -> dict[str, str]:
         """Wait until `measure` has its imports. Returns "" by node, or its last words where it exited instead."""
-
-        def wait(name: str) -> str | None:
-            line = self._next_line("measure", name)
-            return "" if "event" in line else line["answer"]["last_words"] if "answer" in line else None
-
-        return self._side_by_side(wait, names, IMPORT_SECONDS)
+        lines = self._listen("measure", names, IMPORT_SECONDS)
+        return {name: "" if "event" in line else line["answer"]["last_words"] for name, line in lines.items()}
 
     def run(self, phase: str, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered."""
-
-        def ask(name: str) -> Any:
+        names = [name for name in inputs if name not in self.lost]
+        for name in names:
             if (phase, name) not in self._commands:
-                self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+                self._commands[phase, name] = PhaseCommand(name, phase, self._variables, self._lines[phase])
+        for name in names:
             stdin = self._commands[phase, name].process.stdin
             with suppress(OSError):  # its last words say why
                 stdin.write(json.dumps(inputs[name]) + "\n")
                 stdin.flush()
-            while "event" in (line := self._next_line(phase, name)):
-                self.events.append(line["event"])
-            return line.get("answer")
+        lines = self._listen(phase, names, MEASURE_SECONDS if phase == "measure" else ANSWER_SECONDS)
+        return {name: lines[name]["answer"] for name in names if name in lines}
 
-        return self._side_by_side(ask, inputs, MEASURE_SECONDS if phase == "measure" else ANSWER_SECONDS)
-
-    def _side_by_side(self, ask: Callable[[str], Any], names: Iterable[str], seconds: float) -> dict[str, Any]:
-        names = [name for name in names if name not in self.lost]
-        self._until = time.monotonic() + seconds
-        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
-            answers = dict(zip(names, pool.map(ask, names), strict=True))
-        return {name: answer for name, answer in answers.items() if answer is not None}
-
-    def _next_line(self, phase: str, name: str) -> dict[str, Any]:
-        """What a phase says next: {"event"} or {"answer"}; else nothing, and a finding says why: it failed, the
-        connection has ended (with the last words of ssh or Python), or nothing came in time.
+    def _listen(self, phase: str, names: Iterable[str], seconds: float) -> dict[str, dict[str, Any]]:
+        """Wait for the answer of each node, or {"event"}: it is ready. Of others a finding says why there is none: the
+        phase failed, the connection has ended, or nothing came in time.
         """
-        command, lost = self._commands[phase, name], f"no answer to {phase!r} in time"
-        exit_code = None
-        while (left := self._until - time.monotonic()) > 0:
+        waiting, answers, broken = [name for name in names if name not in self.lost], {}, []
+        until = time.monotonic() + seconds
+        while waiting:
             try:
-                line = command.lines.get(timeout=min(0.5, left))  # the first answer ends the wait sooner
+                name, line = self._lines[phase].get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                continue
-            if line is None:
-                with suppress(subprocess.TimeoutExpired):
-                    exit_code = command.process.wait(timeout=5)
-                command.errors.seek(0)
-                lost = command.errors.read().strip() or f"the connection ended with exit code {exit_code}"
+                if phase != "measure":  # the smoke test names its ranks itself
+                    broken += [(name, f"no answer to {phase!r} in time", None) for name in waiting]
                 break
-            if "failed" in line:
+            if name not in waiting:  # it was lost in another phase
+                continue
+            if line and "event" in line and "ready" not in line["event"]:
+                self.events.append(line["event"])
+                continue
+            waiting.remove(name)
+            if line is None:
+                broken.append((name, *self._commands[phase, name].last_words()))
+            elif "failed" in line:
                 self.failures.append(finding("node-failed", name, line["failed"], f"ssh {name}: try it by hand"))
-                return {}
-            if phase == "measure" and ("answer" in line or "ready" in line["event"]):
-                self._until = min(self._until, time.monotonic() + GRACE_SECONDS)
-            return line
-        if not lost.startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
-            why = ssh_problem(name, lost, exit_code)
-            self.lost[name] = finding(why.code, name, why.message, why.fix)
-        return {}
+            else:
+                answers[name] = line
+                if phase == "measure":
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
+        with ThreadPoolExecutor(max_workers=max(1, len(broken))) as pool:  # some ask the node's port 22
+            for why in pool.map(lambda end: ssh_problem(*end), broken):
+                self.lost[why.node] = finding(why.code, why.node, why.message, why.fix)
+        return answers
