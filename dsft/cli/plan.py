@@ -127,7 +127,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         raise UserError(
             f"--nodes {options.nodes}: write a number of at least 1, or several with commas, for example 1,2,4,8"
         )
-    slots = min(hosts.values(), default=None)
+    slots = max(hosts.values(), default=None)
 
     # ---- one node: measured elsewhere, this one, or on paper
     if options.machine:
@@ -175,6 +175,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
             f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"
         )
     changes["host_names"] = tuple(sorted(hosts))
+    changes["num_ranks"] = sum(hosts.values()) if len(set(hosts.values())) > 1 else 0
     return [dataclasses.replace(machine, nodes=number, **changes) for number in nodes]
 
 
