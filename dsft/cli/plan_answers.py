@@ -42,15 +42,7 @@ from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.arguments import batch_decisions
 from dsft.run_setup.evaluation_checks import read_scoring_file
-from dsft.run_setup.resolve import (
-    Choice,
-    TrainingRun,
-    auto_dtype,
-    choose_plan,
-    plan_run,
-    resolve_offline,
-    with_disk_of,
-)
+from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline, with_disk_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural

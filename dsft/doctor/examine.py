@@ -238,12 +238,7 @@ def _typed(kind: Any, answers: dict[str, dict[str, Any]], report: Report) -> dic
 
 
 def _measure(
-    nodes: Any,
-    report: Report,
-    reached: dict[str, Reached],
-    used: dict[str, str],
-    master: str,
-    port: int,
+    nodes: Any, report: Report, reached: dict[str, Reached], used: dict[str, str], master: str, port: int
 ) -> list[Finding]:
     """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
     `report.links`, and keeps its rates for plans.

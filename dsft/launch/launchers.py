@@ -25,15 +25,7 @@ import yaml
 from dsft.config.reader import read_file_and_flags, read_flags, read_options
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.launcher_env import (
-    LOOPBACK,
-    SINGLE_PROCESS_ENV,
-    Node,
-    first_host,
-    free_port,
-    port_of_job,
-    read_hosts,
-)
+from dsft.runtime.launcher_env import LOOPBACK, SINGLE_PROCESS_ENV, Node, first_host, free_port, port_of_job, read_hosts
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
