@@ -441,6 +441,13 @@ def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_
     assert entry.severity == "note"
 
 
+@pytest.mark.parametrize("source", ["runs/model", "/models/m"])
+def test_a_folder_is_copied_to_its_own_place(source):
+    """`rsync -a runs/model n3:/here/runs/model` would make a runs/model/model there."""
+    for findings in (contents(RunFiles(models=[source]), HERE, OTHER), contents(RunFiles(models=[source]), HERE, None)):
+        assert f"rsync -aR {Path(source).absolute()} n3:/;" in findings[0].fix
+
+
 def test_no_finding_fires_on_healthy_nodes():
     facts = nodes()
     healthy = [entry for name, facts_of in facts.items() for entry in check_node(name, facts_of, quick=False)]
