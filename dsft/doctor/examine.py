@@ -134,7 +134,7 @@ def examine(
     if not quick:  # what the plan imports takes seconds: while the nodes are asked
         imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
-    inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not quick}
+    inputs = {"master_port": port, "output_dir": files.output_dir, "is_full": not quick}
     answers = nodes.run(
         "facts", {node.name: inputs | {"slots": node.slots, "devices": list(node.devices)} for node in listed}
     )
@@ -370,6 +370,7 @@ def machine_of(facts: dict[str, NodeFacts]) -> Machine:
             host_bytes=node.host_bytes,
             has_gpu=bool(gpus),
             gpu_type=gpus[0].name if gpus else "",
+            interconnect=node.interconnect,
             cores=node.cores,
             measured=True,
             memlock_bytes=node.locked_bytes,

@@ -412,6 +412,11 @@ def test_uneven_slots_are_planned_as_so_many_ranks():
     assert machine_of({name: node(name) for name in ("n1", "n2")}).world_size == 4
 
 
+def test_nodes_are_planned_with_the_network_that_their_ranks_would_read():
+    """Else the doctor assumed the network of the GPU's data sheet, and planned otherwise than the training."""
+    assert machine_of({"n1": node("n1", interconnect="nvlink+eth25")}).interconnect == "nvlink+eth25"
+
+
 def test_of_two_clocks_none_is_blamed_without_a_reason():
     offsets = {"n1": 0.0, "n2": -100.0}
     [both] = check_clocks(offsets)
