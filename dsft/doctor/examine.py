@@ -14,7 +14,6 @@ import importlib
 import io
 import itertools
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -397,7 +396,6 @@ class PhaseCommand:
             stderr=self.errors,
             text=True,
             errors="replace",
-            env=os.environ | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))},
             start_new_session=True,
         )
 
@@ -442,9 +440,9 @@ class SshNodes:
         self.failures: list[Finding] = []  # of nodes that could not do what they were asked
         self.events: list[dict[str, Any]] = []  # of the smoke test's ranks, in the order they came
 
-    def start(self, phase: str) -> None:
-        """Start a phase on all nodes ahead of its input."""
-        for name in self._names:
+    def start(self, phase: str, names: Iterable[str] | None = None) -> None:
+        """Start a phase, ahead of its input, on these nodes or on all."""
+        for name in self._names if names is None else names:
             self._commands[phase, name] = PhaseCommand(name, phase, self._variables, self._lines[phase])
 
     def end(self, phase: str | None = None) -> None:
@@ -462,9 +460,8 @@ class SshNodes:
     def run(self, phase: str, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered."""
         names = [name for name in inputs if name not in self.lost]
-        for name in names:
-            if (phase, name) not in self._commands:
-                self._commands[phase, name] = PhaseCommand(name, phase, self._variables, self._lines[phase])
+        if phase not in self._lines:
+            self.start(phase, names)
         for name in names:
             stdin = self._commands[phase, name].process.stdin
             with suppress(OSError):  # its last words say why

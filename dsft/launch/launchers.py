@@ -304,6 +304,9 @@ class Torchrun(Launcher):
 
     processes = processes.LAUNCHERS["torchrun"]
 
+    def start(self, module: str, script: list[str], **flags: Any) -> list[str]:
+        return started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+
     def command(self, module: str, script: list[str]) -> list[str]:
         options = self.options
         address = options.master_addr or os.environ.get("MASTER_ADDR")
@@ -313,23 +316,19 @@ class Torchrun(Launcher):
                 " same on every node"
             )
         rank = self.node_rank(options.nodes, f"--nodes {options.nodes}")
-        flags = {
-            "nnodes": options.nodes,
-            "nproc_per_node": options.num_gpus or default_ranks(),
-            "rdzv_id": self.job_id(script),  # agents of two jobs at one address and port do not meet
-        }
+        place = {"node_rank": rank, "master_addr": address, "master_port": self.port(script)}
         if rank is None:
-            flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{self.port(script)}"}
-        else:
-            flags |= {"node_rank": rank, "master_addr": address, "master_port": self.port(script)}
-        return started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+            place = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{self.port(script)}"}
+        # The id, because agents of two jobs at one address and port do not meet.
+        ranks, job = options.num_gpus or default_ranks(), self.job_id(script)
+        return self.start(module, script, nnodes=options.nodes, nproc_per_node=ranks, rdzv_id=job, **place)
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         options = self.options
         return fewer_nodes(options.nodes, lost, options.num_gpus, options.master_addr, words)
 
 
-class Slurm(Launcher):
+class Slurm(Torchrun):
     """One srun task on each node of the job, with torchrun in each."""
 
     processes = processes.LAUNCHERS["srun"] + processes.LAUNCHERS["torchrun"]
@@ -345,14 +344,15 @@ class Slurm(Launcher):
                 " scripts/slurm/torchrun.sbatch"
             )
         port = options.master_port or port_of_job(int(job))  # jobs that share a node must not meet
-        flags = {
-            "nnodes": nodes,
-            "nproc_per_node": options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": f"{options.master_addr or self.peers()[0]}:{port}",
-            "rdzv_id": job,
-        }
-        torchrun = started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+        torchrun = self.start(
+            module,
+            script,
+            nnodes=nodes,
+            nproc_per_node=options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{options.master_addr or self.peers()[0]}:{port}",
+            rdzv_id=job,
+        )
         place = ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
         return ["srun", *place, *torchrun]
 
@@ -497,18 +497,13 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     if len(options.ways) > 1:
         problems.append(f"--{' and --'.join(options.ways)}: choose one way to start the nodes")
     for name in ("include", "exclude", "num_nodes"):
-        if getattr(options, name) is not None and not isinstance(launcher, DeepSpeed):
+        value, here = getattr(options, name), "1" if name == "num_nodes" else "localhost(:[0-9,]+)?"
+        if value and not isinstance(launcher, DeepSpeed):
             problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
-    if isinstance(launcher, Local):
-        filters = {name: value for name in ("include", "exclude") if (value := getattr(options, name))}
-        names_hosts = {name for name, value in filters.items() if not re.fullmatch("localhost(:[0-9,]+)?", value)}
-        names_hosts |= {"num_nodes"} if (options.num_nodes or 1) > 1 else set()
-        problems += [
-            f"--{name} {getattr(options, name)}: it chooses from a host file; name one with --hostfile"
-            for name in sorted(names_hosts)
-        ]
-        if len({*filters, *(["num_gpus"] if options.num_gpus else [])}) > 1:
-            problems.append("--num_gpus, --include and --exclude cannot be combined; keep one")
+        elif value and isinstance(launcher, Local) and not re.fullmatch(here, str(value)):
+            problems.append(f"--{name} {value}: it chooses from a host file; name one with --hostfile")
+    if isinstance(launcher, Local) and sum(map(bool, (options.num_gpus, options.include, options.exclude))) > 1:
+        problems.append("--num_gpus, --include and --exclude cannot be combined; keep one")
     if options.node_rank is not None and not options.accelerate and not launcher.is_given_on_every_node:
         way = ", or give --no_ssh too where each node gets a command of its own" if options.hostfile else ""
         problems.append(f"--node_rank {options.node_rank}: this one command starts all ranks; leave it out{way}")
