@@ -87,7 +87,7 @@ def show(report: Report, *, only_findings: bool) -> None:
         for node in report.nodes:
             facts = report.facts.get(node)
             if not facts:
-                table.add_row(node, "no answer", *[""] * (len(COLUMNS) - 2))
+                table.add_row(node, "no answer")
                 continue
             gpus, versions = facts.usable_gpus, facts.versions
             card = facts.network.interfaces.get(facts.interface_of(facts.address))

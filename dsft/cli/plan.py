@@ -32,6 +32,17 @@ MOST_GPUS_PER_NODE = 72
 """GB200 NVL72, the largest machine that is sold as one."""
 MOST_GPUS = 100_000
 """Of the largest clusters that are known."""
+QUESTIONS, ALONE = "perplexity longest largest", "--perplexity, --longest and --largest"
+CONFLICTS = [
+    ("record", f"json all explain write {QUESTIONS} cheapest prices several_nodes", "--record: is one row of one plan"),
+    ("cheapest prices", "gpus gpu_type nodes hostfile machine", "--cheapest tries machines of its own"),
+    ("cheapest prices", f"{QUESTIONS} explain", "--cheapest is a question of its own"),
+    ("cheapest prices", "write calibrate dollars_per_gpu_hour", "--cheapest is of many machines and their prices"),
+    (QUESTIONS, "write explain", f"{ALONE} make no plan of a training"),
+    (QUESTIONS, "several_nodes", f"{ALONE} take one number of nodes"),
+    ("several_nodes", "write explain", "--write and --explain take one number of nodes"),
+]
+"""(Options that ask for something, those that have no place in its answer, why)."""
 
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
@@ -42,14 +53,16 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     given = {name: getattr(options, name) for name in numbers if getattr(options, name) is not None}
     raise_if_any([f"--{name} {value}: must be above 0" for name, value in given.items() if not value > 0])
     problems: list[str] = []
-    if options.record:
-        others = ("json", "all", "explain", "write", "perplexity", "longest", "largest", "cheapest", "prices")
-        asked = [f"--{name}" for name in others if getattr(options, name)]
-        asked += ["several --nodes"] * ("," in (options.nodes or ""))
-        if asked:
-            problems.append(f"--record: is one row of one plan; leave out {' and '.join(asked)}")
-        if "--config" in [word.partition("=")[0] for word in argv] or not (options.gpus or options.gpu_type):
-            problems.append("--record: others must be able to ask the same; write the job's options and --gpus")
+    asked = {name for name, value in vars(options).items() if value}
+    asked |= {"several_nodes"} if "," in (options.nodes or "") else set()
+    for answered, others, why in CONFLICTS:
+        needless = [f"--{name}" for name in others.split() if name in asked]
+        if needless and not asked.isdisjoint(answered.split()):
+            left_out = " and ".join(needless).replace("--several_nodes", "several --nodes")
+            problems.append(f"{why}; leave out {left_out}")
+    is_told_in_full = "--config" not in [word.partition("=")[0] for word in argv] and (options.gpus or options.gpu_type)
+    if options.record and not is_told_in_full:
+        problems.append("--record: others must be able to ask the same; write the job's options and --gpus")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
     not_needed = NOT_NEEDED + options.largest * ("model: missing",) + options.perplexity * ("batch_tokens and",)
     problems = [problem for problem in problems if not problem.startswith(not_needed)]
@@ -70,15 +83,9 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
 
 def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | None]]]:
     """Read where the prices of `--cheapest` are from, and its machines with the dollars of one GPU for an hour, None
-    where there is no price. Raises UserError where the file cannot be read, or an entry of it is none.
+    where there is no price. Raises UserError where the file cannot be read, or an entry of it is no machine.
     """
     path = Path(options.prices).expanduser() if options.prices else MACHINES
-    given = [name for name in ("gpus", "gpu_type", "nodes", "hostfile", "machine") if getattr(options, name)]
-    if given:
-        raise UserError(f"--cheapest tries machines of its own; leave out --{' and --'.join(given)}")
-    questions = ("perplexity", "longest", "largest", "write", "explain", "calibrate", "dollars_per_gpu_hour")
-    if asked := [name for name in questions if getattr(options, name)]:
-        raise UserError(f"--cheapest is a question of its own; leave out --{' and --'.join(asked)}")
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         entries = content["machine"]
@@ -93,15 +100,14 @@ def read_prices(options: PlanOptions) -> tuple[str, list[tuple[Machine, float | 
     priced, hardware = [], {field.name for field in dataclasses.fields(HardwareFields)}
     for number, entry in enumerate(entries, 1):
         dollars = entry.pop("dollars_per_gpu_hour", None)
-        unknown = sorted(entry.keys() - hardware)
-        is_price = dollars is None or (type(dollars) in (int, float) and 0 <= dollars < math.inf)
-        if unknown or not is_price or not entry.get("gpus"):
-            problem = f"unknown key {unknown[0]}" if unknown else "it needs gpus, such as 8xH100"
-            if not is_price:
-                problem = f"dollars_per_gpu_hour = {dollars!r} is no price; write a number, or leave it out"
-            raise UserError(f"--prices {path}: machine {number}: {problem}")
-        changes = {name: str(value) for name, value in entry.items()}
+        problems = [f"unknown key {name}" for name in entry if name not in hardware]
+        if not entry.get("gpus"):
+            problems.append("it needs gpus, such as 8xH100")
+        if not (dollars is None or (type(dollars) in (int, float) and 0 <= dollars < math.inf)):
+            problems.append(f"dollars_per_gpu_hour = {dollars!r} is no price; write a number, or leave it out")
         try:
+            raise_if_any(problems)
+            changes = {name: str(value) for name, value in entry.items()}
             priced += [(machine, dollars) for machine in read_machines(dataclasses.replace(options, **changes))]
         except UserError as error:
             raise UserError([f"--prices {path}: machine {number}: {each}" for each in error.problems]) from None
@@ -121,7 +127,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         raise UserError(
             f"--nodes {options.nodes}: write a number of at least 1, or several with commas, for example 1,2,4,8"
         )
-    slots = min(hosts.values(), default=None)
+    slots = max(hosts.values(), default=None)
 
     # ---- one node: measured elsewhere, this one, or on paper
     if options.machine:
@@ -169,6 +175,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
             f"{machine.ranks_per_node * max(nodes):,} GPUs: the largest clusters have {MOST_GPUS:,}; lower --nodes"
         )
     changes["host_names"] = tuple(sorted(hosts))
+    changes["num_ranks"] = sum(hosts.values()) if len(set(hosts.values())) > 1 else 0
     return [dataclasses.replace(machine, nodes=number, **changes) for number in nodes]
 
 

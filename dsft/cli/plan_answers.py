@@ -18,6 +18,7 @@ from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.launch.launchers import flag_words
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelSize, check_sharding
 from dsft.planner.calibration import calibrate, to_carry
@@ -41,15 +42,7 @@ from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, bytes_by_phase
 from dsft.run_setup.alternatives import EIGHT_BIT, largest_models, longest_sequence, seconds_at, ways_to_fit
 from dsft.run_setup.arguments import batch_decisions
 from dsft.run_setup.evaluation_checks import read_scoring_file
-from dsft.run_setup.resolve import (
-    Choice,
-    TrainingRun,
-    auto_dtype,
-    choose_plan,
-    plan_run,
-    resolve_offline,
-    with_disk_of,
-)
+from dsft.run_setup.resolve import Choice, TrainingRun, auto_dtype, choose_plan, plan_run, resolve_offline, with_disk_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine, split_gpus
 from dsft.units import Batch, GiB, in_gib, plural
@@ -84,11 +77,6 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
         show_text(f"dsft: speeds measured and kept in {path}", file=sys.stderr)
         if others:
             print_note(f"other programs hold {in_gib(others)} of a GPU: its memory outside of torch was not measured")
-    asked_for_one = options.perplexity or options.largest or options.longest
-    if asked_for_one and (len(machines) > 1 or options.write or options.explain):
-        raise UserError(
-            "--perplexity, --longest and --largest take one number of nodes, and neither --write nor --explain"
-        )
     if options.largest:
         rows = largest_models(training, machine, attention=options.attention)
         if options.json:
@@ -184,10 +172,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
 
     def command(change: Mapping[str, Any]) -> str:
         """These words with a change."""
-        _, changed = split_flags(words, dict.fromkeys(change, str))
-        for name, value in (given | change).items():
-            changed += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-        return shown_command(["dsft", "plan", *changed])
+        _, others = split_flags(words, dict.fromkeys(change, str))
+        return shown_command(["dsft", "plan", *others, *flag_words(given | change)])
 
     commands = [command(way.change) for way in ways]
     cost = _cost(options, offline, choice, machine)
@@ -289,33 +275,45 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
 
 def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: Machine) -> RunCost | None:
     """Hours of the whole training: of the tokens that are named, else of data that is prepared."""
-    plan, training = choice.plan, offline.options.training
+    plan, training, dollars = choice.plan, offline.options.training, options.dollars_per_gpu_hour
+    max_steps = training.get("max_steps", -1)
     if not plan.has_time_estimate:
         return None
-    steps, seconds = training.get("max_steps", -1), None
-    epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
-    if options.tokens:
-        steps = steps if steps > 0 else options.tokens * epochs / plan.time.tokens_per_step
-        tokens = steps * plan.time.tokens_per_step
-        epochs = tokens / options.tokens
-    elif epoch := prepared_epoch(offline, plan, machine):
-        epoch_tokens, epoch_steps, mean_len = epoch
-        steps = steps if steps > 0 else epoch_steps * epochs
-        epochs = steps / epoch_steps
-        seconds = seconds_at(offline.job, machine, choice, seq_len=mean_len)
-        tokens = epoch_tokens * steps / epoch_steps
-    elif steps > 0:
-        tokens, epochs = steps * plan.time.tokens_per_step, None
-    elif options.dollars_per_gpu_hour:
+    if not options.tokens and (epoch := prepared_epoch(offline, plan, machine)):
+        tokens, steps, mean_len = epoch
+        epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+        epochs = max_steps / steps if max_steps > 0 else epochs
+        return run_cost(
+            plan,
+            machine,
+            tokens=tokens * epochs,
+            epochs=epochs,
+            steps=steps * epochs,
+            dollars=dollars,
+            step_seconds=seconds_at(offline.job, machine, choice, seq_len=mean_len),
+        )
+    if options.tokens or max_steps > 0:
+        return cost_of_tokens(options.tokens, training, plan, machine, dollars)
+    if dollars:
         raise UserError(
             "--dollars_per_gpu_hour: a cost needs --tokens, for example 1e9, --max_steps, or data that is prepared"
         )
-    else:
-        if offline.data:
-            print_note("hours are counted once the data is prepared: dsft prepare, or --tokens")
-        return None
-    dollars = options.dollars_per_gpu_hour
-    return run_cost(plan, machine, tokens=tokens, epochs=epochs, steps=steps, dollars=dollars, step_seconds=seconds)
+    if offline.data:
+        print_note("hours are counted once the data is prepared: dsft prepare, or --tokens")
+    return None
+
+
+def cost_of_tokens(
+    tokens: float | None, training: Mapping[str, Any], plan: Plan, machine: Machine, dollars: float | None = None
+) -> RunCost:
+    """Of the steps, else the epochs, that `training` sets, on data of so many tokens; of 1e9 tokens where neither is
+    set. Args: `dollars`: of one GPU for an hour.
+    """
+    per_step, max_steps = plan.time.tokens_per_step, training.get("max_steps", -1)
+    epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+    taken = max_steps * per_step if max_steps > 0 else tokens * epochs if tokens else 1e9
+    passes = taken / tokens if tokens else None
+    return run_cost(plan, machine, tokens=taken, epochs=passes, steps=taken / per_step, dollars=dollars)
 
 
 def show_cheapest(
@@ -324,9 +322,6 @@ def show_cheapest(
     """Which of these machines do the job: hours and dollars of the whole training, the smallest and the cheapest. Args:
     `priced`: machines, with the dollars of one GPU for an hour; `source`: of the prices.
     """
-    epochs = training.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
-    tokens = options.tokens * epochs if options.tokens else 1e9
-    max_steps = training.training.get("max_steps", -1)
     has_own_file = training.zero.endswith(".json")  # which may fix the batch for some numbers of ranks
     rows, decided = [], {}  # what is decided for each dtype that is taken on some of the machines
     for machine, dollars in priced:
@@ -356,16 +351,15 @@ def show_cheapest(
         for problem in problems if training.global_batch_size else []:  # with which a training is refused there
             print_note(f"{name_of(machine)}: {problem}")
             plan = dataclasses.replace(plan, fits=False, limiting_resource="global_batch_size")
-        steps = max_steps if max_steps > 0 else tokens / plan.time.tokens_per_step
-        taken = steps * plan.time.tokens_per_step if max_steps > 0 else tokens
-        passes = taken / options.tokens if options.tokens else None
-        cost = run_cost(plan, machine, tokens=taken, epochs=passes, steps=steps, dollars=dollars)
-        rows.append((machine, plan, cost))
+        rows.append((machine, plan, cost_of_tokens(options.tokens, training.training, plan, machine, dollars)))
     if not rows:
         raise UserError("--cheapest: none of these machines can share this job, as noted above; change what they name")
     fitting = [row for row in rows if row[1].fits]
-    smallest = min(fitting, key=lambda row: row[0].world_size, default=None)
-    cheapest = min((row for row in fitting if row[2].dollars is not None), key=lambda row: row[2].dollars, default=None)
+    with_price = [row for row in fitting if row[2].dollars is not None]
+    best = {
+        "smallest": min(fitting, key=lambda row: row[0].world_size, default=None),
+        "cheapest": min(with_price, key=lambda row: row[2].dollars, default=None),
+    }
     if options.json:
         print_json(
             [
@@ -374,13 +368,14 @@ def show_cheapest(
             ]
         )
     else:
-        how = f"{epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
+        max_steps, cost = training.training.get("max_steps", -1), rows[0][2]
+        how = f"{cost.epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
         how = f"{max_steps:,} steps" if max_steps > 0 else how
         columns = ("", "GPUs", "plan", "peak", "tokens/s", "hours", "dollars", "fits")
         table = empty_table(columns, caption=f"GiB per GPU; {how}", **NARROW)
         for row in rows:
             machine, plan, cost = row
-            marks = [name for name, best in (("smallest", smallest), ("cheapest", cheapest)) if row is best]
+            marks = [name for name, marked in best.items() if row is marked]
             dollars = "-" if cost.dollars is None else f"{cost.dollars:,.0f}"
             numbers = (f"{plan.time.tokens_per_second:,.0f}", f"{cost.hours:,.1f}", dollars)
             checkpointing = " ckpt" * plan.activation_checkpointing
@@ -397,14 +392,12 @@ def show_cheapest(
         show_text(f"{describe_question(offline.options, job, dtypes)}\n{describe_model(job.size)}")
         show_table(table)
         show_text(f"prices (--prices): {source}")
-        best = []
-        for mark, row in (("smallest", smallest), ("cheapest", cheapest)):
-            if row:
-                machine, _, cost = row
-                dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
-                best.append(f"{mark}: {name_of(machine)}, {cost.hours:,.1f} hours{dollars}")
+        texts = []
+        for mark, (machine, _, cost) in ((mark, row) for mark, row in best.items() if row):
+            dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
+            texts.append(f"{mark}: {name_of(machine)}, {cost.hours:,.1f} hours{dollars}")
         nothing = "none of these machines does the job: --method lora or qlora, or a shorter --seq_len"
-        show_text("; ".join(best) or nothing)
+        show_text("; ".join(texts) or nothing)
     if not fitting:
         raise SystemExit(NOTHING_FITS)
 
@@ -427,8 +420,6 @@ def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> 
 
 def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> None:
     """How speed, memory and cost move with the number of nodes."""
-    if options.write or options.explain:
-        raise UserError("--write and --explain take one number of nodes")
     smallest = min(machines, key=lambda machine: machine.world_size)
     offline = _decided(options, training, smallest)
     job = offline.job
@@ -441,7 +432,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
         scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
         plan = plan_run(offline.options, scaled, machine, zero_file=offline.zero_file, must_fit=False).plan
-        rows.append((machine, plan, 1e9 / plan.time.tokens_per_second * machine.world_size / 3600))
+        rows.append((machine, plan, cost_of_tokens(None, {}, plan, machine).gpu_hours))
         taken = plan.time.tokens_per_step // job.seq_len
         if taken != grown:
             print_note(f"{machine.world_size} ranks cannot share {grown} sequences evenly: {taken} per step")

@@ -14,7 +14,6 @@ import importlib
 import io
 import itertools
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -22,7 +21,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,8 +63,9 @@ from dsft.units import GiB
 
 GROUP_SECONDS = 15  # a rank gives up waiting for another after so long
 MEASURE_SECONDS = 50.0  # for the smoke test; each rank exits before (`smoke.LIFE_SECONDS`)
+ANSWER_SECONDS = 30.0  # for each of the other phases
 IMPORT_SECONDS = 60.0  # for torch's import, from a slow disk; it began before the other phases
-GRACE_SECONDS = 15.0  # a node may take so much longer than the first one for either
+GRACE_SECONDS = 15.0  # a node may take so much longer than the first one for the smoke test or its imports
 
 
 @dataclass(kw_only=True)
@@ -128,17 +129,11 @@ def examine(
     """
     start, files = time.monotonic(), read_run_files(argv)
     report = Report(nodes=[node.name for node in listed], quick=quick)
-
-    def import_plan() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module("dsft.run_setup.resolve")
-
-    imports = threading.Thread(target=import_plan, daemon=True)
+    imports = threading.Thread(target=importlib.import_module, args=("dsft.run_setup.resolve",), daemon=True)
     if not quick:  # what the plan imports takes seconds: while the nodes are asked
         imports.start()
     nodes.start("measure")  # ahead of its input: what it imports takes seconds
-    inputs = {"master_port": port, "output_dir": files.output_dir, "compiles": not quick}
+    inputs = {"master_port": port, "output_dir": files.output_dir, "is_full": not quick}
     answers = nodes.run(
         "facts", {node.name: inputs | {"slots": node.slots, "devices": list(node.devices)} for node in listed}
     )
@@ -242,23 +237,18 @@ def _typed(kind: Any, answers: dict[str, dict[str, Any]], report: Report) -> dic
 
 
 def _measure(
-    nodes: Any,
-    report: Report,
-    reached: dict[str, Reached],
-    used: dict[str, str],
-    master: str,
-    port: int,
+    nodes: Any, report: Report, reached: dict[str, Reached], used: dict[str, str], master: str, port: int
 ) -> list[Finding]:
     """The smoke test on all nodes that answered: what it shows, or which ranks did not come to its end. Sets
     `report.links`, and keeps its rates for plans.
     """
-    facts, names, limits = report.facts, list(report.facts), {"grace_seconds": GRACE_SECONDS}
+    facts, names = report.facts, list(report.facts)
     # A launcher may have dealt the ranks to the nodes in turn; the doctor's own go node by node.
     ends = zip(facts.values(), itertools.accumulate(report.slots.values()), strict=True)
     ranks = [node.ranks or list(range(end - node.slots, end)) for node, end in ends]
     node_of = {rank: name for name, of_node in zip(names, ranks, strict=True) for rank in of_node}
 
-    ready = nodes.ready(names, timeout_seconds=IMPORT_SECONDS, **limits)
+    ready = nodes.ready(names)
     not_started = {name: words for name, words in ready.items() if words}
     if not_started or len(ready) < len(names):
         # Ranks that were ready were not started, and are not at fault.
@@ -269,7 +259,7 @@ def _measure(
         name: {
             "node": number,
             "nodes": ranks,
-            "rounds": (ring_rounds if report.quick else some_rounds)(len(names)) if len(names) > 1 else [],
+            "rounds": (ring_rounds if report.quick else some_rounds)(len(names)),
             "master": master,
             "port": port,
             "group_seconds": GROUP_SECONDS,
@@ -280,8 +270,7 @@ def _measure(
         }
         for number, name in enumerate(names)
     }
-    events: list[dict[str, Any]] = []
-    answers = nodes.run("measure", inputs, timeout_seconds=MEASURE_SECONDS, on_event=events.append, **limits)
+    answers, events = nodes.run("measure", inputs), nodes.events
     measured = {event["rank"]: event["measured"] for event in events if "measured" in event}
     if len(measured) < len(node_of):
         stages = {event["rank"]: event["stage"] for event in events if "stage" in event}  # the last one that began
@@ -380,6 +369,7 @@ def machine_of(facts: dict[str, NodeFacts]) -> Machine:
             host_bytes=node.host_bytes,
             has_gpu=bool(gpus),
             gpu_type=gpus[0].name if gpus else "",
+            interconnect=node.interconnect,
             cores=node.cores,
             measured=True,
             memlock_bytes=node.locked_bytes,
@@ -391,10 +381,10 @@ def machine_of(facts: dict[str, NodeFacts]) -> Machine:
 
 class PhaseCommand:
     """One phase on one node, started as DeepSpeed starts its launcher there: the same Python in the same folder, with
-    `variables` through ssh; without them here.
+    `variables` through ssh; without them here. What it says goes to `lines` with the node's name, and None at its end.
     """
 
-    def __init__(self, node: str, phase: str, variables: dict[str, str] | None):
+    def __init__(self, node: str, phase: str, variables: dict[str, str] | None, lines: queue.Queue):
         words = [sys.executable, "-m", "dsft.doctor.phases", phase]
         if variables is not None:
             words = ssh_command(node, words, variables)
@@ -406,18 +396,24 @@ class PhaseCommand:
             stderr=self.errors,
             text=True,
             errors="replace",
-            env=os.environ | {"PYTHONPATH": ":".join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))},
             start_new_session=True,
         )
-        self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()  # what it says, and None at its end
 
         def read() -> None:
             for line in self.process.stdout:
                 if line.startswith(MARK):
-                    self.lines.put(json.loads(line[len(MARK) :]))
-            self.lines.put(None)
+                    lines.put((node, json.loads(line[len(MARK) :])))
+            lines.put((node, None))
 
         threading.Thread(target=read, daemon=True).start()
+
+    def last_words(self) -> tuple[str, int | None]:
+        """Of ssh or Python once its output has ended, and its exit code."""
+        exit_code = None
+        with suppress(subprocess.TimeoutExpired):
+            exit_code = self.process.wait(timeout=5)
+        self.errors.seek(0)
+        return self.errors.read().strip() or f"the connection ended with exit code {exit_code}", exit_code
 
     def close(self) -> None:
         """The phase exits when its input ends; ssh is given a moment to pass that on."""
@@ -439,14 +435,15 @@ class SshNodes:
     def __init__(self, nodes: list[Node], variables: dict[str, str] | None):
         self._names, self._variables = [node.name for node in nodes], variables
         self._commands: dict[tuple[str, str], PhaseCommand] = {}  # by phase and node
-        self._until = self._grace = 0.0
+        self._lines: dict[str, queue.Queue] = defaultdict(queue.Queue)  # by phase
         self.lost: dict[str, Finding] = {}  # nodes that did not answer
         self.failures: list[Finding] = []  # of nodes that could not do what they were asked
+        self.events: list[dict[str, Any]] = []  # of the smoke test's ranks, in the order they came
 
-    def start(self, phase: str) -> None:
-        """Start a phase on all nodes ahead of its input."""
-        for name in self._names:
-            self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+    def start(self, phase: str, names: Iterable[str] | None = None) -> None:
+        """Start a phase, ahead of its input, on these nodes or on all."""
+        for name in self._names if names is None else names:
+            self._commands[phase, name] = PhaseCommand(name, phase, self._variables, self._lines[phase])
 
     def end(self, phase: str | None = None) -> None:
         """End a phase that has answered, or all: its ports are closed, its probe is gone."""
@@ -455,78 +452,52 @@ class SshNodes:
             with ThreadPoolExecutor(max_workers=len(commands)) as pool:
                 list(pool.map(PhaseCommand.close, commands))
 
-    def ready(self, names: Iterable[str], **limits: float) -> dict[str, str]:
+    def ready(self, names: Iterable[str]) -> dict[str, str]:
         """Wait until `measure` has its imports. Returns "" by node, or its last words where it exited instead."""
+        lines = self._listen("measure", names, IMPORT_SECONDS)
+        return {name: "" if "event" in line else line["answer"]["last_words"] for name, line in lines.items()}
 
-        def wait(name: str) -> str | None:
-            line = self._next_line("measure", name)
-            return "" if "event" in line else line["answer"]["last_words"] if "answer" in line else None
-
-        return self._side_by_side(wait, names, **limits)
-
-    def run(
-        self,
-        phase: str,
-        inputs: dict[str, dict[str, Any]],
-        *,
-        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
-        **limits: float,
-    ) -> dict[str, Any]:
+    def run(self, phase: str, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Run a phase on the nodes of `inputs` at the same time; answers by node, of those that answered."""
-
-        def ask(name: str) -> Any:
-            if (phase, name) not in self._commands:
-                self._commands[phase, name] = PhaseCommand(name, phase, self._variables)
+        names = [name for name in inputs if name not in self.lost]
+        if phase not in self._lines:
+            self.start(phase, names)
+        for name in names:
             stdin = self._commands[phase, name].process.stdin
             with suppress(OSError):  # its last words say why
                 stdin.write(json.dumps(inputs[name]) + "\n")
                 stdin.flush()
-            while "event" in (line := self._next_line(phase, name)):
-                on_event(line["event"])
-            return line.get("answer")
+        lines = self._listen(phase, names, MEASURE_SECONDS if phase == "measure" else ANSWER_SECONDS)
+        return {name: lines[name]["answer"] for name in names if name in lines}
 
-        return self._side_by_side(ask, inputs, **limits)
-
-    def _side_by_side(
-        self,
-        ask: Callable[[str], Any],
-        names: Iterable[str],
-        *,
-        timeout_seconds: float = 30.0,
-        grace_seconds: float = float("inf"),
-    ) -> dict[str, Any]:
-        """Args: `grace_seconds`: how much longer than the first to answer the others may take."""
-        names = [name for name in names if name not in self.lost]
-        self._until, self._grace = time.monotonic() + timeout_seconds, grace_seconds
-        with ThreadPoolExecutor(max_workers=max(1, len(names))) as pool:
-            answers = dict(zip(names, pool.map(ask, names), strict=True))
-        return {name: answer for name, answer in answers.items() if answer is not None}
-
-    def _next_line(self, phase: str, name: str) -> dict[str, Any]:
-        """What a phase says next: {"event"} or {"answer"}; else nothing, and a finding says why: it failed, the
-        connection has ended (with the last words of ssh or Python), or nothing came in time.
+    def _listen(self, phase: str, names: Iterable[str], seconds: float) -> dict[str, dict[str, Any]]:
+        """Wait for the answer of each node, or {"event"}: it is ready. Of others a finding says why there is none: the
+        phase failed, the connection has ended, or nothing came in time.
         """
-        command, lost = self._commands[phase, name], f"no answer to {phase!r} in time"
-        exit_code = None
-        while (left := self._until - time.monotonic()) > 0:
+        waiting, answers, broken = [name for name in names if name not in self.lost], {}, []
+        until = time.monotonic() + seconds
+        while waiting:
             try:
-                line = command.lines.get(timeout=min(0.5, left))  # the first answer ends the wait sooner
+                name, line = self._lines[phase].get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                continue
-            if line is None:
-                with suppress(subprocess.TimeoutExpired):
-                    exit_code = command.process.wait(timeout=5)
-                command.errors.seek(0)
-                lost = command.errors.read().strip() or f"the connection ended with exit code {exit_code}"
+                if phase != "measure":  # the smoke test names its ranks itself
+                    broken += [(name, f"no answer to {phase!r} in time", None) for name in waiting]
                 break
-            if "failed" in line:
-                words = f"{phase}: {line['failed']}"[:300]
-                self.failures.append(finding("node-failed", name, words, f"ssh {name}: try it by hand"))
-                return {}
-            if "answer" in line or "ready" in line["event"]:
-                self._until = min(self._until, time.monotonic() + self._grace)
-            return line
-        if not lost.startswith("no answer to 'measure'"):  # the smoke test names its ranks itself
-            why = ssh_problem(name, lost, exit_code)
-            self.lost[name] = finding(why.code, name, why.message, why.fix)
-        return {}
+            if name not in waiting:  # it was lost in another phase
+                continue
+            if line and "event" in line and "ready" not in line["event"]:
+                self.events.append(line["event"])
+                continue
+            waiting.remove(name)
+            if line is None:
+                broken.append((name, *self._commands[phase, name].last_words()))
+            elif "failed" in line:
+                self.failures.append(finding("node-failed", name, line["failed"], f"ssh {name}: try it by hand"))
+            else:
+                answers[name] = line
+                if phase == "measure":
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
+        with ThreadPoolExecutor(max_workers=max(1, len(broken))) as pool:  # some ask the node's port 22
+            for why in pool.map(lambda end: ssh_problem(*end), broken):
+                self.lost[why.node] = finding(why.code, why.node, why.message, why.fix)
+        return answers

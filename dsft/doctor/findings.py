@@ -491,7 +491,12 @@ def check_files(
     """Configuration, data and model the same everywhere, or on the hub; the output folder writable everywhere and
     shared. `first`: the node that has made the probe file there.
     """
-    copy = f"rsync -a {os.path.abspath(files.config)} {{}}:{os.path.abspath(files.config)}"
+
+    def copied(path: str, node: str) -> str:
+        """The command that puts it at the same place there."""
+        # Without -R a folder would end inside the one of its name.
+        return f"rsync -aR {os.path.abspath(path)} {node}:/"
+
     read = {node: answer.config for node, answer in reached.items() if answer.config is not None}
     if files.config and read:  # a file that is on no node is reported by the reader of options
         odd = [node for node in reached if node not in read]
@@ -506,7 +511,7 @@ def check_files(
                 odd += [node for node in read if read[node].get(key) != usual.get(key)]
         if odd:
             sent = "`dsft launch --hostfile` sends the one from where it is started"
-            fix = f"on {next(iter(read))}: {copy.replace('{}', odd[0])}; {sent}"
+            fix = f"on {next(iter(read))}: {copied(files.config, odd[0])}; {sent}"
             message = f"{files.config}: {'; '.join(texts)}"
             severity = "note" if files.config_is_sent else None
             yield finding("config-differs", join([*dict.fromkeys(odd)]), message, fix, severity=severity)
@@ -515,12 +520,10 @@ def check_files(
     for source in (*files.data, *files.models):
         seen = {node: answer.contents[source] for node, answer in reached.items()}
         kind = "data" if source in files.data else "model"
-        target = "/" if os.path.isabs(source) else f"{os.getcwd()}/{source}"
-        copy = f"rsync -a{'R' if os.path.isabs(source) else ''} {source} {{}}:{target}"
         there, missing = [node for node in seen if seen[node]], [node for node in seen if not seen[node]]
         name = source.partition(":")[0]
         if there and missing:
-            fix = f"on {there[0]}: {copy.replace('{}', missing[0])}; or mount the same folder on every node"
+            fix = f"on {there[0]}: {copied(source, missing[0])}; or mount the same folder on every node"
             yield finding(f"{kind}-missing", join(missing), f"{source} is on {join(there)} but not there", fix)
         elif there:
             odd, _ = spread({source: seen})
@@ -531,7 +534,7 @@ def check_files(
                     for content in dict.fromkeys(seen.values())
                 ]
                 good = next(node for node in seen if node not in odd)
-                fix = f"on {good}: {copy.replace('{}', odd[0])}; or mount the same folder on every node"
+                fix = f"on {good}: {copied(source, odd[0])}; or mount the same folder on every node"
                 yield finding(f"{kind}-differs", join(odd), f"{source} differs ({'; '.join(texts)})", fix)
         elif is_path(source):
             if missing:

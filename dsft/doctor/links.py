@@ -104,13 +104,12 @@ def some_rounds(number: int) -> list[list[tuple[int, int]]]:
     """Rounds in which each of `number` nodes meets another: until all pairs of up to MOST_ROUNDS + 1 nodes have met; of
     more, rounds evenly out of all, so that every node meets so many others, and a ring of all.
     """
-    seats: list[int | None] = [*range(number), *([None] if number % 2 else [])]
-    rounds = []
-    for _ in range(len(seats) - 1):  # circle method
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+    seats, rounds = number - 1 + number % 2, []
+    for total in range(seats):
+        # Those meet whose numbers add up to it, modulo the seats. Of an even number, whom that leaves meets the last.
+        others = ((a, (total - a) % seats) for a in range(seats))
+        pairs = ((a, seats if a == b else b) for a, b in others)
+        rounds.append([(a, b) for a, b in pairs if a < b < number])
     if len(rounds) <= MOST_ROUNDS:
         return rounds
     ring = ring_rounds(number)
@@ -130,14 +129,9 @@ def neighbours(number: int, node: int) -> list[int]:
 
 def ring_rounds(number: int) -> list[list[tuple[int, int]]]:
     """Neighbours only, as a ring collective uses them: two rounds, three for an odd number of nodes."""
-    edges = sorted({(min(i, (i + 1) % number), max(i, (i + 1) % number)) for i in range(number)} - {(0, 0)})
-    rounds: list[list[tuple[int, int]]] = []
-    for edge in edges:
-        free = next((pairs for pairs in rounds if not {*edge} & {node for pair in pairs for node in pair}), None)
-        if free is None:
-            rounds.append(free := [])
-        free.append(edge)
-    return rounds
+    edges, closing = [(i, i + 1) for i in range(number - 1)], [(0, number - 1)] if number > 2 else []
+    rounds = [edges[::2], edges[1::2], closing] if number % 2 else [edges[::2], edges[1::2] + closing]
+    return [pairs for pairs in rounds if pairs]
 
 
 def check_measured(
@@ -240,9 +234,11 @@ def check_answers(
         findings.append(finding("smoke-silent", places, f"did not answer; the last it said: {stage}", fix))
     if failures and not findings:  # where a rank is silent, the others' errors only follow from it
         rank, error = failures[0]
-        fix = "read the message: the address or interface in it is what the ranks tried (NCCL_SOCKET_IFNAME,"
-        fix += " GLOO_SOCKET_IFNAME); NCCL_DEBUG=INFO says more"
         message = f"while {stages.get(rank, 'starting')}: {error}"
+        fix = (
+            "read the message: the address or interface in it is what the ranks tried (NCCL_SOCKET_IFNAME,"
+            " GLOO_SOCKET_IFNAME); NCCL_DEBUG=INFO says more"
+        )
         findings.append(finding("smoke-failed", f"rank {rank} on {node_of[rank]}", message, fix))
     return findings
 

@@ -49,7 +49,7 @@ import yaml
 from dsft.errors import one_line
 from dsft.models.model_folder import CHECKPOINT
 from dsft.runtime.disk import existing_parent, free_bytes
-from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes
+from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes, read_interconnect
 from dsft.runtime.launcher_env import outgoing_address, port_owner
 from dsft.runtime.software import (
     PACKAGES,
@@ -69,7 +69,7 @@ except ImportError:  # a node without packages answers all the same; where they 
     constants = SimpleNamespace(HF_HUB_OFFLINE=False, HF_HOME=kept, HF_HUB_CACHE=f"{kept}/hub")
 
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total,temperature.gpu"
+GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
 TIME_ERROR = 5  # adjtimex: the clock is not synchronized
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
 MARK = "dsft-doctor:"
@@ -97,7 +97,6 @@ class Gpu:
     memory_bytes: int
     used_bytes: int
     ecc_errors: int  # uncorrectable memory errors since the driver was loaded
-    celsius: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +137,7 @@ class NodeFacts:
     versions: dict[str, str]
     """Of Python, packages ("missing" where not installed), dsft's own code, GPU driver and type ("none")."""
     gpus: Gpus
+    interconnect: str = ""  # of its GPUs and its network, as `--interconnect` takes it; empty in the quick part
     torch_cuda: str  # CUDA that the installed torch is built for; empty for a CPU build or without torch
     cpu_only: bool  # DS_ACCELERATOR=cpu
     visible_gpus: str | None  # CUDA_VISIBLE_DEVICES
@@ -246,12 +246,12 @@ def facts(
     ranks: list[int] = (),
     master_port: int | None = None,
     output_dir: str = "",
-    compiles: bool = False,
+    is_full: bool = False,
 ) -> NodeFacts:
     """What this node is. What it opens stays open as long as `held` does: a port, the master's (None: not tried), and a
     probe file in the run's output folder (empty: none). `slots`: ranks that start here, None: one per GPU, else up to 2
     CPU processes (as `hardware.default_ranks`); `devices`: numbers of their GPUs in the host file; `ranks`: their own,
-    where a launcher has started them; `compiles`: try the compiler, which takes a second.
+    where a launcher has started them; `is_full`: with what takes seconds, the compiler and how GPUs are connected.
     """
 
     def first(*paths: str) -> str:
@@ -313,6 +313,7 @@ def facts(
             "GPU type": ", ".join(sorted({gpu.name for gpu in gpus.cards})) or "none",
         },
         gpus=gpus,
+        interconnect=read_interconnect() if is_full and gpus.cards else "",
         torch_cuda=torch_cuda,
         cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -332,7 +333,7 @@ def facts(
                 f"{toolkit}/bin/nvcc" if toolkit else "", shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"
             ),
         },
-        compile_error=compile_error() if compiles else "",
+        compile_error=compile_error() if is_full else "",
         disks={folder: free_bytes(folder) for folder in {*caches.values(), *filter(None, [output_dir])}},
         caches=caches,
         hub_offline=constants.HF_HUB_OFFLINE,
@@ -387,10 +388,10 @@ def parse_gpus(text: str) -> Gpus:
     cards, driver = [], ""
     for line in filter(None, text.splitlines()):
         parts = [part.strip() for part in line.split(",")]
-        index, _, total, used, _, errors, celsius = (int(part) if part.isdigit() else 0 for part in parts)
+        index, _, total, used, _, errors = (int(part) if part.isdigit() else 0 for part in parts)
         name, driver = parts[1], parts[4]
         memory = {"memory_bytes": total * MiB, "used_bytes": used * MiB}
-        cards.append(Gpu(index=index, name=name, **memory, ecc_errors=errors, celsius=celsius))
+        cards.append(Gpu(index=index, name=name, **memory, ecc_errors=errors))
     return Gpus(driver=driver, cards=cards)
 
 
@@ -585,7 +586,7 @@ def answer(phase: str, held: ExitStack, read_input: Callable[[], dict[str, Any]]
             return {"answer": measure(held, read_input)}
         return {"answer": asdict(facts(held, **read_input()) if phase == "facts" else reach(**read_input()))}
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
+        return {"failed": f"{phase}: {type(error).__name__}: {error}"[:300]}
 
 
 def say(**content: Any) -> None:

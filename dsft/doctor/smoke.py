@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dsft.doctor.examine import Report, examine
+from dsft.doctor.examine import ANSWER_SECONDS, MEASURE_SECONDS, Report, examine
 from dsft.doctor.findings import Finding, finding
 from dsft.doctor.links import SLOW, combine, slow_keys
 from dsft.doctor.phases import answer, say
@@ -199,31 +199,25 @@ class LaunchedNodes:
         self._held = contextlib.ExitStack()  # what the phases leave open on this host
         self.lost: dict[str, Finding] = {}
         self.failures: list[Finding] = []
+        self.events: list[dict[str, Any]] = []
 
     def start(self, phase: str) -> None:
         """Nothing to do: these ranks have started, and have imported torch."""
 
-    def ready(self, names: Iterable[str], **limits: float) -> dict[str, str]:
+    def ready(self, names: Iterable[str]) -> dict[str, str]:
         return dict.fromkeys(names, "")
 
     def end(self, phase: str) -> None:
         """On rank 0: "facts" is over, or with "stop" the examination."""
         self.run(phase if phase == "stop" else "end", {host: {} for host in self._ranks})
 
-    def run(
-        self,
-        phase: str,
-        inputs: dict[str, dict[str, Any]],
-        *,
-        timeout_seconds: float = 30.0,
-        grace_seconds: float = 0.0,
-        on_event: Callable[[dict[str, Any]], None] | None = None,
-    ) -> dict[str, Any]:
+    def run(self, phase: str, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: run a phase on the hosts of `inputs`; answers by host, of those that answered."""
         inputs = {host: values for host, values in inputs.items() if host not in self.lost}
         if phase == "facts":
             inputs = {host: values | {"ranks": self._ranks[host]} for host, values in inputs.items()}
-        number, deadline, answers = self._number, time.monotonic() + timeout_seconds, {}
+        deadline = time.monotonic() + (MEASURE_SECONDS if phase == "measure" else ANSWER_SECONDS)
+        number, answers = self._number, {}
         self._store.set(f"question {number}", json.dumps({"phase": phase, "inputs": inputs}))
         if not self.take_part():
             return {}
@@ -233,13 +227,11 @@ class LaunchedNodes:
                 look = f"look for its rank {self._ranks[host][0]} there: ps aux"
                 self.lost[host] = finding("node-silent", host, f"no answer to {phase!r}", look)
             elif said and "failed" in said:
-                words = f"{phase}: {said['failed']}"[:300]
-                self.failures.append(finding("node-failed", host, words, "try it by hand there"))
+                self.failures.append(finding("node-failed", host, said["failed"], "try it by hand there"))
             elif said:
                 answers[host] = said["answer"]
-        for rank in [rank for host in inputs for rank in self._ranks[host]] if on_event else []:
-            for event in json.loads(_wait(self._store, f"events {number} {rank}", deadline) or "[]"):
-                on_event(event)
+        for rank in [rank for host in inputs for rank in self._ranks[host]] if phase == "measure" else []:
+            self.events += json.loads(_wait(self._store, f"events {number} {rank}", deadline) or "[]")
         return answers
 
     def take_part(self) -> bool:

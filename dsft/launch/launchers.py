@@ -25,15 +25,7 @@ import yaml
 from dsft.config.reader import read_file_and_flags, read_flags, read_options
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.launcher_env import (
-    LOOPBACK,
-    SINGLE_PROCESS_ENV,
-    Node,
-    first_host,
-    free_port,
-    port_of_job,
-    read_hosts,
-)
+from dsft.runtime.launcher_env import LOOPBACK, SINGLE_PROCESS_ENV, Node, first_host, free_port, port_of_job, read_hosts
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
@@ -190,17 +182,14 @@ class Launcher:
         given = self.options.master_port or os.environ.get("MASTER_PORT")
         return int(given or port_of_job(int(self.job_id(script), 16)))
 
-    def node_rank(self) -> int | None:
-        """This node's number, as the user or the cluster sets it; None where neither does."""
-        if self.options.node_rank is not None:
-            return self.options.node_rank
+    def node_rank(self, number: int, named: str) -> int | None:
+        """This node's number, as the user or the cluster sets it; None where neither does. Raises UserError where so
+        many nodes (`number`), which `named` shows, have no node of this number.
+        """
         # Kubernetes' training operator sets RANK (of the pod) and PET_NODE_RANK.
         names = ("NODE_RANK", "PET_NODE_RANK") + (("RANK",) if "LOCAL_RANK" not in os.environ else ())
-        return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), None)
-
-    def node_rank_below(self, number: int, named: str) -> int | None:
-        """As `node_rank`. Raises UserError where so many nodes, which `named` shows, have no node of this number."""
-        rank = self.node_rank()
+        by_cluster = (int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit())
+        rank = next(by_cluster, None) if self.options.node_rank is None else self.options.node_rank
         if rank is not None and rank >= number:
             raise UserError(f"node rank {rank}: nodes are numbered from 0 to {number - 1} ({named})")
         return rank
@@ -294,7 +283,7 @@ class HostFile(DeepSpeed):
             port = options.master_port or free_port()
             return self.start(module, script, runner, master_addr=address, master_port=port)
         hosts, name = [node.name for node in hosts_of(options)], socket.gethostname()
-        rank = self.node_rank_below(len(hosts), f"--hostfile {options.hostfile}: {', '.join(hosts)}")
+        rank = self.node_rank(len(hosts), f"--hostfile {options.hostfile}: {', '.join(hosts)}")
         if rank is None:
             names = {name, socket.getfqdn(), name.split(".")[0]}
             rank = next((place for place, host in enumerate(hosts) if host in names), None)
@@ -315,6 +304,9 @@ class Torchrun(Launcher):
 
     processes = processes.LAUNCHERS["torchrun"]
 
+    def start(self, module: str, script: list[str], **flags: Any) -> list[str]:
+        return started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+
     def command(self, module: str, script: list[str]) -> list[str]:
         options = self.options
         address = options.master_addr or os.environ.get("MASTER_ADDR")
@@ -323,24 +315,20 @@ class Torchrun(Launcher):
                 f"--nodes {options.nodes}: the first node's address is not known; set --master_addr or MASTER_ADDR, the"
                 " same on every node"
             )
-        rank = self.node_rank_below(options.nodes, f"--nodes {options.nodes}")
-        flags = {
-            "nnodes": options.nodes,
-            "nproc_per_node": options.num_gpus or default_ranks(),
-            "rdzv_id": self.job_id(script),  # agents of two jobs at one address and port do not meet
-        }
+        rank = self.node_rank(options.nodes, f"--nodes {options.nodes}")
+        place = {"node_rank": rank, "master_addr": address, "master_port": self.port(script)}
         if rank is None:
-            flags |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{self.port(script)}"}
-        else:
-            flags |= {"node_rank": rank, "master_addr": address, "master_port": self.port(script)}
-        return started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+            place = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{address}:{self.port(script)}"}
+        # The id, because agents of two jobs at one address and port do not meet.
+        ranks, job = options.num_gpus or default_ranks(), self.job_id(script)
+        return self.start(module, script, nnodes=options.nodes, nproc_per_node=ranks, rdzv_id=job, **place)
 
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         options = self.options
         return fewer_nodes(options.nodes, lost, options.num_gpus, options.master_addr, words)
 
 
-class Slurm(Launcher):
+class Slurm(Torchrun):
     """One srun task on each node of the job, with torchrun in each."""
 
     processes = processes.LAUNCHERS["srun"] + processes.LAUNCHERS["torchrun"]
@@ -356,14 +344,15 @@ class Slurm(Launcher):
                 " scripts/slurm/torchrun.sbatch"
             )
         port = options.master_port or port_of_job(int(job))  # jobs that share a node must not meet
-        flags = {
-            "nnodes": nodes,
-            "nproc_per_node": options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": f"{options.master_addr or self.peers()[0]}:{port}",
-            "rdzv_id": job,
-        }
-        torchrun = started(RUNNERS["torchrun"], flags, "--module", module, *for_torchrun(script))
+        torchrun = self.start(
+            module,
+            script,
+            nnodes=nodes,
+            nproc_per_node=options.num_gpus or os.environ.get("SLURM_GPUS_ON_NODE") or default_ranks(),
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{options.master_addr or self.peers()[0]}:{port}",
+            rdzv_id=job,
+        )
         place = ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
         return ["srun", *place, *torchrun]
 
@@ -374,8 +363,8 @@ class Slurm(Launcher):
         left = int(os.environ.get("SLURM_JOB_NUM_NODES", "0")) - len(lost)
         if not lost or left <= 0:
             return ""
-        ranks = ["--num_gpus", str(self.options.num_gpus)] if self.options.num_gpus else []
-        command = shown_command(["dsft", "launch", "--slurm", *ranks, *words])
+        flags = flag_words({"slurm": True, "num_gpus": self.options.num_gpus})
+        command = shown_command(["dsft", "launch", *flags, *words])
         return f"sbatch or salloc with --exclude {','.join(lost)} --nodes {left}, and there {command}"
 
 
@@ -433,9 +422,12 @@ class Accelerate(Launcher):
         )
 
     def command(self, module: str, script: list[str]) -> list[str]:
+        machines = self.settings["num_machines"]
         flags = {
             "config_file": self.options.accelerate,
-            "machine_rank": self.node_rank(),
+            "machine_rank": self.node_rank(machines, f"--accelerate {self.options.accelerate}")
+            if machines > 1
+            else None,
             "main_process_ip": self.options.master_addr,
             "main_process_port": self.options.master_port,
         }
@@ -505,18 +497,13 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     if len(options.ways) > 1:
         problems.append(f"--{' and --'.join(options.ways)}: choose one way to start the nodes")
     for name in ("include", "exclude", "num_nodes"):
-        if getattr(options, name) is not None and not isinstance(launcher, DeepSpeed):
+        value, here = getattr(options, name), "1" if name == "num_nodes" else "localhost(:[0-9,]+)?"
+        if value and not isinstance(launcher, DeepSpeed):
             problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
-    if isinstance(launcher, Local):
-        filters = {name: value for name in ("include", "exclude") if (value := getattr(options, name))}
-        names_hosts = {name for name, value in filters.items() if not re.fullmatch("localhost(:[0-9,]+)?", value)}
-        names_hosts |= {"num_nodes"} if (options.num_nodes or 1) > 1 else set()
-        problems += [
-            f"--{name} {getattr(options, name)}: it chooses from a host file; name one with --hostfile"
-            for name in sorted(names_hosts)
-        ]
-        if len({*filters, *(["num_gpus"] if options.num_gpus else [])}) > 1:
-            problems.append("--num_gpus, --include and --exclude cannot be combined; keep one")
+        elif value and isinstance(launcher, Local) and not re.fullmatch(here, str(value)):
+            problems.append(f"--{name} {value}: it chooses from a host file; name one with --hostfile")
+    if isinstance(launcher, Local) and sum(map(bool, (options.num_gpus, options.include, options.exclude))) > 1:
+        problems.append("--num_gpus, --include and --exclude cannot be combined; keep one")
     if options.node_rank is not None and not options.accelerate and not launcher.is_given_on_every_node:
         way = ", or give --no_ssh too where each node gets a command of its own" if options.hostfile else ""
         problems.append(f"--node_rank {options.node_rank}: this one command starts all ranks; leave it out{way}")
@@ -554,13 +541,15 @@ def for_torchrun(script: list[str]) -> list[str]:
     return [word.replace("$", "$$") for word in script]
 
 
-def started(runner: str, flags: Mapping[str, object], *words: str) -> list[str]:
-    """A launcher's module with its flags, then `words`; True is a flag without a value, None one that is not given."""
-    command = [sys.executable, "-m", runner]
-    for flag, value in flags.items():
-        if value is not None:
-            command += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
-    return [*command, *words]
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """The words of a command line; True is a flag without a value, None and False are flags that are not given."""
+    given = {flag: value for flag, value in flags.items() if value is not None and value is not False}
+    return [word for flag, value in given.items() for word in (f"--{flag}", str(value))[: 1 if value is True else 2]]
+
+
+def started(module: str, flags: Mapping[str, object], *words: str) -> list[str]:
+    """The command that runs a module of this environment with these flags, then `words`."""
+    return [sys.executable, "-m", module, *flag_words(flags), *words]
 
 
 def shown(command: list[str]) -> str:
@@ -581,22 +570,19 @@ def fewer_hosts(hosts: HostFields, lost: Sequence[str], words: list[str], *, no_
     if not lost or not left or len(left) != len(nodes) - len(lost):
         return ""
     if hosts.include or hosts.num_nodes or hosts.num_gpus:  # DeepSpeed takes no --exclude beside them
-        slots = {node.name: node.devices or range(node.slots or 1) for node in left}
-        filters = ["--include", "@".join(f"{host}:{','.join(map(str, of))}" for host, of in slots.items())]
+        filters = {"include": "@".join(f"{node.name}:{','.join(map(str, node.devices))}" for node in left)}
     else:
-        filters = ["--exclude", "@".join(filter(None, [hosts.exclude, *lost]))]
-    ssh = ["--no_ssh"] if no_ssh else []
-    command = shown_command(["dsft", "launch", "--hostfile", hosts.hostfile, *filters, *ssh, *words])
-    return command + EVERY_NODE * no_ssh
+        filters = {"exclude": "@".join(filter(None, [hosts.exclude, *lost]))}
+    flags = flag_words({"hostfile": hosts.hostfile} | filters | {"no_ssh": no_ssh})
+    return shown_command(["dsft", "launch", *flags, *words]) + EVERY_NODE * no_ssh
 
 
 def fewer_nodes(number: int, lost: Sequence[str], ranks: int | None, address: str | None, words: list[str]) -> str:
     """The launch on `number` nodes but the lost ones, each of which is given the command; empty where none is left."""
     if not 0 < len(lost) < number:
         return ""
-    flags = {"--nodes": number - len(lost), "--num_gpus": ranks, "--master_addr": address}
-    given = [str(word) for item in flags.items() if item[1] for word in item]
-    return shown_command(["dsft", "launch", *given, *words]) + EVERY_NODE
+    flags = flag_words({"nodes": number - len(lost), "num_gpus": ranks, "master_addr": address})
+    return shown_command(["dsft", "launch", *flags, *words]) + EVERY_NODE
 
 
 def quoting(runner: type) -> type:

@@ -28,7 +28,16 @@ from dsft.errors import (
     without_second_errors,
 )
 from dsft.launch.environment import accelerator, launcher_environment, shared_environment
-from dsft.launch.launchers import MODULES, HostFields, Launcher, LaunchOptions, build_command, read_launch, shown
+from dsft.launch.launchers import (
+    MODULES,
+    HostFields,
+    Launcher,
+    LaunchOptions,
+    build_command,
+    read_launch,
+    shown,
+    started,
+)
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.console import show_text
@@ -320,9 +329,7 @@ def preflight_command(launcher: Launcher, script: list[str]) -> list[str]:
         show_text("dsft: preflight: " + shown(command), is_command=True)
         return command
     keys = [field.name for field in dataclasses.fields(HostFields)] if hosts else ["num_gpus"]
-    values = {key: getattr(hosts or options, key) for key in keys}
-    words = [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", DOCTOR, *QUICK, *words, *script]
+    return started(DOCTOR, {key: getattr(hosts or options, key) for key in keys}, *QUICK, *script)
 
 
 def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> None:

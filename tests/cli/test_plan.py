@@ -102,6 +102,13 @@ def test_impossible_hardware_is_refused_and_its_neighbour_is_taken(tmp_path, mon
     assert machines[0].host_names == (("a", "b") if "hostfile" in hardware else ())
 
 
+def test_a_host_file_of_uneven_nodes_is_planned_with_as_many_ranks_as_it_starts(tmp_path):
+    """As the doctor plans it, and the ranks of the training do."""
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=2\n")
+    (machine,) = read_machines(PlanOptions(gpu_type="H100", hostfile=str(tmp_path / "hosts")))
+    assert (machine.nodes, machine.ranks_per_node, machine.world_size) == (2, 4, 6)
+
+
 @pytest.mark.parametrize("card", ["H100", "A100-40GB", "L4"])
 def test_a_card_by_its_name_and_by_its_memory_is_one_machine(card):
     by_name, by_type = (read_machines(PlanOptions(**each)) for each in ({"gpus": f"4x{card}"}, {"gpu_type": card}))

@@ -52,7 +52,7 @@ from dsft.runtime.launcher_env import Node, read_hosts, ssh_problem
 from dsft.runtime.patches import PATCHES, Patch
 from dsft.units import GiB
 
-SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0, 31\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A], 30\n"
+SMI = "0, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, 0\n1, NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06, [N/A]\n"
 
 
 def node(name: str, **changes) -> NodeFacts:
@@ -253,7 +253,7 @@ CASES = {
     "slots": lambda: look(node("n3", slots=3)) + look(node("n3", slots=17, cpu_only=True)),
     "idle-gpus": lambda: look(node("n3", slots=1)),
     "gpu-busy": lambda: look(node("n3", gpus=smi("81559, 4,", "81559, 40000,"))),
-    "gpu-errors": lambda: look(node("n3", gpus=smi("06, 0,", "06, 3,"))),
+    "gpu-errors": lambda: look(node("n3", gpus=smi("06, 0", "06, 3"))),
     "memory-low": lambda: look(node("n3", available_bytes=9 * GiB)),
     "shared-memory": lambda: look(node("n3", shm_bytes=64 * 2**20)),
     "open-files": lambda: look(node("n3", open_files=1024)),
@@ -412,6 +412,11 @@ def test_uneven_slots_are_planned_as_so_many_ranks():
     assert machine_of({name: node(name) for name in ("n1", "n2")}).world_size == 4
 
 
+def test_nodes_are_planned_with_the_network_that_their_ranks_would_read():
+    """Else the doctor assumed the network of the GPU's data sheet, and planned otherwise than the training."""
+    assert machine_of({"n1": node("n1", interconnect="nvlink+eth25")}).interconnect == "nvlink+eth25"
+
+
 def test_of_two_clocks_none_is_blamed_without_a_reason():
     offsets = {"n1": 0.0, "n2": -100.0}
     [both] = check_clocks(offsets)
@@ -439,6 +444,13 @@ def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_
     assert entry.message == "run.yaml: it is not on n3; learning_rate is 0.1 on n1, 0.2 on n2"
     [entry] = configurations(dataclasses.replace(files, config_is_sent=True), n1=first, n2=None)
     assert entry.severity == "note"
+
+
+@pytest.mark.parametrize("source", ["runs/model", "/models/m"])
+def test_a_folder_is_copied_to_its_own_place(source):
+    """`rsync -a runs/model n3:/here/runs/model` would make a runs/model/model there."""
+    for findings in (contents(RunFiles(models=[source]), HERE, OTHER), contents(RunFiles(models=[source]), HERE, None)):
+        assert f"rsync -aR {Path(source).absolute()} n3:/;" in findings[0].fix
 
 
 def test_no_finding_fires_on_healthy_nodes():
