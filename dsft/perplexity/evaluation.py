@@ -27,7 +27,6 @@ from dsft.checkpoints.readback import verify_weights
 from dsft.config.deepspeed import nvme_path, read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
-from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
@@ -100,20 +99,15 @@ def evaluate_models(
     others = [reference] if reference else []
     scored = {each.config.model: each for each in [*candidates, *others]}
     if config.sequence_parallel > 1:
-        refusals = []
+        refusals, world = [], distributed.world_size()
         for model, each in scored.items():
             seq_len, named = _longest_window(each), {"size": config.sequence_parallel, "model": model}
-            refusals.append(
-                refused_model(
-                    each.facts,
-                    world=distributed.world_size(),
-                    seq_len=seq_len,
-                    attention=attention_of(each.facts, seq_len=seq_len, masked=False),
-                    **named,
-                )
+            attention = attention_of(each.facts, seq_len=seq_len, masked=False)
+            refusals += [
+                refused_model(each.facts, world=world, seq_len=seq_len, attention=attention, **named)
                 or failed_trial(each.facts, trust_remote_code=config.trust_remote_code, **named)
-            )
-        distributed.raise_together([reason for reason in refusals if reason])
+            ]
+        distributed.raise_together([*filter(None, refusals)])
     # Last of all checks: the weights of the hub are downloaded for it.
     distributed.raise_together(
         [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
@@ -208,6 +202,8 @@ def _jobs(
         config = each.config
         identity_of_model = model_identity(config.model, revision=config.revision, seed=config.seed)
         identity |= {f"{prefix}{name}": value for name, value in identity_of_model.items()}
+    quantization = str(facts.size.quantization or UNQUANTISED)
+    installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
     jobs = []
     for source, config, windows in prepared:
         options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *HOW_OPTIONS)}
@@ -215,13 +211,12 @@ def _jobs(
             "dtype": dtype,
             "mode": windows.mode,
             "batch_tokens": config.batch_tokens or default_batch_tokens(config.seq_len, has_gpu=has_gpu()),
-            "quantization": str(facts.size.quantization or UNQUANTISED),
+            "quantization": quantization,
         }
         hashes, data = windows.hashes(), data_sets[source]
-        how = {"max_documents": config.max_documents, "cache": cache_folder(config.data_cache)}
         if config.source_column and "source" in config.group_by:
-            options["source_column"] = how["source_column"] = config.source_column
-        groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
+            options["source_column"] = config.source_column
+        groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]
         of_groups = {f"groups by {each.name}": each.of_data for each in groupings}
         about = {
             "model": candidate.name,
@@ -232,8 +227,8 @@ def _jobs(
             "truncated_documents": windows.truncated_documents,
             "model_hash": identity["content"],
             "hashes": hashes,
-            "fingerprint": fingerprint(identity, hashes | of_groups, options),
-            "versions": versions(*PACKAGES) if options["quantization"] != UNQUANTISED else versions(),
+            "fingerprint": fingerprint(identity, hashes | of_groups, options, installed),
+            "versions": installed,
         }
         breakdown = Breakdown(windows, groupings) if groupings else None
         name = on_data(source, config.protocol)
@@ -316,13 +311,15 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
     return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
 
 
-def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
+def fingerprint(
+    model: dict[str, str], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
+) -> str:
     """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective. Args:
-    `model`: its `model_identity`; `windows`: their `hashes()`, and those of the groups of their tokens.
+    `model`: its `model_identity`; `windows`: their `hashes()`, and those of the groups of their tokens; `installed`:
+    versions.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    quantizers = PACKAGES if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
-    libraries = {name: version for name, version in versions(*quantizers).items() if name in (*LIBRARIES, *quantizers)}
+    libraries = {name: version for name, version in installed.items() if name in (*LIBRARIES, *PACKAGES)}
     everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()

@@ -35,6 +35,7 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import rolling_spans, sliding_spans, windows_of_sequences
+from dsft.runtime.software import versions
 from dsft.units import IGNORED, padded_width
 
 MODES = [
@@ -268,7 +269,7 @@ def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):
 
     def print_of(windows=windows, **options) -> str:
         identity = model_identity(str(model), revision=None, seed=42)
-        return fingerprint(identity, windows.hashes(), {"dtype": "float32"} | options)
+        return fingerprint(identity, windows.hashes(), {"dtype": "float32"} | options, versions())
 
     content = model_identity(str(model), revision=None, seed=42)["content"]
     prints = [print_of(), print_of(dtype="bfloat16"), print_of(others)]
