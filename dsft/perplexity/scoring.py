@@ -30,6 +30,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -188,11 +189,9 @@ def _collated_ahead(
         return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = [thread.submit(collate, batch) for batch in batches[:1]]
-        for batch in [*batches[1:], None]:
-            ahead += [thread.submit(collate, batch)] if batch else []
-            if ahead:
-                yield ahead.pop(0).result()
+        collated = (thread.submit(collate, batch) for batch in batches)
+        for batch, _ in pairwise(chain(collated, [None])):  # the next one is submitted by now
+            yield batch.result()
 
 
 def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor:
