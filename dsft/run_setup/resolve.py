@@ -137,13 +137,12 @@ class TrainingRun:
     new_tokens: Sequence[int] = ()
     """Ids of the tokens that `add_tokens` gave the tokenizer, and the model has no rows for."""
 
-    # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing and attention.
+    # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing, attention, loss.
     job: Job | None = None
     packing: Packing | None = None
     """Whether and how samples can share rows, where that was asked for."""
     masked: bool | None = None
     """Whether padded batches have an attention mask."""
-    tiling: Decision | None = None
 
     # What `resolve_run` adds.
     plan: Plan | None = None
@@ -244,9 +243,6 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
         distributed.raise_together([failed] if failed else [])
     decide_run(run)
-    if run.options.tiled_loss is True and not run.tiling.value:
-        run.notes.append(f"tiled_loss: ignored, {run.tiling.reason}")
-    run.apply([run.tiling])
     choice = distributed.on_rank_0(
         lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
     )
@@ -266,7 +262,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         given, taken = get_value(run.zero_file or {}, place), get_value(config, place)
         if on_nvme and given not in (None, AUTO, taken):
             run.notes.append(f"{place}: {taken:,} instead of {given:,}, since {why}")
-    run.notes += ignored_options(run.options, config, run.model.size) + unused_kernels(run, machine)
+    run.notes += ignored_options(run.options, config, run.model.size)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
         run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
@@ -308,27 +304,12 @@ def resolve_offline(
         )
     if attention:
         run.job = dataclasses.replace(run.job, attention=attention)
-    run.notes += unused_kernels(run, machine)
     return run
-
-
-def unused_kernels(run: TrainingRun, machine: Machine) -> list[str]:
-    """Names kernels with which this training would be faster; they are not chosen for a user, since they round in
-    another way and leave out figures of the log (docs/report.md).
-    """
-    options = run.options
-    may_fuse = machine.has_gpu and options.dtype != "float32" and options.sequence_parallel == 1
-    if not may_fuse or run.model.size.model_type not in LIGER_MODELS or "use_liger_kernel" in options.training:
-        return []
-    return [
-        "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a Llama"
-        " 1.2 times as fast, in 0.8 of the memory"
-    ]
 
 
 def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    options, model = run.options, run.model
+    options, model, machine = run.options, run.model, run.machine
     kernel, how = None, {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         how["kernels"] = KERNELS[:1]
@@ -346,12 +327,8 @@ def decide_run(run: TrainingRun) -> None:
                 "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
                 f" model, {problem}"
             )
-    if (
-        not run.options.packing
-        and model.attn_implementation == "eager"
-        and not options.attn_implementation
-        and has_gpu()
-    ):
+    is_eager = model.attn_implementation == "eager" and not options.attn_implementation
+    if is_eager and not run.options.packing and has_gpu():
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
         kernel = attention_like_eager(model.config, **how)
         if kernel:
@@ -362,9 +339,23 @@ def decide_run(run: TrainingRun) -> None:
                 " a matrix of all tokens; pip install kernels, and triton"
             )
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
-    run.masked = distributed.on_rank_0(lambda: is_masked(run.options, model))
-    run.tiling = distributed.on_rank_0(lambda: tiled_loss_decision(run.options, model))
-    run.job = job_of(run.options, model, masked=run.masked, tiled_loss=run.tiling.value)
+    # Padded rows, such as the last window of a text, have no mask where the model computes the same without: it would
+    # take 5 GiB of an 8B model's 66.
+    of_model, trusted = (model.config, model.attn_implementation), options.trust_remote_code
+    run.masked = distributed.on_rank_0(lambda: run.options.packing or needs_mask(*of_model, trust_remote_code=trusted))
+    tiling = distributed.on_rank_0(lambda: tiled_loss_decision(run.options, model))
+    if options.tiled_loss is True and not tiling.value:
+        run.notes.append(f"tiled_loss: ignored, {tiling.reason}")
+    run.apply([tiling])
+    run.job = job_of(run.options, model, masked=run.masked)
+    # Kernels are not chosen for a user, since they round in another way and leave out figures of the log
+    # (docs/report.md).
+    may_fuse = machine.has_gpu and options.dtype != "float32" and options.sequence_parallel == 1
+    if may_fuse and model.size.model_type in LIGER_MODELS and "use_liger_kernel" not in options.training:
+        run.notes.append(
+            "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a"
+            " Llama 1.2 times as fast, in 0.8 of the memory"
+        )
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
@@ -430,8 +421,8 @@ def check_run(
         # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
         asked = options.attn_implementation
         elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
-        is_usual = not starts and options.model in USUAL_MODELS and not options.revision
-        if is_usual := is_usual and not Path(options.model).exists():
+        named_usually = options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists()
+        if is_usual := not starts and named_usually:
             run.notes.append(f"planned with the configuration of {options.model} that dsft brings along")
         try:
             if options.add_tokens:  # the model grows by them
@@ -561,17 +552,10 @@ def resume_decisions(
     return checkpoint, decisions, False
 
 
-def job_of(
-    options: TrainConfig,
-    facts: ModelFacts,
-    *,
-    masked: bool | None = None,
-    tiled_loss: bool | None = None,
-) -> Job:
-    """Composes what a training is to the planner. `masked` and `tiled_loss` are decided where they are not known."""
+def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
+    """Composes what a training is to the planner; its `tiled_loss` is decided. `masked`: rows have attention masks."""
     training, how, config = options.training, checkpointing_kwargs(options), copy.deepcopy(facts.config)
     config.get_text_config().vocab_size = facts.size.vocab_size  # as grown by new tokens
-    masked = is_masked(options, facts) if masked is None else masked
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
     return Job(
         size=facts.size,
@@ -580,7 +564,7 @@ def job_of(
         seq_len=options.seq_len,
         attention=attention_of(facts, seq_len=options.seq_len, masked=masked),
         liger=bool(training.get("use_liger_kernel")),
-        tiled_loss=tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss,
+        tiled_loss=options.tiled_loss,
         adapters=facts.adapters,
         patterns=(tuple(options.trainable), tuple(options.frozen)),
         micro_batch=training.get("per_device_train_batch_size")
@@ -599,15 +583,6 @@ def job_of(
         samples=bool(options.generate_samples),
         async_save=options.async_save,
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
-    )
-
-
-def is_masked(options: TrainConfig, facts: ModelFacts) -> bool:
-    """Whether rows that are packed or padded have an attention mask. Padded ones have none where the model computes the
-    same without: the last window of a text too, whose mask would take 5 GiB of an 8B model's 66.
-    """
-    return options.packing or needs_mask(
-        facts.config, facts.attn_implementation, trust_remote_code=options.trust_remote_code
     )
 
 
@@ -703,8 +678,7 @@ def plan_run(
     how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": refused if zero == "auto" else ()}
     choice = choose_plan(job, with_nvme, zero=zero, **how)
     config = choice.plan.deepspeed_config
-    decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
-    problems = check_zero_file(config, decided, machine)
+    problems = check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
     if refusal := refused_ranks(job.sequence_parallel, machine.world_size):
         problems.append(f"sequence_parallel={job.sequence_parallel}: {refusal}")
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])

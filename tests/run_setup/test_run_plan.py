@@ -38,7 +38,7 @@ def facts(measured, cheap_traces):
 
 
 def plain_job(facts, options: TrainConfig) -> Job:
-    job = job_of(options, facts, masked=False, tiled_loss=False)
+    job = job_of(dataclasses.replace(options, tiled_loss=False), facts, masked=False)
     return dataclasses.replace(job, attention="flash")
 
 
