@@ -223,9 +223,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
     if uncompiled := [problem for problem in distributed.from_all([nvcc_problem()]) if problem] if kind else []:
         if not kind.startswith("adam"):
-            raise UserError(
-                [f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none"]
-            )
+            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
         run.zero_file = with_torch_adam(run.zero_file)
         run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
     run.apply(decisions)
@@ -665,9 +663,8 @@ def plan_run(
     zero = options.zero
     if checkpoint and zero == "auto":
         resumed = Path(checkpoint).parent  # not output_dir, which may hold another run that this one replaces
-        earlier = read_run(str(resumed)) if is_run(resumed) else {"world_size": None}
-        shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
-        if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
+        earlier, ranks = read_run(str(resumed)) if is_run(resumed) else {}, machine.world_size
+        if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
             if zero.endswith(".json"):  # its numbers become options before a plan is made
                 raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
@@ -728,7 +725,7 @@ def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
         elif not micro and per_rank % accumulation == 0:
             micro = per_rank // accumulation
     checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
-    every = job.checkpoint_every or plan.get("checkpoint_every")
+    every = job.checkpoint_every or plan["checkpoint_every"]
     return dataclasses.replace(
         job, micro_batch=micro, accumulation=accumulation, checkpointing=checkpointing, checkpoint_every=every
     )

@@ -43,7 +43,7 @@ def plain_job(facts, options: TrainConfig) -> Job:
 
 
 def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
-    write_run(str(folder), world_size=world_size, plan=EARLIER)
+    write_run(str(folder), world_size=world_size, plan=EARLIER, config={"sequence_parallel": 1})
     path = folder / "checkpoint-5"
     path.mkdir()
     (path / MANIFEST).write_text(json.dumps({"world_size": world_size, "zero_stage": zero_stage}))
