@@ -13,21 +13,9 @@ import datasets
 import evaluate
 import numpy as np
 
-from dsft.perplexity.results import frame, html_table
 from dsft.perplexity.sums import exp
 
 DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as dsft computes it"
-
-
-class Result(dict):
-    """Holds the figures by name, as `evaluate` wants them, and shows them in a notebook."""
-
-    def to_pandas(self):
-        """Return a pandas.DataFrame of one row."""
-        return frame([dict(self)])
-
-    def _repr_html_(self):
-        return html_table("Perplexity", {name.replace("_", " "): f"{value:,.8g}" for name, value in self.items()})
 
 
 class EvaluatePerplexity(evaluate.Measurement):
@@ -70,4 +58,4 @@ class EvaluatePerplexity(evaluate.Measurement):
             result |= {"byte_perplexity": exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
         if words:
             result["word_perplexity"] = exp(nats / words)
-        return Result(result)
+        return result

@@ -440,7 +440,7 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny, t
         from_sums = metric.compute(**{name: kind(values) for name, values in columns.items()})
         assert from_sums["perplexity"] == result.perplexity and from_sums["bits_per_byte"] == result.bits_per_byte
     assert metric.compute(nats=[8000.0], tokens=[10])["perplexity"] == math.inf
-    assert from_sums.to_pandas()["nats"][0] == result.nats and "bits per byte" in from_sums._repr_html_()
+    assert from_sums["nats"] == result.nats
     texts = [row["text"] for row in map(json.loads, (tiny / "held_out.jsonl").open())]
     from_texts = metric.compute(predictions=texts, model=str(tiny / "model"), mode="rolling", seq_len=32)
     assert from_texts["perplexity"] == pytest.approx(result.perplexity, rel=1e-6)
