@@ -485,16 +485,8 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
                 f" {divergence.same_top:.2%})"
             )
     is_curve = (evaluations[0].protocol or "").startswith(f"{CONTEXT}-")
-    if not is_curve and len({evaluation.protocol for evaluation in evaluations}) > 1:
-        for (model, data), results in same_pair.items():
-            rows = {
-                each.protocol: f"{each.perplexity.perplexity:,.4f}  (windows of {each.options['seq_len']:,},"
-                f" {each.perplexity.tokens:,} tokens scored; {find_mode(each.protocol).source})"
-                for each in results
-            }
-            print_table(f"{model} on {data}, as others report it", rows)
-    if is_curve:
-        for (model, data), results in same_pair.items():  # each length with the change from the one before
+    for (model, data), results in same_pair.items():
+        if is_curve:  # each length with the change from the one before
             results.sort(key=lambda each: each.options["seq_len"])
             rows, before = {}, None
             for each in results:
@@ -507,10 +499,17 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
             if result.unscored_documents:
                 rows["left out"] = f"{result.unscored_documents:,} shorter documents"
             print_table(f"Context curve of {model} on {data}", rows)
-        if output_dir and draw_curves(same_pair, Path(output_dir) / PICTURE):
-            say(f"plotted: {Path(output_dir) / PICTURE}")
-        elif output_dir:
-            say("note: no picture of the curve, which needs matplotlib (pip install matplotlib)")
+        elif len({each.protocol for each in results}) > 1:
+            rows = {
+                each.protocol: f"{each.perplexity.perplexity:,.4f}  (windows of {each.options['seq_len']:,},"
+                f" {each.perplexity.tokens:,} tokens scored; {find_mode(each.protocol).source})"
+                for each in results
+            }
+            print_table(f"{model} on {data}, as others report it", rows)
+    if is_curve and output_dir:
+        drawn = draw_curves(same_pair, Path(output_dir) / PICTURE)
+        no_picture = "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
+        say(f"plotted: {Path(output_dir) / PICTURE}" if drawn else no_picture)
     if len({evaluation.model for evaluation in evaluations}) > 1:
         try:
             for table in compare_results(evaluations).tables():

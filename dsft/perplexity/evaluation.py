@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
@@ -37,7 +38,7 @@ from dsft.perplexity.documents import Breakdown, build_windows, grouping
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
 from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
-from dsft.perplexity.sums import Perplexity
+from dsft.perplexity.sums import Perplexity, pieces_of
 from dsft.perplexity.windows import Windows
 from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
 from dsft.planner.traced_model import attention_of
@@ -66,7 +67,6 @@ EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
 class _Job:
     """One data set for one model, by one protocol."""
 
-    name: str
     config: EvalConfig
     windows: Windows
     breakdown: Breakdown | None
@@ -117,24 +117,24 @@ def evaluate_models(
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats
     for candidate in candidates:
         jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
-        facts = {f"tokens of {job.name}": job.about["fingerprint"] for job in jobs}
-        facts |= {f"files of {job.config.model}": job.about["model_hash"] for job in jobs}
-        facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
+        facts = {f"content of {config.zero}": read_zero_file(config.zero, [])}
+        for job in jobs:
+            facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
+            facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        known = {
-            job.name: results
-            and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
+        known = [
+            results and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
             for job in jobs
-        }
+        ]
         with contextlib.ExitStack() as stack:
-            if not all(known.values()):
+            if not all(known):
                 for each in (candidate, *others):
                     for model in with_bases(each.config.model):
                         verify_once(model)
                 with _out_of_memory_explained(candidate.config, "loading"):
                     models, zero = _load([candidate, *others], machine, dtype, stack)
-            for job in jobs:
-                evaluation, recorder = known[job.name], None
+            for job, evaluation in zip(jobs, known, strict=True):
+                recorder = None
                 if evaluation is None:
                     with _out_of_memory_explained(candidate.config, "scoring"):
                         evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
@@ -231,8 +231,7 @@ def _jobs(
             "versions": installed,
         }
         breakdown = Breakdown(windows, groupings) if groupings else None
-        name = on_data(source, config.protocol)
-        jobs.append(_Job(name=name, config=config, windows=windows, breakdown=breakdown, about=about))
+        jobs.append(_Job(config=config, windows=windows, breakdown=breakdown, about=about))
     return jobs
 
 
@@ -290,13 +289,10 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
     Returns the largest relative difference. Every rank does the same work, so that it holds for a sharded model too.
     Collective under ZeRO-3.
     """
-    scored = [document for document, tokens in enumerate(result.document_tokens) if tokens]
-    chosen = set(random.Random(seed).sample(scored, min(number, len(scored))))
-    plain = dict.fromkeys(chosen, 0.0)
-    for window in range(len(windows.spans)):
-        _, documents, counts = next(windows.pieces(window, window + 1))
-        if chosen.isdisjoint(documents.tolist()):
-            continue
+    scored = np.flatnonzero(result.document_tokens).tolist()
+    chosen = random.Random(seed).sample(scored, min(number, len(scored)))
+    plain, pieces = dict.fromkeys(chosen, 0.0), pieces_of(windows)
+    for window in np.unique(pieces.windows[np.isin(pieces.documents, chosen)]):
         watchdog.heartbeat()
         ids, targets = (
             torch.from_numpy(array.astype("int64")).to(distributed.device())
@@ -305,7 +301,9 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
         log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
         is_scored_T = targets != IGNORED
         nats = -log_probs_TV[is_scored_T].gather(1, targets[is_scored_T][:, None])[:, 0].double().cpu()
-        for document, part in zip(documents.tolist(), nats.split(counts.tolist()), strict=True):
+        places = pieces.of([window])
+        parts = nats.split(pieces.tokens[places].tolist())
+        for document, part in zip(pieces.documents[places].tolist(), parts, strict=True):
             if document in plain:
                 plain[document] += part.sum().item()
     return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())

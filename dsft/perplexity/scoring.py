@@ -115,9 +115,9 @@ def evaluate_windows(
     rules = dataclasses.replace(rules, multiple=team.size)
     lengths_W = windows.lengths  # once: it takes a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)
-    pieces = pieces_of(windows, batches)
+    pieces = pieces_of(windows)
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    sums_KP = torch.zeros(len(COLUMNS) if others else 1, len(pieces.tokens), dtype=torch.float64)
+    sums_KP = np.zeros((len(COLUMNS) if others else 1, len(pieces.tokens)))
 
     scorers, dummy = [], torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
@@ -140,8 +140,8 @@ def evaluate_windows(
 
     # The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores
     # the first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
-    known = recorder.known if recorder else {}
-    left = [index for index in range(len(batches)) if index not in known]
+    recorder = recorder or Recorder(windows)
+    left = [index for index in range(len(batches)) if index not in recorder.known]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
     collated = _collated_ahead(windows, [batches[index] for index in left[number::teams]], rules, pad_token_id)
@@ -151,25 +151,24 @@ def evaluate_windows(
             if turn + number < len(left):
                 columns_KN = scored({name: tensor.to(device) for name, tensor in next(collated).items()})
                 if place_in_team == 0:
-                    index = left[turn + number]
-                    place = pieces.of_batches[index]
-                    parts = columns_KN.split(pieces.tokens[place].tolist(), dim=1)
-                    sums_KP[:, place] = torch.stack([part.sum(dim=1) for part in parts], dim=1) if parts else 0.0
-                    if recorder:
-                        recorder.record(index, batches[index], columns_KN, sums_KP[:, place].tolist())
+                    batch = batches[index := left[turn + number]]
+                    places = pieces.of(batch)
+                    parts = columns_KN.split(pieces.tokens[places].tolist(), dim=1)
+                    for place, part in zip(places, parts, strict=True):
+                        sums_KP[:, place] = part.sum(dim=1)
+                    recorder.record(index, batch, columns_KN, sums_KP[:, places].tolist())
                 nats, num_scored = nats + columns_KN[0].sum().item(), num_scored + columns_KN.shape[1]
                 bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
             elif collective_forward:  # the same collectives as a batch with work
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))
             watchdog.heartbeat()
-    if recorder:
-        recorder.flush()
+    recorder.flush()
     model.train(was_training)
-    sums_KP = sum_over_ranks(sums_KP)
-    for index, batch_sums in known.items():
-        sums_KP[:, pieces.of_batches[index]] = torch.tensor(batch_sums, dtype=torch.float64)
-    return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=sum(tokens), rows_alone=rules.alone)
+    sums_KP = sum_over_ranks(torch.from_numpy(sums_KP)).numpy()
+    for index, batch_sums in recorder.known.items():
+        sums_KP[:, pieces.of(batches[index])] = batch_sums
+    return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens), rows_alone=rules.alone)
 
 
 def _collated_ahead(

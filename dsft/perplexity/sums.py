@@ -13,7 +13,7 @@ Shape suffixes: D documents, P pieces, B blocks, U units, K sums of each.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,30 +117,22 @@ def exp(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Where the pieces of all batches belong, batch after batch."""
+    """Where the pieces of all windows belong, window after window."""
 
-    documents: np.ndarray  # [P] int64
     windows: np.ndarray  # [P] int64
+    documents: np.ndarray  # [P] int64
     tokens: np.ndarray  # [P] int64: scored tokens
-    of_batches: list[slice]  # which pieces those of each batch are
+    begins: np.ndarray  # [W + 1] int64: place of the first piece of each window
+
+    def of(self, batch: list[int]) -> np.ndarray:
+        """Return the places of the pieces of these windows."""
+        return np.concatenate([np.arange(*self.begins[window : window + 2]) for window in batch])
 
 
-def pieces_of(windows: "Windows", batches: list[list[int]]) -> Pieces:
-    """Find the pieces of batches, which are lists of windows."""
+def pieces_of(windows: "Windows") -> Pieces:
     numbers, documents, tokens = map(np.concatenate, zip(*windows.pieces(), strict=True))
-    per_window = np.bincount(numbers, minlength=len(windows.spans))
-    first_of_window = np.cumsum(per_window) - per_window
-    order = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
-    counts = per_window[order]
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    places = np.arange(ends[-1]) + np.repeat(first_of_window[order] - ends[:-1], counts)
-    bounds = ends[np.cumsum([0, *map(len, batches)])].tolist()
-    return Pieces(
-        documents=documents[places],
-        windows=numbers[places],
-        tokens=tokens[places],
-        of_batches=[slice(start, end) for start, end in pairwise(bounds)],
-    )
+    begins = np.searchsorted(numbers, np.arange(len(windows.spans) + 1))
+    return Pieces(windows=numbers, documents=documents, tokens=tokens, begins=begins)
 
 
 def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:

@@ -99,15 +99,15 @@ class Windows:
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
 
-    def pieces(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (windows, documents, scored tokens) of the pieces of windows[first:stop], [P] each, in their order.
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (windows, documents, scored tokens) of the pieces of windows, [P] each, in their order.
 
         A piece is the scored part of a window within one document; what has no token that counts is no piece. They come
         for WINDOWS_AT_ONCE windows at a time: finding pieces takes more memory than they do.
         """
-        starts, stop = self.document_starts, len(self.spans) if stop is None else stop
-        for at in range(first, max(stop, first + 1), WINDOWS_AT_ONCE):
-            _, stops_W, begins_W = self.spans[at : min(at + WINDOWS_AT_ONCE, stop)].T
+        starts = self.document_starts
+        for at in range(0, max(len(self.spans), 1), WINDOWS_AT_ONCE):
+            _, stops_W, begins_W = self.spans[at : at + WINDOWS_AT_ONCE].T
             # Each window is cut where documents end: a piece for each document from its first token to its last.
             first_W, last_W = (self.documents_of(at_W) for at_W in (begins_W, stops_W - 1))
             per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)

@@ -48,12 +48,10 @@ def test_pieces_are_the_scored_tokens_counted_one_by_one(seed, monkeypatch):
     expected = [(*key, tokens) for key, tokens in counted.items() if tokens]
     columns = map(np.concatenate, zip(*windows.pieces(), strict=True))
     assert [*zip(*(column.tolist() for column in columns), strict=True)] == expected
-    for window in range(len(spans)):
-        columns = next(windows.pieces(window, window + 1))
-        assert [*zip(*(column.tolist() for column in columns), strict=True)] == [x for x in expected if x[0] == window]
     batches = form_batches(windows.lengths, 40, RowRules())
-    pieces = pieces_of(windows, batches)
-    for batch, place in zip(batches, pieces.of_batches, strict=True):
+    pieces = pieces_of(windows)
+    for batch in batches:
+        place = pieces.of(batch)
         wanted = [item for window in batch for item in expected if item[0] == window]
         columns = (pieces.windows[place], pieces.documents[place], pieces.tokens[place])
         assert [*zip(*(column.tolist() for column in columns), strict=True)] == wanted
