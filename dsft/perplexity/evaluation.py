@@ -38,8 +38,8 @@ from dsft.perplexity.documents import Breakdown, build_windows, grouping
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
 from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
-from dsft.perplexity.sums import Perplexity, pieces_of
-from dsft.perplexity.windows import Windows
+from dsft.perplexity.sums import Perplexity
+from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
 from dsft.planner.traced_model import attention_of
 from dsft.runtime import distributed
@@ -398,36 +398,29 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
             import deepspeed
 
             zero_file, section = read_zero_file(zero, []), evaluation_section(zero, size, distributed.world_size())
-            own_folder = contextlib.nullcontext()
-            if path := nvme_path({"zero_optimization": section}):
-                # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and
-                # leaves its files.
-                own_folder = tempfile.TemporaryDirectory(prefix="dsft-", dir=path, ignore_cleanup_errors=True)
-                section["offload_param"]["nvme_path"] = own_folder.name
-            deepspeed_config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": dtype == "bfloat16"},
-                "fp16": {"enabled": dtype == "float16"},
-                "steps_per_print": 10**9,
-                "zero_optimization": section,
-                **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
-            }
-            with own_folder:
-                registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
-                try:
-                    model = build_model(config, dtype=dtype, seed=config.seed)
-                    engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
-                    distributed.extend_timeouts()
-                    try:
-                        yield engine.module.eval()
-                    finally:
-                        engine.destroy()
-                        del engine
-                finally:
-                    del registered
-                    unset_hf_deepspeed_config()
+            with contextlib.ExitStack() as stack:
+                if path := nvme_path({"zero_optimization": section}):
+                    # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and
+                    # leaves its files.
+                    folder = tempfile.TemporaryDirectory(prefix="dsft-", dir=path, ignore_cleanup_errors=True)
+                    section["offload_param"]["nvme_path"] = stack.enter_context(folder)
+                deepspeed_config = {
+                    "train_micro_batch_size_per_gpu": 1,
+                    "bf16": {"enabled": dtype == "bfloat16"},
+                    "fp16": {"enabled": dtype == "float16"},
+                    "steps_per_print": 10**9,
+                    "zero_optimization": section,
+                    **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
+                }
+                _registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
+                stack.callback(unset_hf_deepspeed_config)
+                model = build_model(config, dtype=dtype, seed=config.seed)
+                engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+                stack.callback(engine.destroy)
+                distributed.extend_timeouts()
+                yield engine.module.eval()
     finally:
-        model = None  # so that its memory can be freed now
+        model = engine = None  # so that their memory can be freed now
         free_memory()
 
 

@@ -3,16 +3,17 @@ names a `Mode` by what it does, `--protocol` by the paper or tool that reports "
 length of `--context_curve` is one too. The docstring of its function is the exact definition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest
-from dsft.perplexity.windows import Spans, Windows, cut, disjoint_spans, rolling_spans, sliding_spans
+from dsft.perplexity.windows import Windows
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
@@ -21,8 +22,55 @@ if TYPE_CHECKING:
 WITHOUT_POSITIONS = 2048
 """Tokens of a window where a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
 CONTEXT = "context"  # the mode of `context_curve`; context-512 is the protocol of its length 512
+Spans = Iterable[tuple[int, int, int]]  # start, end and scored_from of windows
 Prepared = Callable[..., "Store"]
 """Prepares the data set, or finds it prepared: as a kind of `documents.py` with these fields."""
+
+
+def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
+    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows."""
+    texts = pairwise(chain([0], map(int, store.ends))) if each_document else [(0, len(store.tokens))]
+    spans = chain.from_iterable(span for start, end in texts for span in spans_of(start, end))
+    return Windows(
+        tokens=store.tokens,
+        scorable=store.trained,
+        document_ends=store.ends,
+        spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
+        document_bytes=store.document_bytes,
+        document_words=store.document_words,
+        document_hashes=store.hashes,
+        known_hashes={"tokens": store.facts["tokens_hash"]},
+    )
+
+
+def disjoint_spans(start: int, end: int, length: int, *, scored_from: int = 1, full: bool = False) -> Spans:
+    """Yield windows over tokens[start:end] one after the other. Args: `scored_from`: place within the window of the
+    first scored token; those before it are context; `full`: leave out a last window that is not full.
+    """
+    for begin in range(start, end - length + 1 if full else end, length):
+        yield begin, min(begin + length, end), begin + scored_from
+
+
+def rolling_spans(start: int, end: int, length: int) -> Spans:
+    """Yield windows over tokens[start:end], whose first token is the prefix."""
+    predicted_to = start + 1
+    while predicted_to < end:
+        stop = min(predicted_to + length, end)
+        # At least one token of context; the last window is filled up with context (but the first starts at the prefix).
+        yield max(start, min(predicted_to - 1, stop - length - 1)), stop, predicted_to
+        predicted_to = stop
+
+
+def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
+    """Yield windows over tokens[start:end], each `stride` further, none scoring what an earlier one did."""
+    scored_to = start + 1
+    for begin in range(start, end, stride):
+        stop = min(begin + length, end)
+        if scored_to < stop:
+            yield begin, stop, scored_to
+        scored_to = max(scored_to, stop)
+        if stop == end:
+            return
 
 
 def _windows(config: EvalConfig, prepared: Prepared) -> Windows:

@@ -39,13 +39,12 @@ from dsft.perplexity.sums import (
     result_intervals,
     units_of,
 )
+from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
 from dsft.units import GiB, plural, write_json
 
 if TYPE_CHECKING:  # results are read without torch
     import torch
-
-    from dsft.perplexity.windows import Windows
 
 
 REPORTS, DOCUMENTS = "perplexity.json", "documents.parquet"
@@ -427,7 +426,7 @@ class Recorder:
 
     def __init__(
         self,
-        windows: "Windows",
+        windows: Windows,
         *,
         partial: Path | None = None,
         observers: Sequence[Any] = (),

@@ -44,8 +44,8 @@ from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.trained import unwrapped
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.results import COLUMNS, Divergence, Recorder
-from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
-from dsft.perplexity.windows import Windows
+from dsft.perplexity.sums import Perplexity, add_up, exp
+from dsft.perplexity.windows import Windows, pieces_of
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.units import IGNORED, in_digits

@@ -1,5 +1,5 @@
-"""Adds up what the windows scored, and computes 95 % intervals of ratios of the sums, such as nats per token. A piece
-is what one window scores of one document. Sums are exactly rounded, so they depend on no order.
+"""Adds up what the windows scored, and computes 95 % intervals of ratios of the sums, such as nats per token. Sums are
+exactly rounded, so they depend on no order.
 
 Tokens of one document depend on each other, so intervals are over whole documents. The interval is the ratio plus and
 minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
@@ -14,16 +14,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
+from dsft.perplexity.windows import Pieces, Windows
 from dsft.units import in_digits, plural
-
-if TYPE_CHECKING:  # results are read without torch
-    from dsft.perplexity.windows import Windows
 
 FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them
 MOST_BLOCKS = 1_000
@@ -115,27 +112,7 @@ def exp(value: float) -> float:
     return math.inf if value > 709 else math.exp(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """Where the pieces of all windows belong, window after window."""
-
-    windows: np.ndarray  # [P] int64
-    documents: np.ndarray  # [P] int64
-    tokens: np.ndarray  # [P] int64: scored tokens
-    begins: np.ndarray  # [W + 1] int64: place of the first piece of each window
-
-    def of(self, batch: list[int]) -> np.ndarray:
-        """Return the places of the pieces of these windows."""
-        return np.concatenate([np.arange(*self.begins[window : window + 2]) for window in batch])
-
-
-def pieces_of(windows: "Windows") -> Pieces:
-    numbers, documents, tokens = map(np.concatenate, zip(*windows.pieces(), strict=True))
-    begins = np.searchsorted(numbers, np.arange(len(windows.spans) + 1))
-    return Pieces(windows=numbers, documents=documents, tokens=tokens, begins=begins)
-
-
-def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
+def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
     """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
     other columns. Raises TrainingStopped where some are NaN or infinite.
     """

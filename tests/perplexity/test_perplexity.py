@@ -31,10 +31,11 @@ from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
 from dsft.perplexity.evaluation import fingerprint, model_identity
+from dsft.perplexity.modes import rolling_spans, sliding_spans
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows, form_batches
-from dsft.perplexity.windows import rolling_spans, sliding_spans, windows_of_sequences
+from dsft.perplexity.windows import windows_of_sequences
 from dsft.runtime.software import versions
 from dsft.units import IGNORED, padded_width
 

@@ -13,9 +13,10 @@ from scipy import stats
 from dsft.data.prepare import StoreWriter
 from dsft.data.tokenization import Tokens
 from dsft.models.trials import RowRules
+from dsft.perplexity.modes import cut, disjoint_spans
 from dsft.perplexity.scoring import form_batches
-from dsft.perplexity.sums import block_length, pieces_of, ratio_interval, sign_test
-from dsft.perplexity.windows import Windows, count_true, cut, disjoint_spans
+from dsft.perplexity.sums import block_length, ratio_interval, sign_test
+from dsft.perplexity.windows import Windows, count_true, pieces_of
 
 
 def windows_over(scorable: np.ndarray, ends: list[int], spans: list[tuple[int, int, int]]) -> Windows:
