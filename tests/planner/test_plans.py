@@ -616,14 +616,9 @@ def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs
     }
     config = make_config(TrainConfig, values, [])
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text(
-        json.dumps(
-            {
-                "world_size": 8,
-                "plan": {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4},
-            }
-        )
-    )
+    plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4, "checkpoint_every": 1}
+    run = {"world_size": 8, "plan": plan, "config": {"sequence_parallel": 1}}
+    (tmp_path / "run/run.json").write_text(json.dumps(run))
     checkpoint = tmp_path / "run" / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 3}))
