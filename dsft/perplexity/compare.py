@@ -172,10 +172,10 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
         if not results.reports:
             problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
         for key in results.reports:
-            if not results.is_whole(key):
-                problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
+            if evaluation := results.evaluation(key):
+                evaluations.append(evaluation)
             else:
-                evaluations.append(results.evaluation(key))
+                problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
     raise_if_any(problems)
     return evaluations
 

@@ -337,10 +337,8 @@ class Results:
             for key, report in self.reports.items()
             if report.get("fingerprint") == fingerprint
             and (report.get("verified_difference") is not None or not verified)
-            # The two files are written one after the other; a kill between them leaves other documents.
-            and self.is_whole(key)
         )
-        evaluation = distributed.on_rank_0(lambda: next(same, None))
+        evaluation = distributed.on_rank_0(lambda: next(filter(None, same), None))
         if evaluation and tokens:
             rows = {}
             for part in tokens.glob("*.parquet"):
@@ -374,16 +372,16 @@ class Results:
 
         distributed.on_rank_0(write)
 
-    def is_whole(self, key: Key) -> bool:
-        """Return whether the documents of a result are those that its report counts. On rank 0."""
-        with self._damage_explained():
-            report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
-            return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
-
-    def evaluation(self, key: Key) -> Evaluation:
-        """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
+    def evaluation(self, key: Key) -> Evaluation | None:
+        """Make the evaluation again whose report and documents are those of `key`; None where the documents are not
+        those that the report counts. On rank 0.
+        """
         report, table = self.reports[key], self.documents[key]
         with self._damage_explained():
+            # The two files are written one after the other; a kill between them leaves other documents.
+            total = math.fsum(table["nats"].to_numpy())
+            if len(table) != report["documents"] or not math.isclose(total, report["nats"], rel_tol=1e-12):
+                return None
             pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["divergence"] else ())]
             perplexity = Perplexity(
                 **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss", "rows_alone")},
