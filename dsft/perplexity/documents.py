@@ -80,7 +80,7 @@ class Documents(Preparation):
                     if whole:
                         yield replace(batch, rows=whole, first=first)
                         first, whole = first + len(whole), []
-                    pieces = Pieces(tokenizer, before=self.joint if first else "")
+                    pieces = TextPieces(tokenizer, before=self.joint if first else "")
                 if pieces:
                     for sample in samples_in(replace(batch, rows=waiting), rules, tokenizer):
                         yield from (replace(batch, rows=[piece], first=first) for piece in pieces.add(text_of(sample)))
@@ -176,7 +176,7 @@ def wikitext_rewritten(page: str) -> str:
     return page
 
 
-class Pieces:
+class TextPieces:
     """Gives one text in pieces that are tokenised apart, cut where its tokens stay as they are, so that memory does not
     grow with it. They are rows of the number 0, which no row of a source has.
     """
@@ -221,7 +221,7 @@ class Pieces:
 def tokens_of_piece(
     row: Row, tokenizer: PreTrainedTokenizerBase, *, special: bool, start: Sequence[int], end: Sequence[int], rows: int
 ) -> Tokens:
-    """Tokenise a piece of `Pieces`.
+    """Tokenise a piece of `TextPieces`.
 
     Args:
         special: with the tokens that the tokenizer puts around a text.
@@ -253,7 +253,7 @@ class JoinedTexts(Documents):
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
-        documents, pieces, batch = 0, Pieces(tokenizer), None
+        documents, pieces, batch = 0, TextPieces(tokenizer), None
         for batch in batches:
             for row in batch.rows:
                 (sample,) = samples_in(replace(batch, rows=[row]), rules, tokenizer)

@@ -197,11 +197,8 @@ def _jobs(
         for config in protocol_configs(candidate.config, facts.size.max_positions)
     ]
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
-    identity = {}
-    for prefix, each in (("", candidate), *([("reference ", reference)] if reference else [])):
-        config = each.config
-        identity_of_model = model_identity(config.model, revision=config.revision, seed=config.seed)
-        identity |= {f"{prefix}{name}": value for name, value in identity_of_model.items()}
+    configs = [each.config for each in (candidate, reference) if each]
+    identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
     quantization = str(facts.size.quantization or UNQUANTISED)
     installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
     jobs = []
@@ -225,9 +222,9 @@ def _jobs(
             "mode": windows.mode,
             "options": options,
             "truncated_documents": windows.truncated_documents,
-            "model_hash": identity["content"],
+            "model_hash": identities[0]["content"],
             "hashes": hashes,
-            "fingerprint": fingerprint(identity, hashes | of_groups, options, installed),
+            "fingerprint": fingerprint(identities, hashes | of_groups, options, installed),
             "versions": installed,
         }
         breakdown = Breakdown(windows, groupings) if groupings else None
@@ -310,15 +307,15 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
 
 
 def fingerprint(
-    model: dict[str, str], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
+    models: list[dict[str, str]], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
 ) -> str:
     """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective. Args:
-    `model`: its `model_identity`; `windows`: their `hashes()`, and those of the groups of their tokens; `installed`:
-    versions.
+    `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the groups of
+    their tokens; `installed`: versions.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     libraries = {name: version for name, version in installed.items() if name in (*LIBRARIES, *PACKAGES)}
-    everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
+    everywhere = sorted(set(distributed.from_all([json.dumps([models, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 

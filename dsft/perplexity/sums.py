@@ -204,7 +204,7 @@ def units_of(
         blocks_B: the same of each block of windows; None where there are none to use.
         is_scored_D: which documents count.
     """
-    if is_scored_D.sum() < 2 and blocks_B is not None and result.windows_per_block:
+    if is_scored_D.sum() < FEWEST_DOCUMENTS and blocks_B is not None and result.windows_per_block:
         tokens_B = result.block_tokens.astype(np.float64)
         sums_KU = np.stack([blocks_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
         return sums_KU, f"{plural(len(tokens_B), 'block')} of {plural(result.windows_per_block, 'window')}"

@@ -270,7 +270,7 @@ def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):
 
     def print_of(windows=windows, **options) -> str:
         identity = model_identity(str(model), revision=None, seed=42)
-        return fingerprint(identity, windows.hashes(), {"dtype": "float32"} | options, versions())
+        return fingerprint([identity], windows.hashes(), {"dtype": "float32"} | options, versions())
 
     content = model_identity(str(model), revision=None, seed=42)["content"]
     prints = [print_of(), print_of(dtype="bfloat16"), print_of(others)]
