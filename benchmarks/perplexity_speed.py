@@ -89,8 +89,9 @@ from transformers import (
 )
 
 from dsft.cli.quickstart import write_demo_data
+from dsft.perplexity.modes import rolling_spans
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import Windows, rolling_spans
+from dsft.perplexity.windows import Windows
 from dsft.units import IGNORED
 
 WINDOW = 512

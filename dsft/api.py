@@ -10,6 +10,7 @@ run = dsft.read_run("runs/first")
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from dsft.checkpoints.run_folder import read_run
@@ -123,9 +124,5 @@ def compare(
     Raises:
         UserError: where results are missing, or of other texts or windows.
     """
-    read = [
-        evaluation
-        for item in results
-        for evaluation in ([item] if isinstance(item, Evaluation) else read_evaluations([item]))
-    ]
-    return compare_results(joined_seeds(read, seeds), base=base, group_by=group_by)
+    read = ([item] if isinstance(item, Evaluation) else read_evaluations([item]) for item in results)
+    return compare_results(joined_seeds([*chain.from_iterable(read)], seeds), base=base, group_by=group_by)

@@ -13,21 +13,9 @@ import datasets
 import evaluate
 import numpy as np
 
-from dsft.perplexity.results import frame, html_table
 from dsft.perplexity.sums import exp
 
 DESCRIPTION = "exp(nats / tokens) over all scored tokens of all documents, as dsft computes it"
-
-
-class Result(dict):
-    """Holds the figures by name, as `evaluate` wants them, and shows them in a notebook."""
-
-    def to_pandas(self):
-        """Return a pandas.DataFrame of one row."""
-        return frame([dict(self)])
-
-    def _repr_html_(self):
-        return html_table("Perplexity", {name.replace("_", " "): f"{value:,.8g}" for name, value in self.items()})
 
 
 class EvaluatePerplexity(evaluate.Measurement):
@@ -47,27 +35,26 @@ class EvaluatePerplexity(evaluate.Measurement):
             nats, *sizes = (np.asarray([] if each is None else each) for each in (nats, tokens, bytes, words))
             if not 0 < len(sizes[0]) == len(nats) or not sizes[0].sum():
                 raise ValueError("nats needs tokens: for each document how many of its tokens were scored")
-            return self._of_sums(math.fsum(nats), *(int(each.sum()) for each in sizes))
-        if predictions is None:
+            nats, (tokens, num_bytes, words) = math.fsum(nats), (int(each.sum()) for each in sizes)
+            perplexity = exp(nats / tokens)
+        elif predictions is None:
             raise ValueError("give predictions, the texts, with a model, or nats and tokens of each document")
-        from dsft.api import evaluate_perplexity
+        else:
+            from dsft.api import evaluate_perplexity
 
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "texts.parquet"
-            datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
-            options = {"data_cache": folder} | options  # the texts are not seen again
-            # A training that `run` names may have read its own data in another form.
-            form = {"data_format": "text", "text_column": "text"}
-            form |= dict.fromkeys(("prompt_template", "completion_template", "map_row"))
-            result = evaluate_perplexity(data=str(path), progress=False, **options | form).perplexity
-        figures = self._of_sums(result.nats, result.tokens, result.bytes, result.words)
-        figures["perplexity"] = result.perplexity  # as a protocol weighs it
-        return figures
-
-    def _of_sums(self, nats, tokens, num_bytes, words):
-        result = {"perplexity": exp(nats / tokens), "nats": nats, "tokens": tokens}
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "texts.parquet"
+                datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
+                options = {"data_cache": folder} | options  # the texts are not seen again
+                # A training that `run` names may have read its own data in another form.
+                form = {"data_format": "text", "text_column": "text"}
+                form |= dict.fromkeys(("prompt_template", "completion_template", "map_row"))
+                result = evaluate_perplexity(data=str(path), progress=False, **options | form).perplexity
+            nats, tokens, num_bytes, words = result.nats, result.tokens, result.bytes, result.words
+            perplexity = result.perplexity  # as a protocol weighs it
+        figures = {"perplexity": perplexity, "nats": nats, "tokens": tokens}
         if num_bytes:
-            result |= {"byte_perplexity": exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
+            figures |= {"byte_perplexity": exp(nats / num_bytes), "bits_per_byte": nats / num_bytes / math.log(2)}
         if words:
-            result["word_perplexity"] = exp(nats / words)
-        return Result(result)
+            figures["word_perplexity"] = exp(nats / words)
+        return figures

@@ -4,10 +4,12 @@ perplexity are compared.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,14 @@ from dsft.perplexity.sums import exp, in_words, ratio_interval, sign_test, units
 from dsft.runtime.console import print_table, say
 from dsft.units import plural
 
-ESTIMATES = ("perplexity_ratio", "nats_per_token", "bits_per_byte", "byte_perplexity_ratio")  # fields of a Comparison
+ESTIMATES = {
+    "perplexity_ratio": "perplexity, ratio",
+    "nats_per_token": "nats per token, difference",
+    "bits_per_byte": "bits per byte, difference",
+    "byte_perplexity_ratio": "byte perplexity, ratio",
+}
+"""Field of a Comparison -> its name in a table."""
 HOW_COMPUTED = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
-RATIO = "perplexity, ratio"
 MOVED = 5  # documents shown at each end
 PICTURE = "context_curve.png"
 
@@ -92,14 +99,8 @@ class Comparison:
 
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the comparison, for the screen."""
-        estimates = {
-            RATIO: self.perplexity_ratio,
-            "nats per token, difference": self.nats_per_token,
-            "bits per byte, difference": self.bits_per_byte,
-            "byte perplexity, ratio": self.byte_perplexity_ratio,
-        }
         adjusted = f", {self.p_adjusted:.2g} by Holm" if self.p_adjusted != self.p_value else ""
-        rows = {name: str(estimate) for name, estimate in estimates.items() if estimate} | {
+        rows = {title: str(getattr(self, name)) for name, title in ESTIMATES.items() if getattr(self, name)} | {
             "documents": f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same"
             f" (sign test: p = {self.p_value:.2g}{adjusted})",
             "interval": f"over {self.units}, in pairs",
@@ -134,8 +135,8 @@ class Comparisons(tuple[Comparison, ...]):
             # One model may have several results on a data set, such as those of two seq_len.
             if not tables or tables[-1][0] != title or each.group in tables[-1][1]:
                 tables.append((title, {"note on all groups": each.note} if each.note else {}))
-            name = next(name for name in rows if name in (RATIO, "bits per byte, difference"))
-            tables[-1][1][each.group] = f"{name} {rows[name]}\n{rows['documents']}"
+            measure = ESTIMATES["perplexity_ratio" if each.perplexity_ratio else "bits_per_byte"]
+            tables[-1][1][each.group] = f"{measure} {rows[measure]}\n{rows['documents']}"
         return tables
 
     def to_pandas(self) -> Any:
@@ -156,6 +157,11 @@ class Comparisons(tuple[Comparison, ...]):
         return "".join(html_table(*table) for table in self.tables())
 
 
+def how_computed(evaluation: Evaluation) -> tuple:
+    """Return its values of HOW_COMPUTED."""
+    return tuple(evaluation.options.get(option) for option in HOW_COMPUTED)
+
+
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
     """Read all results of folders, or of their perplexity.json. Raises UserError with every folder without any."""
     problems, evaluations = [], []
@@ -166,10 +172,10 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
         if not results.reports:
             problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
         for key in results.reports:
-            if not results.is_whole(key):
-                problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
+            if evaluation := results.evaluation(key):
+                evaluations.append(evaluation)
             else:
-                evaluations.append(results.evaluation(key))
+                problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
     raise_if_any(problems)
     return evaluations
 
@@ -221,13 +227,14 @@ def compare_results(
             if group_by is None:
                 comparisons.append(compare_pair(*pair))
                 continue
-            lacking = [each for each in pair if group_by not in each.group_sums]
-            problems += [
-                f"group_by={group_by}: the result of {each.model} on {each.data} has no nats of each document in these"
-                " groups: it was evaluated without them, or documents x groups are too many"
-                for each in lacking
-            ]
-            base_groups, other_groups = ({} if lacking else _by_group(each, group_by) for each in pair)
+            if lacking := [each for each in pair if group_by not in each.group_sums]:
+                problems += [
+                    f"group_by={group_by}: the result of {each.model} on {each.data} has no nats of each document in"
+                    " these groups: it was evaluated without them, or documents x groups are too many"
+                    for each in lacking
+                ]
+                continue
+            base_groups, other_groups = (_by_group(each, group_by) for each in pair)
             for name in [name for name in base_groups if name in other_groups]:
                 in_group = base_groups[name], other_groups[name]
                 if why := refusal(*in_group):
@@ -283,7 +290,7 @@ def named_apart(evaluations: list[Evaluation], group_by: str | None = None) -> l
     for option in HOW_COMPUTED:
         values: dict[tuple, set] = {}
         for each in evaluations:
-            values.setdefault((each.model, each.data, each.protocol), set()).add(each.options.get(option))
+            values.setdefault(each.key, set()).add(each.options.get(option))
         apart = {model for (model, *_), of_model in values.items() if len(of_model) > 1}
         evaluations = [
             replace(each, model=f"{each.model} ({each.options.get(option)})") if each.model in apart else each
@@ -296,9 +303,7 @@ def without_repeats(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Take a result that several folders hold, such as that of a base model beside each of its runs, once."""
     unlike: dict[tuple, Evaluation] = {}
     for each in evaluations:
-        how = tuple(each.options.get(option) for option in HOW_COMPUTED)
-        name = (each.model, each.data, each.protocol, how, *each.hashes.values(), each.perplexity.nats)
-        unlike.setdefault(name, each)
+        unlike.setdefault((each.key, how_computed(each), *each.hashes.values(), each.perplexity.nats), each)
     return list(unlike.values())
 
 
@@ -320,38 +325,37 @@ def joined_seeds(evaluations: list[Evaluation], patterns: Sequence[str]) -> list
         alike: dict[tuple, list[Evaluation]] = {}
         for each in evaluations:
             if each.model in models:
-                how = tuple(each.options.get(option) for option in HOW_COMPUTED)
-                alike.setdefault((each.hashes["texts"], each.protocol, how), []).append(each)
+                alike.setdefault((each.hashes["texts"], each.protocol, how_computed(each)), []).append(each)
         means = {}
         for (*_, how), seeds in alike.items():
-            numbers = {model: sum(each.model == model for each in seeds) for model in models}
+            first, results = seeds[0], [each.perplexity for each in seeds]
+            numbers = Counter(each.model for each in seeds)
             as_computed = ", ".join(f"{option} {value}" for option, value in zip(HOW_COMPUTED, how, strict=True))
             problems += [  # a mean over some of the seeds, or over one of them twice, would look like that over all
-                f"seeds={pattern}: {model} has {plural(number, 'result')} on the texts of {seeds[0].data}"
+                f"seeds={pattern}: {model} has {plural(numbers[model], 'result')} on the texts of {first.data}"
                 f" ({as_computed}); each seed needs one"
-                for model, number in numbers.items()
-                if number != 1
+                for model in models
+                if numbers[model] != 1
             ]
-            first, results = seeds[0], [each.perplexity for each in seeds]
             for each in seeds[1:]:
                 why = refusal(first, each)
-                if not why and any(each.hashes[name] != first.hashes[name] for name in ("texts", "tokens")):
-                    why = f"{each.model} and {first.model} were scored on other texts or tokens of {each.data}"
+                if not why and each.hashes["tokens"] != first.hashes["tokens"]:
+                    why = f"{each.model} and {first.model} have other tokens of {each.data}"
                 problems += [f"seeds={pattern}: {why}"] if why else []
             if problems:
                 break
             mean = replace(
                 results[0],
-                nats=math.fsum(result.nats for result in results) / len(results),
-                reported_loss=math.fsum(result.reported_loss for result in results) / len(results),
+                nats=fmean(result.nats for result in results),
+                reported_loss=fmean(result.reported_loss for result in results),
                 document_nats=np.mean([result.document_nats for result in results], axis=0),
                 block_nats=np.mean([result.block_nats for result in results], axis=0),
                 document_pairs=np.zeros((0, results[0].documents)),
             )
             groups, group_sums = {}, {}
             for name in first.group_sums:  # of groups that all seeds have
-                labels = [[group["group"] for group in each.groups.get(name, ())] for each in seeds]
-                if all(name in each.group_sums for each in seeds) and all(each == labels[0] for each in labels):
+                labels = [[group["group"] for group in each.groups[name]] for each in seeds if name in each.group_sums]
+                if labels == [labels[0]] * len(seeds):
                     sums_2DG = np.mean([each.group_sums[name] for each in seeds], axis=0)
                     groups[name], group_sums[name] = groups_of(labels[0], sums_2DG)
             means[id(first)] = replace(
@@ -400,16 +404,15 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     """Compare two results that `refusal` lets pass."""
     before, after = base.perplexity, other.perplexity
     is_scored_D = (after.document_tokens > 0) & (before.document_tokens > 0)
-    same_tokens, notes, nats_D = base.hashes["tokens"] == other.hashes["tokens"], [], after.document_nats
+    same_tokens, nats_D = base.hashes["tokens"] == other.hashes["tokens"], after.document_nats
     if not same_tokens:  # first tokens that are context only have other bytes: nats of as many bytes as the base's
         ones_D = np.ones(before.documents)
         nats_D = nats_D * np.divide(
             before.document_bytes, after.document_bytes, out=ones_D, where=after.document_bytes > 0
         )
     change_D = np.where(is_scored_D, nats_D - before.document_nats, 0.0)
-    for name in HOW_COMPUTED:
-        if base.options.get(name) != other.options.get(name):
-            notes.append(f"{name} differs: {other.options.get(name)}, the base {base.options.get(name)}")
+    how = zip(HOW_COMPUTED, how_computed(other), how_computed(base), strict=True)
+    notes = [f"{name} differs: {value}, the base {of_base}" for name, value, of_base in how if value != of_base]
     # Blocks of windows can be compared where both models have the same windows.
     changed_blocks = after.block_nats - before.block_nats if same_tokens else None
     sums_KU, units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
@@ -482,16 +485,8 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
                 f" {divergence.same_top:.2%})"
             )
     is_curve = (evaluations[0].protocol or "").startswith(f"{CONTEXT}-")
-    if not is_curve and len({evaluation.protocol for evaluation in evaluations}) > 1:
-        for (model, data), results in same_pair.items():
-            rows = {
-                each.protocol: f"{each.perplexity.perplexity:,.4f}  (windows of {each.options['seq_len']:,},"
-                f" {each.perplexity.tokens:,} tokens scored; {find_mode(each.protocol).source})"
-                for each in results
-            }
-            print_table(f"{model} on {data}, as others report it", rows)
-    if is_curve:
-        for (model, data), results in same_pair.items():  # each length with the change from the one before
+    for (model, data), results in same_pair.items():
+        if is_curve:  # each length with the change from the one before
             results.sort(key=lambda each: each.options["seq_len"])
             rows, before = {}, None
             for each in results:
@@ -504,10 +499,17 @@ def print_together(evaluations: list[Evaluation], output_dir: str | None = None)
             if result.unscored_documents:
                 rows["left out"] = f"{result.unscored_documents:,} shorter documents"
             print_table(f"Context curve of {model} on {data}", rows)
-        if output_dir and draw_curves(same_pair, Path(output_dir) / PICTURE):
-            say(f"plotted: {Path(output_dir) / PICTURE}")
-        elif output_dir:
-            say("note: no picture of the curve, which needs matplotlib (pip install matplotlib)")
+        elif len({each.protocol for each in results}) > 1:
+            rows = {
+                each.protocol: f"{each.perplexity.perplexity:,.4f}  (windows of {each.options['seq_len']:,},"
+                f" {each.perplexity.tokens:,} tokens scored; {find_mode(each.protocol).source})"
+                for each in results
+            }
+            print_table(f"{model} on {data}, as others report it", rows)
+    if is_curve and output_dir:
+        drawn = draw_curves(same_pair, Path(output_dir) / PICTURE)
+        no_picture = "note: no picture of the curve, which needs matplotlib (pip install matplotlib)"
+        say(f"plotted: {Path(output_dir) / PICTURE}" if drawn else no_picture)
     if len({evaluation.model for evaluation in evaluations}) > 1:
         try:
             for table in compare_results(evaluations).tables():

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
-from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Message, Pair, Text, canonical, text_of
+from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
 from dsft.data.prepare import Preparation, Store, cache_folder, prepare
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import (
@@ -45,6 +44,7 @@ AT_ONCE = 1 << 19  # characters of a joined text that are tokenised together, or
 MOST_GROUPS = 1_000
 MOST_SUMS = 1 << 22  # documents x groups of a grouping whose sums are kept, for intervals: 64 MiB
 LAST_TURN = 9  # later turns are counted with this one
+BESIDE_CONTENT = {"reasoning_content", "tool_calls", "weight"}  # what decides of a message beside its content
 
 Sample = Text | Pair | Chat | None  # a document in its canonical form; None for a row without an answer
 
@@ -61,6 +61,11 @@ class Documents(Preparation):
         """Characters of a text from which on it comes in pieces."""
         return math.inf
 
+    @property
+    def joint(self) -> str:
+        """Text before each document but the first."""
+        return ""
+
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
@@ -75,8 +80,7 @@ class Documents(Preparation):
                     if whole:
                         yield replace(batch, rows=whole, first=first)
                         first, whole = first + len(whole), []
-                    separator = self.separator if first and self.separator not in ("eos", "none") else ""
-                    pieces = Pieces(tokenizer, before=separator)
+                    pieces = TextPieces(tokenizer, before=self.joint if first else "")
                 if pieces:
                     for sample in samples_in(replace(batch, rows=waiting), rules, tokenizer):
                         yield from (replace(batch, rows=[piece], first=first) for piece in pieces.add(text_of(sample)))
@@ -115,36 +119,33 @@ class Texts(Documents):
     def longest(self) -> float:
         return math.inf if self.is_wikitext else AT_ONCE  # its pages are rewritten as a whole
 
+    @property
+    def joint(self) -> str:
+        return "" if self.separator in ("eos", "none") else self.separator
+
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        is_piece = batch.rows[0].number == 0
-        samples = [] if is_piece else samples_in(batch, rules, tokenizer)
-        texts = [text_of(sample) for sample in samples]
-        start, end = [], []
-        given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
-        if self.bos == "on":
-            start.append(tokenizer.bos_token_id)
-        has_bos = self.bos == "on" or (self.bos == "auto" and opens_texts(tokenizer))
-        if self.prefix == "always" or (self.prefix and not has_bos):
-            ids_of_prefix = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-            if ids_of_prefix == [None, None]:
+        special, bos, eos = self.bos == "auto", tokenizer.bos_token_id, tokenizer.eos_token_id
+        start, end = [bos] if self.bos == "on" else [], []
+        if self.prefix == "always" or (self.prefix and not start and not (special and opens_texts(tokenizer))):
+            if bos is None and eos is None:
                 raise UserError(
                     f"the tokenizer {tokenizer.name_or_path} has neither a BOS nor an EOS token, one of which this mode"
                     " or protocol puts before each text; use mode windows or sliding"
                 )
-            start.insert(0, next(each for each in ids_of_prefix if each is not None))
-        if self.separator not in ("eos", "none"):  # each document but the first carries the separator before it
-            given = [self.separator + text if batch.first + index else text for index, text in enumerate(texts)]
-        elif self.separator == "eos" and tokenizer.eos_token_id is not None:
-            is_closed = self.bos == "auto" and closes_texts(tokenizer)  # by the tokenizer itself
-            end = [] if is_closed else [tokenizer.eos_token_id]
-        if is_piece:
-            around = {"special": self.bos == "auto", "start": start, "end": end}
-            tokens = tokens_of_piece(batch.rows[0], tokenizer, rows=1, **around)
+            start.insert(0, eos if bos is None else bos)
+        if self.separator == "eos" and eos is not None and not (special and closes_texts(tokenizer)):
+            end.append(eos)
+        if batch.rows[0].number == 0:
+            tokens = tokens_of_piece(batch.rows[0], tokenizer, special=special, start=start, end=end, rows=1)
             tokens.trained[: bool(self.prefix) and batch.rows[0].starts_document] = False
             return tokens
+        samples = samples_in(batch, rules, tokenizer)
+        texts = [text_of(sample) for sample in samples]
+        given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
+        given = [self.joint * (batch.first + index > 0) + text for index, text in enumerate(given)]
         documents = [
-            np.concatenate([np.array(part, np.int32) for part in (start, ids, end if start or ids else [])])
-            for ids in encode(tokenizer, given, special=self.bos == "auto")
+            np.array([*start, *ids, *(end if start or ids else ())], np.int32)
+            for ids in encode(tokenizer, given, special=special)
         ]
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *documents])
@@ -175,7 +176,7 @@ def wikitext_rewritten(page: str) -> str:
     return page
 
 
-class Pieces:
+class TextPieces:
     """Gives one text in pieces that are tokenised apart, cut where its tokens stay as they are, so that memory does not
     grow with it. They are rows of the number 0, which no row of a source has.
     """
@@ -218,7 +219,7 @@ class Pieces:
 def tokens_of_piece(
     row: Row, tokenizer: PreTrainedTokenizerBase, *, special: bool, start: Sequence[int], end: Sequence[int], rows: int
 ) -> Tokens:
-    """Tokenise a piece of `Pieces`.
+    """Tokenise a piece of `TextPieces`.
 
     Args:
         special: with the tokens that the tokenizer puts around a text.
@@ -250,7 +251,7 @@ class JoinedTexts(Documents):
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
-        documents, pieces, batch = 0, Pieces(tokenizer), None
+        documents, pieces, batch = 0, TextPieces(tokenizer), None
         for batch in batches:
             for row in batch.rows:
                 (sample,) = samples_in(replace(batch, rows=[row]), rules, tokenizer)
@@ -279,24 +280,22 @@ class Answers(Documents):
             tokens = tokenise(batch, rules, tokenizer)
         except UserError as error:
             raise UserError([f"data: {problem}" for problem in error.problems]) from None
-        beside_content = {"reasoning_content", "tool_calls", "weight"}
-
-        def is_content_alone(message: Message) -> bool:  # reasoning may stand in it, and be scored or not
-            return beside_content.isdisjoint(message) and "</think>" not in message["content"]
-
         for index, (start, end) in enumerate(pairwise([0, *tokens.ends.tolist()])):
             ids, trained = tokens.ids[start:end], tokens.trained[start:end]
             messages = samples[index].messages if isinstance(samples[index], Chat) else []
+            answers = [each for each in messages if each["role"] == "assistant"]
             if not trained.any():
                 texts[index] = ""
             elif (
-                len(ids) == rules.seq_len
+                len(ids) == rules.seq_len  # cut off
                 or rules.train_on in ("all", "last")
-                or any(each["role"] == "assistant" and not is_content_alone(each) for each in messages)
-            ):  # what is scored is not the text of the answers: cut off, less of them, or more than their content
+                # Reasoning may stand in the content too, and be scored or not.
+                or any(each.keys() & BESIDE_CONTENT or "</think>" in each["content"] for each in answers)
+            ):  # what is scored is not the text of the answers, but more or less
                 texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
-        kept = {name: getattr(tokens, name) for name in ("ids", "trained", "ends", "counts")}
-        sized = _with_sizes(texts, samples, **kept)
+        sized = _with_sizes(
+            texts, samples, ids=tokens.ids, trained=tokens.trained, ends=tokens.ends, counts=tokens.counts
+        )
         sized.document_words[sized.document_bytes == 0] = 0  # nothing of it is scored
         return sized
 
@@ -330,9 +329,6 @@ def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerB
     return samples
 
 
-KINDS = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}  # what a mode asks for by name (`modes.py`)
-
-
 def build_windows(
     data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool = False
 ) -> Windows:
@@ -343,8 +339,7 @@ def build_windows(
     fitting = [name for name in NAMED_BY["mode"] if MODES[name].is_text == is_text]
     name = fitting[0] if config.mode == "auto" else config.mode
     if name not in fitting:
-        use = one_of(fitting)
-        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {use}")
+        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {one_of(fitting)}")
     if is_text and config.bos == "on" and tokenizer.bos_token_id is None:
         raise UserError(f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off")
     if config.protocol and find_mode(config.protocol).windows:
@@ -354,17 +349,18 @@ def build_windows(
             raise UserError(f"{key} is of texts, and the data holds {data.rules.format}; leave it out")
 
     def prepared(kind: str, **fields: Any) -> Store:
-        preparation = KINDS[kind](**{"max_documents": config.max_documents} | fields)
-        store = prepare(
-            data, tokenizer, cache_folder(config.data_cache), preparation=preparation, show_progress=show_progress
-        )
+        documents = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}[kind]
+        preparation = documents(**{"max_documents": config.max_documents} | fields)
+        cache = cache_folder(config.data_cache)
+        store = prepare(data, tokenizer, cache, preparation=preparation, show_progress=show_progress)
         if is_text and not store.document_bytes.any():  # of BOS and end tokens alone
             raise UserError(f"data: {data.source.name}: {plural(len(store.ends), 'document')}, none of which has text")
         return store
 
-    windows = find_mode(name).windows(config, prepared)
+    mode = find_mode(name)
+    windows = mode.windows(config, prepared)
     windows.mode = name
-    if find_mode(name).bos_replaces_first and opens_texts(tokenizer):
+    if mode.bos_replaces_first and opens_texts(tokenizer):
         windows.first_token = tokenizer.bos_token_id
     if is_text and windows.document_bytes.any():
         windows.leave_out_bytes(*bytes_of_tokens(tokenizer))
@@ -427,25 +423,18 @@ class Breakdown:
 
 
 def grouping(
-    name: str,
-    data: FormattedSource,
-    tokenizer: PreTrainedTokenizerBase,
-    windows: Windows,
-    *,
-    max_documents: int | None,
-    cache: Path,
-    source_column: str | None = None,
+    name: str, data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
 ) -> Grouping:
     """Make the grouping that an entry of `group_by` names; `source` means `source_column`, or the file without one.
     Raises UserError where the data has no such column or no turns, or a column has too many values.
     """
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
-    column = name if name in columns else source_column if name == "source" else None
+    column = name if name in columns else config.source_column if name == "source" else None
     if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
         ends = ((batch, row) for batch in data.batches() for row in batch.rows if row.ends_document)
-        for batch, row in islice(ends, max_documents):
+        for batch, row in islice(ends, config.max_documents):
             label = row.label(column) if column else batch.place
             of_document.append(numbers.setdefault(label, len(numbers)))
             if len(numbers) > MOST_GROUPS:
@@ -481,7 +470,8 @@ def grouping(
     if data.rules.is_text:
         raise UserError(f"group_by={name}: texts have no turns; it is for prompts with completions and chats")
     rules = replace(data.rules, train_on="answers")  # whose mask marks the answers
-    answers, masked = Answers(max_documents=max_documents), replace(data, rules=rules)
+    answers, masked = Answers(max_documents=config.max_documents), replace(data, rules=rules)
+    cache = cache_folder(config.data_cache)
     store = prepare(masked, tokenizer, cache, preparation=answers, show_progress=False)
     is_answer, of_data = store.trained, store.facts["tokens_hash"]
     if name == "role":
@@ -505,10 +495,11 @@ def grouping(
 
 def _numbers_of(sample: Sample) -> list[int]:
     """Number the answers of a document that may be scored among all of its answers, and what would come after them."""
-    messages = sample.messages if isinstance(sample, Chat) else [{"role": "assistant"}]
-    first = sample.answers_from if isinstance(sample, Chat) else 0
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    messages, first = (
+        (sample.messages, sample.answers_from) if isinstance(sample, Chat) else ([{"role": "assistant"}], 0)
+    )
+    answers = [(place, message) for place, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [
-        number for number, place in enumerate(places, start=1) if place >= first and messages[place].get("weight", 1)
+        number for number, (place, answer) in enumerate(answers, start=1) if place >= first and answer.get("weight", 1)
     ]
-    return [*wanted, len(places) + 1]
+    return [*wanted, len(answers) + 1]

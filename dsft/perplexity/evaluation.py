@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
@@ -27,7 +28,6 @@ from dsft.checkpoints.readback import verify_weights
 from dsft.config.deepspeed import nvme_path, read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
-from dsft.data.prepare import cache_folder
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
@@ -39,7 +39,7 @@ from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
 from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
 from dsft.perplexity.sums import Perplexity
-from dsft.perplexity.windows import Windows
+from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
 from dsft.planner.traced_model import attention_of
 from dsft.runtime import distributed
@@ -67,7 +67,6 @@ EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
 class _Job:
     """One data set for one model, by one protocol."""
 
-    name: str
     config: EvalConfig
     windows: Windows
     breakdown: Breakdown | None
@@ -100,20 +99,15 @@ def evaluate_models(
     others = [reference] if reference else []
     scored = {each.config.model: each for each in [*candidates, *others]}
     if config.sequence_parallel > 1:
-        refusals = []
+        refusals, world = [], distributed.world_size()
         for model, each in scored.items():
             seq_len, named = _longest_window(each), {"size": config.sequence_parallel, "model": model}
-            refusals.append(
-                refused_model(
-                    each.facts,
-                    world=distributed.world_size(),
-                    seq_len=seq_len,
-                    attention=attention_of(each.facts, seq_len=seq_len, masked=False),
-                    **named,
-                )
+            attention = attention_of(each.facts, seq_len=seq_len, masked=False)
+            refusals += [
+                refused_model(each.facts, world=world, seq_len=seq_len, attention=attention, **named)
                 or failed_trial(each.facts, trust_remote_code=config.trust_remote_code, **named)
-            )
-        distributed.raise_together([reason for reason in refusals if reason])
+            ]
+        distributed.raise_together([*filter(None, refusals)])
     # Last of all checks: the weights of the hub are downloaded for it.
     distributed.raise_together(
         [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
@@ -123,24 +117,24 @@ def evaluate_models(
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats
     for candidate in candidates:
         jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
-        facts = {f"tokens of {job.name}": job.about["fingerprint"] for job in jobs}
-        facts |= {f"files of {job.config.model}": job.about["model_hash"] for job in jobs}
-        facts |= {f"content of {config.zero}": read_zero_file(config.zero, [])}
+        facts = {f"content of {config.zero}": read_zero_file(config.zero, [])}
+        for job in jobs:
+            facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
+            facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        known = {
-            job.name: results
-            and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
+        known = [
+            results and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
             for job in jobs
-        }
+        ]
         with contextlib.ExitStack() as stack:
-            if not all(known.values()):
+            if not all(known):
                 for each in (candidate, *others):
                     for model in with_bases(each.config.model):
                         verify_once(model)
                 with _out_of_memory_explained(candidate.config, "loading"):
                     models, zero = _load([candidate, *others], machine, dtype, stack)
-            for job in jobs:
-                evaluation, recorder = known[job.name], None
+            for job, evaluation in zip(jobs, known, strict=True):
+                recorder = None
                 if evaluation is None:
                     with _out_of_memory_explained(candidate.config, "scoring"):
                         evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
@@ -203,11 +197,10 @@ def _jobs(
         for config in protocol_configs(candidate.config, facts.size.max_positions)
     ]
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
-    identity = {}
-    for prefix, each in (("", candidate), *([("reference ", reference)] if reference else [])):
-        config = each.config
-        identity_of_model = model_identity(config.model, revision=config.revision, seed=config.seed)
-        identity |= {f"{prefix}{name}": value for name, value in identity_of_model.items()}
+    configs = [each.config for each in (candidate, reference) if each]
+    identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
+    quantization = str(facts.size.quantization or UNQUANTISED)
+    installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
     jobs = []
     for source, config, windows in prepared:
         options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *HOW_OPTIONS)}
@@ -215,13 +208,12 @@ def _jobs(
             "dtype": dtype,
             "mode": windows.mode,
             "batch_tokens": config.batch_tokens or default_batch_tokens(config.seq_len, has_gpu=has_gpu()),
-            "quantization": str(facts.size.quantization or UNQUANTISED),
+            "quantization": quantization,
         }
         hashes, data = windows.hashes(), data_sets[source]
-        how = {"max_documents": config.max_documents, "cache": cache_folder(config.data_cache)}
         if config.source_column and "source" in config.group_by:
-            options["source_column"] = how["source_column"] = config.source_column
-        groupings = [grouping(name, data, tokenizer, windows, **how) for name in config.group_by]
+            options["source_column"] = config.source_column
+        groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]
         of_groups = {f"groups by {each.name}": each.of_data for each in groupings}
         about = {
             "model": candidate.name,
@@ -230,14 +222,13 @@ def _jobs(
             "mode": windows.mode,
             "options": options,
             "truncated_documents": windows.truncated_documents,
-            "model_hash": identity["content"],
+            "model_hash": identities[0]["content"],
             "hashes": hashes,
-            "fingerprint": fingerprint(identity, hashes | of_groups, options),
-            "versions": versions(*PACKAGES) if options["quantization"] != UNQUANTISED else versions(),
+            "fingerprint": fingerprint(identities, hashes | of_groups, options, installed),
+            "versions": installed,
         }
         breakdown = Breakdown(windows, groupings) if groupings else None
-        name = on_data(source, config.protocol)
-        jobs.append(_Job(name=name, config=config, windows=windows, breakdown=breakdown, about=about))
+        jobs.append(_Job(config=config, windows=windows, breakdown=breakdown, about=about))
     return jobs
 
 
@@ -295,13 +286,10 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
     Returns the largest relative difference. Every rank does the same work, so that it holds for a sharded model too.
     Collective under ZeRO-3.
     """
-    scored = [document for document, tokens in enumerate(result.document_tokens) if tokens]
-    chosen = set(random.Random(seed).sample(scored, min(number, len(scored))))
-    plain = dict.fromkeys(chosen, 0.0)
-    for window in range(len(windows.spans)):
-        _, documents, counts = next(windows.pieces(window, window + 1))
-        if chosen.isdisjoint(documents.tolist()):
-            continue
+    scored = np.flatnonzero(result.document_tokens).tolist()
+    chosen = random.Random(seed).sample(scored, min(number, len(scored)))
+    plain, pieces = dict.fromkeys(chosen, 0.0), pieces_of(windows)
+    for window in np.unique(pieces.windows[np.isin(pieces.documents, chosen)]):
         watchdog.heartbeat()
         ids, targets = (
             torch.from_numpy(array.astype("int64")).to(distributed.device())
@@ -310,20 +298,24 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
         log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
         is_scored_T = targets != IGNORED
         nats = -log_probs_TV[is_scored_T].gather(1, targets[is_scored_T][:, None])[:, 0].double().cpu()
-        for document, part in zip(documents.tolist(), nats.split(counts.tolist()), strict=True):
+        places = pieces.of([window])
+        parts = nats.split(pieces.tokens[places].tolist())
+        for document, part in zip(pieces.documents[places].tolist(), parts, strict=True):
             if document in plain:
                 plain[document] += part.sum().item()
     return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
 
 
-def fingerprint(model: dict[str, str], windows: dict[str, str], options: dict[str, Any]) -> str:
+def fingerprint(
+    models: list[dict[str, str]], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
+) -> str:
     """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective. Args:
-    `model`: its `model_identity`; `windows`: their `hashes()`, and those of the groups of their tokens.
+    `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the groups of
+    their tokens; `installed`: versions.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    quantizers = PACKAGES if options.get("quantization", UNQUANTISED) != UNQUANTISED else ()
-    libraries = {name: version for name, version in versions(*quantizers).items() if name in (*LIBRARIES, *quantizers)}
-    everywhere = sorted(set(distributed.from_all([json.dumps([model, device, libraries])])))
+    libraries = {name: version for name, version in installed.items() if name in (*LIBRARIES, *PACKAGES)}
+    everywhere = sorted(set(distributed.from_all([json.dumps([models, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -403,36 +395,29 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
             import deepspeed
 
             zero_file, section = read_zero_file(zero, []), evaluation_section(zero, size, distributed.world_size())
-            own_folder = contextlib.nullcontext()
-            if path := nvme_path({"zero_optimization": section}):
-                # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and
-                # leaves its files.
-                own_folder = tempfile.TemporaryDirectory(prefix="dsft-", dir=path, ignore_cleanup_errors=True)
-                section["offload_param"]["nvme_path"] = own_folder.name
-            deepspeed_config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "bf16": {"enabled": dtype == "bfloat16"},
-                "fp16": {"enabled": dtype == "float16"},
-                "steps_per_print": 10**9,
-                "zero_optimization": section,
-                **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
-            }
-            with own_folder:
-                registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
-                try:
-                    model = build_model(config, dtype=dtype, seed=config.seed)
-                    engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
-                    distributed.extend_timeouts()
-                    try:
-                        yield engine.module.eval()
-                    finally:
-                        engine.destroy()
-                        del engine
-                finally:
-                    del registered
-                    unset_hf_deepspeed_config()
+            with contextlib.ExitStack() as stack:
+                if path := nvme_path({"zero_optimization": section}):
+                    # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and
+                    # leaves its files.
+                    folder = tempfile.TemporaryDirectory(prefix="dsft-", dir=path, ignore_cleanup_errors=True)
+                    section["offload_param"]["nvme_path"] = stack.enter_context(folder)
+                deepspeed_config = {
+                    "train_micro_batch_size_per_gpu": 1,
+                    "bf16": {"enabled": dtype == "bfloat16"},
+                    "fp16": {"enabled": dtype == "float16"},
+                    "steps_per_print": 10**9,
+                    "zero_optimization": section,
+                    **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
+                }
+                _registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
+                stack.callback(unset_hf_deepspeed_config)
+                model = build_model(config, dtype=dtype, seed=config.seed)
+                engine = deepspeed.initialize(model=model, config=deepspeed_config)[0]
+                stack.callback(engine.destroy)
+                distributed.extend_timeouts()
+                yield engine.module.eval()
     finally:
-        model = None  # so that its memory can be freed now
+        model = engine = None  # so that their memory can be freed now
         free_memory()
 
 

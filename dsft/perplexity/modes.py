@@ -3,16 +3,17 @@ names a `Mode` by what it does, `--protocol` by the paper or tool that reports "
 length of `--context_curve` is one too. The docstring of its function is the exact definition.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, nearest
-from dsft.perplexity.windows import Spans, Windows, cut, disjoint_spans, rolling_spans, sliding_spans
+from dsft.perplexity.windows import Windows
 from dsft.units import token_counts
 
 if TYPE_CHECKING:
@@ -21,8 +22,55 @@ if TYPE_CHECKING:
 WITHOUT_POSITIONS = 2048
 """Tokens of a window where a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
 CONTEXT = "context"  # the mode of `context_curve`; context-512 is the protocol of its length 512
+Spans = Iterable[tuple[int, int, int]]  # start, end and scored_from of windows
 Prepared = Callable[..., "Store"]
-"""Prepares the data set, or finds it prepared: as a kind of documents (KINDS of `documents.py`) with these fields."""
+"""Prepares the data set, or finds it prepared: as a kind of `documents.py` with these fields."""
+
+
+def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
+    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows."""
+    texts = pairwise(chain([0], map(int, store.ends))) if each_document else [(0, len(store.tokens))]
+    spans = chain.from_iterable(span for start, end in texts for span in spans_of(start, end))
+    return Windows(
+        tokens=store.tokens,
+        scorable=store.trained,
+        document_ends=store.ends,
+        spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
+        document_bytes=store.document_bytes,
+        document_words=store.document_words,
+        document_hashes=store.hashes,
+        known_hashes={"tokens": store.facts["tokens_hash"]},
+    )
+
+
+def disjoint_spans(start: int, end: int, length: int, *, scored_from: int = 1, full: bool = False) -> Spans:
+    """Yield windows over tokens[start:end] one after the other. Args: `scored_from`: place within the window of the
+    first scored token; those before it are context; `full`: leave out a last window that is not full.
+    """
+    for begin in range(start, end - length + 1 if full else end, length):
+        yield begin, min(begin + length, end), begin + scored_from
+
+
+def rolling_spans(start: int, end: int, length: int) -> Spans:
+    """Yield windows over tokens[start:end], whose first token is the prefix."""
+    predicted_to = start + 1
+    while predicted_to < end:
+        stop = min(predicted_to + length, end)
+        # At least one token of context; the last window is filled up with context (but the first starts at the prefix).
+        yield max(start, min(predicted_to - 1, stop - length - 1)), stop, predicted_to
+        predicted_to = stop
+
+
+def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
+    """Yield windows over tokens[start:end], each `stride` further, none scoring what an earlier one did."""
+    scored_to = start + 1
+    for begin in range(start, end, stride):
+        stop = min(begin + length, end)
+        if scored_to < stop:
+            yield begin, stop, scored_to
+        scored_to = max(scored_to, stop)
+        if stop == end:
+            return
 
 
 def _windows(config: EvalConfig, prepared: Prepared) -> Windows:
@@ -245,44 +293,39 @@ def mode_problems(config: EvalConfig) -> list[str]:
         for option, choices in CHOICES.items()
         if (value := getattr(config, option)) not in (None, *choices)
     ]
-    defaults = {field.name: field.default for field in fields(config)}
-    if config.protocol:
-        of_modes, of_protocols = (
-            {name for mode in NAMED_BY[by] if MODES[mode].is_text for name in MODES[mode].options}
-            for by in ("mode", "protocol")
-        )
-        problems += [
-            f"protocol={config.protocol} and {name}={getattr(config, name)} are both set; keep one"
-            for name in ("mode", *sorted(of_modes - of_protocols))
-            if getattr(config, name) != defaults[name]
-        ]
-    if config.context_curve is None:
-        named_by = "protocol" if config.protocol else "mode"
-        asked = getattr(config, named_by)
+    changed = {field.name: value for field in fields(config) if (value := getattr(config, field.name)) != field.default}
+    *others, by = [name for name in NAMED_BY if name in ("mode", *changed)]  # the last of these asks
+    asked = getattr(config, by)
+    of_modes, of_asked = (
+        {name for mode in NAMED_BY[option] if MODES[mode].is_text for name in MODES[mode].options}
+        for option in ("mode", by)
+    )
+    problems += [
+        f"{by}={asked} and {name}={changed[name]} are both set; keep one"
+        for name in (*others, *sorted(of_modes - of_asked))
+        if name in changed
+    ]
+    if by != "context_curve":
         some = {"auto": ["windows", "answers"], "all": NAMED_BY["protocol"]}.get(asked, [asked])
         for name in ("stride", "scope") if not problems else ():
-            reading = [f"{each.named_by} {mode}" for mode, each in MODES.items() if name in each.options]
-            if getattr(config, name) != defaults[name] and not any(name in MODES[each].options for each in some):
+            if name in changed and not any(name in MODES[each].options for each in some):
                 # Else windows that do not slide are scored, whose perplexity is another one.
-                unread = f"{name}={getattr(config, name)}: {named_by}={asked} does not read it"
-                problems.append(f"{unread}; use {' or '.join(reading)}, or leave it out")
+                reading = " or ".join(f"{each.named_by} {mode}" for mode, each in MODES.items() if name in each.options)
+                problems.append(
+                    f"{name}={changed[name]}: {by}={asked} does not read it; use {reading}, or leave it out"
+                )
         return problems
-    where = f"context_curve={config.context_curve}"
     try:
-        lengths = token_counts(config.context_curve)
+        lengths = token_counts(asked)
     except ValueError as error:
-        return [*problems, f"{where}: {error}; write for example 512,1k,2k"]
+        return [*problems, f"context_curve={asked}: {error}; write for example 512,1k,2k"]
     if len(lengths) < 2 or lengths[0] < 2:
-        return [*problems, f"{where}: name at least two lengths of 2 tokens or more, as in 512,1k,2k"]
-    if config.batch_tokens is not None and config.batch_tokens < lengths[-1]:
+        problems.append(f"context_curve={asked}: name at least two lengths of 2 tokens or more, as in 512,1k,2k")
+    elif config.batch_tokens is not None and config.batch_tokens < lengths[-1]:
         problems.append(
             f"batch_tokens={config.batch_tokens} is less than the longest context of context_curve; raise it"
         )
-    set_too = [name for name in ("protocol", "stride") if getattr(config, name) is not None]
-    set_too += [f"mode={config.mode}"] if config.mode != "auto" else []
-    return problems + [
-        f"context_curve and {name} are both set; keep one: it has windows of its own" for name in set_too
-    ]
+    return problems
 
 
 def protocol_configs(config: EvalConfig, positions: int | None) -> list[EvalConfig]:

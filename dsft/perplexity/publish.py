@@ -68,10 +68,8 @@ def table_of(evaluations: list[Evaluation], metric: str, group_by: str | None = 
                 nats, scale = result.nats / result.bytes, result.tokens / result.bytes
             else:
                 bounds, nats, scale = evaluation.intervals.nats_per_token, result.reported_loss, 1.0
-            values, spread = [of_nats(loss * scale) for loss in evaluation.seed_losses], math.nan
-            if values:
-                mean = math.fsum(values) / len(values)
-                spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+            values = [of_nats(loss * scale) for loss in evaluation.seed_losses]
+            spread = float(np.std(values, ddof=1)) if values else math.nan
             new[column] = Cell(nats=Estimate(nats, *bounds), size=getattr(result, below), spread=spread)
         for name, cell in new.items():
             known = of_model.setdefault(name, cell)

@@ -39,13 +39,12 @@ from dsft.perplexity.sums import (
     result_intervals,
     units_of,
 )
+from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
 from dsft.units import GiB, plural, write_json
 
 if TYPE_CHECKING:  # results are read without torch
     import torch
-
-    from dsft.perplexity.windows import Windows
 
 
 REPORTS, DOCUMENTS = "perplexity.json", "documents.parquet"
@@ -59,6 +58,8 @@ RESULT_FIELDS = (
     *("bits_per_byte", "documents", "unscored_documents", "fed_tokens", "rows_alone"),
 )
 """What a report has of its Perplexity by the same name."""
+Key = tuple[str, str, str]
+"""Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
 PART_TOKENS = 1 << 20  # tokens in memory before a part is written: 24 MiB
 STYLE = "text-align:left;vertical-align:top;white-space:pre-wrap;max-width:60em;overflow-wrap:anywhere"
 
@@ -184,6 +185,10 @@ class Evaluation:
             **dict(zip(COLUMNS[1:], result.document_pairs, strict=False)),
         }
 
+    @property
+    def key(self) -> Key:
+        return self.model, self.data, self.protocol or ""
+
     @functools.cached_property
     def intervals(self) -> ResultIntervals:
         return result_intervals(self.perplexity)
@@ -280,10 +285,6 @@ def groups_of(labels: Sequence[str], sums_2DG: np.ndarray) -> tuple[list[dict[st
     return groups, sums_2DG
 
 
-Key = tuple[str, str, str]
-"""Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
-
-
 def _bounds(low: float | None, high: float | None, spec: str) -> str:
     if low is None or math.isnan(low):
         return ""
@@ -306,16 +307,14 @@ class Results:
             if not path.is_file():
                 return
             with self._damage_explained():
-                reports = finite(json.loads(path.read_text(encoding="utf-8"))["results"])  # other writers' may hold NaN
-                table = pyarrow.parquet.read_table(self.folder / DOCUMENTS)
-                self.reports = {
-                    (report["model"], report["data"], report.get("protocol") or ""): report for report in reports
-                }
+                reports = json.loads(path.read_text(encoding="utf-8"))["results"]
+                table = pyarrow.parquet.read_table(self.folder / DOCUMENTS).replace_schema_metadata(None)
+                self.reports = {(each["model"], each["data"], each["protocol"] or ""): each for each in reports}
                 for key in self.reports:
                     rows = table
                     for name, value in zip(("model", "data", "protocol"), key, strict=True):
                         rows = rows.filter(pyarrow.compute.equal(rows[name], value))
-                    self.documents[key] = rows.replace_schema_metadata(None)
+                    self.documents[key] = rows
 
         distributed.on_rank_0(read)
 
@@ -338,10 +337,8 @@ class Results:
             for key, report in self.reports.items()
             if report.get("fingerprint") == fingerprint
             and (report.get("verified_difference") is not None or not verified)
-            # The two files are written one after the other; a kill between them leaves other documents.
-            and self.is_whole(key)
         )
-        evaluation = distributed.on_rank_0(lambda: next(same, None))
+        evaluation = distributed.on_rank_0(lambda: next(filter(None, same), None))
         if evaluation and tokens:
             rows = {}
             for part in tokens.glob("*.parquet"):
@@ -357,16 +354,15 @@ class Results:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
 
         def write() -> None:
-            key = evaluation.model, evaluation.data, evaluation.protocol or ""
-            self.reports.pop(key, None)
-            self.documents.pop(key, None)
-            self.reports[key] = evaluation.report()
+            for results in (self.reports, self.documents):
+                results.pop(evaluation.key, None)
+            self.reports[evaluation.key] = evaluation.report()
             columns = evaluation.documents()
             for name, sums_2DG in evaluation.group_sums.items():  # lists in the order of the report's groups
                 ends = np.arange(sums_2DG.shape[1] + 1) * sums_2DG.shape[2]
                 for kind, sums_DG in zip(("nats", "tokens"), sums_2DG, strict=True):
                     columns[f"{kind}_by_{name}"] = pyarrow.ListArray.from_arrays(ends, sums_DG.ravel())
-            self.documents[key] = pyarrow.table(columns)
+            self.documents[evaluation.key] = pyarrow.table(columns)
             self.folder.mkdir(parents=True, exist_ok=True)
             beside = self.folder / "documents.tmp"
             tables = pyarrow.concat_tables(self.documents.values(), promote_options="default")
@@ -376,23 +372,19 @@ class Results:
 
         distributed.on_rank_0(write)
 
-    def is_whole(self, key: Key) -> bool:
-        """Return whether the documents of a result are those that its report counts. On rank 0."""
-        with self._damage_explained():
-            report, nats = self.reports[key], self.documents[key]["nats"].to_numpy()
-            return len(nats) == report["documents"] and math.isclose(math.fsum(nats), report["nats"], rel_tol=1e-12)
-
-    def evaluation(self, key: Key) -> Evaluation:
-        """Make the evaluation again whose report and documents are those of `key`. On rank 0."""
+    def evaluation(self, key: Key) -> Evaluation | None:
+        """Make the evaluation again whose report and documents are those of `key`; None where the documents are not
+        those that the report counts. On rank 0.
+        """
         report, table = self.reports[key], self.documents[key]
         with self._damage_explained():
+            # The two files are written one after the other; a kill between them leaves other documents.
+            total = math.fsum(table["nats"].to_numpy())
+            if len(table) != report["documents"] or not math.isclose(total, report["nats"], rel_tol=1e-12):
+                return None
             pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["divergence"] else ())]
             perplexity = Perplexity(
-                nats=report["nats"],
-                tokens=report["tokens"],
-                fed_tokens=report["fed_tokens"],
-                reported_loss=report["reported_loss"],
-                rows_alone=report["rows_alone"],
+                **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss", "rows_alone")},
                 windows_per_block=report["blocks"]["windows"],
                 block_nats=np.array(report["blocks"]["nats"], np.float64),
                 block_tokens=np.array(report["blocks"]["tokens"], np.int64),
@@ -432,7 +424,7 @@ class Recorder:
 
     def __init__(
         self,
-        windows: "Windows",
+        windows: Windows,
         *,
         partial: Path | None = None,
         observers: Sequence[Any] = (),

@@ -30,6 +30,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -43,8 +44,8 @@ from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_
 from dsft.models.trained import unwrapped
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.results import COLUMNS, Divergence, Recorder
-from dsft.perplexity.sums import Perplexity, add_up, exp, pieces_of
-from dsft.perplexity.windows import Windows
+from dsft.perplexity.sums import Perplexity, add_up, exp
+from dsft.perplexity.windows import Windows, pieces_of
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
 from dsft.units import IGNORED, in_digits
@@ -114,9 +115,9 @@ def evaluate_windows(
     rules = dataclasses.replace(rules, multiple=team.size)
     lengths_W = windows.lengths  # once: it takes a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)
-    pieces = pieces_of(windows, batches)
+    pieces = pieces_of(windows)
     # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    sums_KP = torch.zeros(len(COLUMNS) if others else 1, len(pieces.tokens), dtype=torch.float64)
+    sums_KP = np.zeros((len(COLUMNS) if others else 1, len(pieces.tokens)))
 
     scorers, dummy = [], torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
@@ -139,8 +140,8 @@ def evaluate_windows(
 
     # The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores
     # the first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
-    known = recorder.known if recorder else {}
-    left = [index for index in range(len(batches)) if index not in known]
+    recorder = recorder or Recorder(windows)
+    left = [index for index in range(len(batches)) if index not in recorder.known]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
     collated = _collated_ahead(windows, [batches[index] for index in left[number::teams]], rules, pad_token_id)
@@ -150,25 +151,24 @@ def evaluate_windows(
             if turn + number < len(left):
                 columns_KN = scored({name: tensor.to(device) for name, tensor in next(collated).items()})
                 if place_in_team == 0:
-                    index = left[turn + number]
-                    place = pieces.of_batches[index]
-                    parts = columns_KN.split(pieces.tokens[place].tolist(), dim=1)
-                    sums_KP[:, place] = torch.stack([part.sum(dim=1) for part in parts], dim=1) if parts else 0.0
-                    if recorder:
-                        recorder.record(index, batches[index], columns_KN, sums_KP[:, place].tolist())
+                    batch = batches[index := left[turn + number]]
+                    places = pieces.of(batch)
+                    parts = columns_KN.split(pieces.tokens[places].tolist(), dim=1)
+                    for place, part in zip(places, parts, strict=True):
+                        sums_KP[:, place] = part.sum(dim=1)
+                    recorder.record(index, batch, columns_KN, sums_KP[:, places].tolist())
                 nats, num_scored = nats + columns_KN[0].sum().item(), num_scored + columns_KN.shape[1]
                 bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
             elif collective_forward:  # the same collectives as a batch with work
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))
             watchdog.heartbeat()
-    if recorder:
-        recorder.flush()
+    recorder.flush()
     model.train(was_training)
-    sums_KP = sum_over_ranks(sums_KP)
-    for index, batch_sums in known.items():
-        sums_KP[:, pieces.of_batches[index]] = torch.tensor(batch_sums, dtype=torch.float64)
-    return add_up(windows, pieces, sums_KP.numpy(), fed_tokens=sum(tokens), rows_alone=rules.alone)
+    sums_KP = sum_over_ranks(torch.from_numpy(sums_KP)).numpy()
+    for index, batch_sums in recorder.known.items():
+        sums_KP[:, pieces.of(batches[index])] = batch_sums
+    return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens), rows_alone=rules.alone)
 
 
 def _collated_ahead(
@@ -188,11 +188,9 @@ def _collated_ahead(
         return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = [thread.submit(collate, batch) for batch in batches[:1]]
-        for batch in [*batches[1:], None]:
-            ahead += [thread.submit(collate, batch)] if batch else []
-            if ahead:
-                yield ahead.pop(0).result()
+        collated = (thread.submit(collate, batch) for batch in batches)
+        for batch, _ in pairwise(chain(collated, [None])):  # the next one is submitted by now
+            yield batch.result()
 
 
 def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor:

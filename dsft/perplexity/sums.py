@@ -1,5 +1,5 @@
-"""Adds up what the windows scored, and computes 95 % intervals of ratios of the sums, such as nats per token. A piece
-is what one window scores of one document. Sums are exactly rounded, so they depend on no order.
+"""Adds up what the windows scored, and computes 95 % intervals of ratios of the sums, such as nats per token. Sums are
+exactly rounded, so they depend on no order.
 
 Tokens of one document depend on each other, so intervals are over whole documents. The interval is the ratio plus and
 minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
@@ -13,17 +13,14 @@ Shape suffixes: D documents, P pieces, B blocks, U units, K sums of each.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
+from dsft.perplexity.windows import Pieces, Windows
 from dsft.units import in_digits, plural
-
-if TYPE_CHECKING:  # results are read without torch
-    from dsft.perplexity.windows import Windows
 
 FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them
 MOST_BLOCKS = 1_000
@@ -115,35 +112,7 @@ def exp(value: float) -> float:
     return math.inf if value > 709 else math.exp(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """Where the pieces of all batches belong, batch after batch."""
-
-    documents: np.ndarray  # [P] int64
-    windows: np.ndarray  # [P] int64
-    tokens: np.ndarray  # [P] int64: scored tokens
-    of_batches: list[slice]  # which pieces those of each batch are
-
-
-def pieces_of(windows: "Windows", batches: list[list[int]]) -> Pieces:
-    """Find the pieces of batches, which are lists of windows."""
-    numbers, documents, tokens = map(np.concatenate, zip(*windows.pieces(), strict=True))
-    per_window = np.bincount(numbers, minlength=len(windows.spans))
-    first_of_window = np.cumsum(per_window) - per_window
-    order = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
-    counts = per_window[order]
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    places = np.arange(ends[-1]) + np.repeat(first_of_window[order] - ends[:-1], counts)
-    bounds = ends[np.cumsum([0, *map(len, batches)])].tolist()
-    return Pieces(
-        documents=documents[places],
-        windows=numbers[places],
-        tokens=tokens[places],
-        of_batches=[slice(start, end) for start, end in pairwise(bounds)],
-    )
-
-
-def add_up(windows: "Windows", pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
+def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
     """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
     other columns. Raises TrainingStopped where some are NaN or infinite.
     """
@@ -235,7 +204,7 @@ def units_of(
         blocks_B: the same of each block of windows; None where there are none to use.
         is_scored_D: which documents count.
     """
-    if is_scored_D.sum() < 2 and blocks_B is not None and result.windows_per_block:
+    if is_scored_D.sum() < FEWEST_DOCUMENTS and blocks_B is not None and result.windows_per_block:
         tokens_B = result.block_tokens.astype(np.float64)
         sums_KU = np.stack([blocks_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
         return sums_KU, f"{plural(len(tokens_B), 'block')} of {plural(result.windows_per_block, 'window')}"

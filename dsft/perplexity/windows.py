@@ -1,11 +1,11 @@
 """What perplexity is computed over: a data set as one row of tokens, which ranks map from a store on disk, and the
-windows in which a model sees it, 24 bytes each. `modes.py` defines which windows there are.
+windows in which a model sees it, 24 bytes each. `modes.py` defines which windows there are. A piece is what one window
+scores of one document.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +14,8 @@ from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
     from dsft.data.batches import Sequence
-    from dsft.data.prepare import Store
 
 WINDOWS_AT_ONCE = 1 << 12
-Spans = Iterable[tuple[int, int, int]]  # start, end and scored_from of windows
 
 
 @dataclass(kw_only=True)
@@ -99,15 +97,15 @@ class Windows:
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
 
-    def pieces(self, first: int = 0, stop: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (windows, documents, scored tokens) of the pieces of windows[first:stop], [P] each, in their order.
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (windows, documents, scored tokens) of the pieces of windows, [P] each, in their order.
 
         A piece is the scored part of a window within one document; what has no token that counts is no piece. They come
         for WINDOWS_AT_ONCE windows at a time: finding pieces takes more memory than they do.
         """
-        starts, stop = self.document_starts, len(self.spans) if stop is None else stop
-        for at in range(first, max(stop, first + 1), WINDOWS_AT_ONCE):
-            _, stops_W, begins_W = self.spans[at : min(at + WINDOWS_AT_ONCE, stop)].T
+        starts = self.document_starts
+        for at in range(0, max(len(self.spans), 1), WINDOWS_AT_ONCE):
+            _, stops_W, begins_W = self.spans[at : at + WINDOWS_AT_ONCE].T
             # Each window is cut where documents end: a piece for each document from its first token to its last.
             first_W, last_W = (self.documents_of(at_W) for at_W in (begins_W, stops_W - 1))
             per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
@@ -135,50 +133,24 @@ def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.n
     return np.concatenate([np.zeros(0, np.int64), *counts])
 
 
-def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
-    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows."""
-    texts = pairwise(chain([0], map(int, store.ends))) if each_document else [(0, len(store.tokens))]
-    spans = chain.from_iterable(span for start, end in texts for span in spans_of(start, end))
-    return Windows(
-        tokens=store.tokens,
-        scorable=store.trained,
-        document_ends=store.ends,
-        spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
-        document_bytes=store.document_bytes,
-        document_words=store.document_words,
-        document_hashes=store.hashes,
-        known_hashes={"tokens": store.facts["tokens_hash"]},
-    )
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Where the pieces of all windows belong, window after window."""
+
+    windows: np.ndarray  # [P] int64
+    documents: np.ndarray  # [P] int64
+    tokens: np.ndarray  # [P] int64: scored tokens
+    begins: np.ndarray  # [W + 1] int64: place of the first piece of each window
+
+    def of(self, batch: list[int]) -> np.ndarray:
+        """Return the places of the pieces of these windows."""
+        return np.concatenate([np.arange(*self.begins[window : window + 2]) for window in batch])
 
 
-def disjoint_spans(start: int, end: int, length: int, *, scored_from: int = 1, full: bool = False) -> Spans:
-    """Yield windows over tokens[start:end] one after the other. Args: `scored_from`: place within the window of the
-    first scored token; those before it are context; `full`: leave out a last window that is not full.
-    """
-    for begin in range(start, end - length + 1 if full else end, length):
-        yield begin, min(begin + length, end), begin + scored_from
-
-
-def rolling_spans(start: int, end: int, length: int) -> Spans:
-    """Yield windows over tokens[start:end], whose first token is the prefix."""
-    predicted_to = start + 1
-    while predicted_to < end:
-        stop = min(predicted_to + length, end)
-        # At least one token of context; the last window is filled up with context (but the first starts at the prefix).
-        yield max(start, min(predicted_to - 1, stop - length - 1)), stop, predicted_to
-        predicted_to = stop
-
-
-def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
-    """Yield windows over tokens[start:end], each `stride` further, none scoring what an earlier one did."""
-    scored_to = start + 1
-    for begin in range(start, end, stride):
-        stop = min(begin + length, end)
-        if scored_to < stop:
-            yield begin, stop, scored_to
-        scored_to = max(scored_to, stop)
-        if stop == end:
-            return
+def pieces_of(windows: Windows) -> Pieces:
+    numbers, documents, tokens = map(np.concatenate, zip(*windows.pieces(), strict=True))
+    begins = np.searchsorted(numbers, np.arange(len(windows.spans) + 1))
+    return Pieces(windows=numbers, documents=documents, tokens=tokens, begins=begins)
 
 
 def windows_of_sequences(sequences: "Iterable[Sequence]", document_ends: np.ndarray | None = None) -> Windows:

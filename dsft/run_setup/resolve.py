@@ -19,19 +19,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
+from dsft.checkpoints import run_folder
 from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_manifest, read_trainer_state
 from dsft.checkpoints.resume import NOT_TAKEN_OVER, TRAINED_ELEMENTS, check_identity
-from dsft.checkpoints.run_folder import (
-    FINAL,
-    WEIGHTS_ONLY,
-    check_output_dir,
-    damage,
-    is_finished,
-    is_run,
-    last_checkpoint,
-    read_run,
-    start_from_weights,
-)
 from dsft.config import user_code
 from dsft.config.deepspeed import (
     AUTO,
@@ -71,24 +61,7 @@ from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
 from dsft.planner.step_time import GPUS, Speeds, gpu_name, named_gpus
 from dsft.planner.traced_model import LIGER_MODELS, Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
-from dsft.run_setup.arguments import (
-    CheckpointSize,
-    accelerate_decisions,
-    batch_decisions,
-    check_hub,
-    check_machine,
-    check_room,
-    check_tiled_mlp,
-    check_training_arguments,
-    check_zero_file,
-    checkpoint_size,
-    checkpointing_kwargs,
-    dtype_decisions,
-    ignored_options,
-    keep_global_batch,
-    step_limit_decision,
-    tiled_loss_decision,
-)
+from dsft.run_setup import arguments
 from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -137,19 +110,18 @@ class TrainingRun:
     new_tokens: Sequence[int] = ()
     """Ids of the tokens that `add_tokens` gave the tokenizer, and the model has no rows for."""
 
-    # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing and attention.
+    # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing, attention, loss.
     job: Job | None = None
     packing: Packing | None = None
     """Whether and how samples can share rows, where that was asked for."""
     masked: bool | None = None
     """Whether padded batches have an attention mask."""
-    tiling: Decision | None = None
 
     # What `resolve_run` adds.
     plan: Plan | None = None
     reason: str = ""
     """Why this plan."""
-    disk: CheckpointSize | None = None
+    disk: arguments.CheckpointSize | None = None
     """What it writes to `output_dir`."""
     checkpoint: str | None = None
     """That the run resumes from."""
@@ -165,7 +137,7 @@ class TrainingRun:
     @property
     def weights_of(self) -> str | None:
         """The checkpoint whose weights alone it takes."""
-        values = (decision.value for decision in self.decisions if decision.reason == WEIGHTS_ONLY)
+        values = (decision.value for decision in self.decisions if decision.reason == run_folder.WEIGHTS_ONLY)
         return next(filter(None, values), None)
 
     @property
@@ -198,7 +170,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     run = check_run(options, machine, problems)
     before = run.options
     distributed.raise_together(run.problems)
-    distributed.raise_together(check_hub(before) if distributed.rank() == 0 else [])
+    distributed.raise_together(arguments.check_hub(before) if distributed.rank() == 0 else [])
     distributed.raise_together(check_weights(before, run.model, local=False))
 
     # What depends on the disk or the clock is decided once, by rank 0.
@@ -224,9 +196,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
     if uncompiled := [problem for problem in distributed.from_all([nvcc_problem()]) if problem] if kind else []:
         if not kind.startswith("adam"):
-            raise UserError(
-                [f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none"]
-            )
+            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
         run.zero_file = with_torch_adam(run.zero_file)
         run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
     run.apply(decisions)
@@ -244,17 +214,14 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
         distributed.raise_together([failed] if failed else [])
     decide_run(run)
-    if run.options.tiled_loss is True and not run.tiling.value:
-        run.notes.append(f"tiled_loss: ignored, {run.tiling.reason}")
-    run.apply([run.tiling])
     choice = distributed.on_rank_0(
         lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
     )
     run.plan, run.reason, config = choice.plan, choice.reason, choice.plan.deepspeed_config
     distributed.raise_together(offload_problems(config) + nvme_problems(config))  # every node compiles what it needs
-    run.apply([step_limit_decision(run.options, run.plan)])
-    run.disk = checkpoint_size(run.options, run.model.size, config)
-    distributed.raise_together(check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
+    run.apply([arguments.step_limit_decision(run.options, run.plan)])
+    run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
+    distributed.raise_together(arguments.check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
     # Products of a training in float32 go over tensor cores where the GPUs of all ranks have TF32 (since Ampere).
     has_tf32 = machine.has_gpu and all(distributed.from_all([is_torch_tf32_available()]))  # CPU ranks leave GPUs alone
     if run.options.dtype == "float32" and has_tf32 and "tf32" not in run.options.training:
@@ -266,7 +233,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         given, taken = get_value(run.zero_file or {}, place), get_value(config, place)
         if on_nvme and given not in (None, AUTO, taken):
             run.notes.append(f"{place}: {taken:,} instead of {given:,}, since {why}")
-    run.notes += ignored_options(run.options, config, run.model.size) + unused_kernels(run, machine)
+    run.notes += arguments.ignored_options(run.options, config, run.model.size)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
         run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
@@ -308,27 +275,12 @@ def resolve_offline(
         )
     if attention:
         run.job = dataclasses.replace(run.job, attention=attention)
-    run.notes += unused_kernels(run, machine)
     return run
-
-
-def unused_kernels(run: TrainingRun, machine: Machine) -> list[str]:
-    """Names kernels with which this training would be faster; they are not chosen for a user, since they round in
-    another way and leave out figures of the log (docs/report.md).
-    """
-    options = run.options
-    may_fuse = machine.has_gpu and options.dtype != "float32" and options.sequence_parallel == 1
-    if not may_fuse or run.model.size.model_type not in LIGER_MODELS or "use_liger_kernel" in options.training:
-        return []
-    return [
-        "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a Llama"
-        " 1.2 times as fast, in 0.8 of the memory"
-    ]
 
 
 def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    options, model = run.options, run.model
+    options, model, machine = run.options, run.model, run.machine
     kernel, how = None, {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         how["kernels"] = KERNELS[:1]
@@ -346,12 +298,8 @@ def decide_run(run: TrainingRun) -> None:
                 "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
                 f" model, {problem}"
             )
-    if (
-        not run.options.packing
-        and model.attn_implementation == "eager"
-        and not options.attn_implementation
-        and has_gpu()
-    ):
+    is_eager = model.attn_implementation == "eager" and not options.attn_implementation
+    if is_eager and not run.options.packing and has_gpu():
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
         kernel = attention_like_eager(model.config, **how)
         if kernel:
@@ -362,9 +310,23 @@ def decide_run(run: TrainingRun) -> None:
                 " a matrix of all tokens; pip install kernels, and triton"
             )
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
-    run.masked = distributed.on_rank_0(lambda: is_masked(run.options, model))
-    run.tiling = distributed.on_rank_0(lambda: tiled_loss_decision(run.options, model))
-    run.job = job_of(run.options, model, masked=run.masked, tiled_loss=run.tiling.value)
+    # Padded rows, such as the last window of a text, have no mask where the model computes the same without: it would
+    # take 5 GiB of an 8B model's 66.
+    of_model, trusted = (model.config, model.attn_implementation), options.trust_remote_code
+    run.masked = distributed.on_rank_0(lambda: run.options.packing or needs_mask(*of_model, trust_remote_code=trusted))
+    tiling = distributed.on_rank_0(lambda: arguments.tiled_loss_decision(run.options, model))
+    if options.tiled_loss is True and not tiling.value:
+        run.notes.append(f"tiled_loss: ignored, {tiling.reason}")
+    run.apply([tiling])
+    run.job = job_of(run.options, model, masked=run.masked)
+    # Kernels are not chosen for a user, since they round in another way and leave out figures of the log
+    # (docs/report.md).
+    may_fuse = machine.has_gpu and options.dtype != "float32" and options.sequence_parallel == 1
+    if may_fuse and model.size.model_type in LIGER_MODELS and "use_liger_kernel" not in options.training:
+        run.notes.append(
+            "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a"
+            " Llama 1.2 times as fast, in 0.8 of the memory"
+        )
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
@@ -395,30 +357,30 @@ def check_run(
     """
     run = TrainingRun(options=options, machine=machine, problems=[*problems])
     if starts and options.training.get("output_dir"):
-        check_output_dir(options, run.problems)
-    run.apply(*accelerate_decisions(options, os.environ))
+        run_folder.check_output_dir(options, run.problems)
+    run.apply(*arguments.accelerate_decisions(options, os.environ))
     if run.options.zero != "auto":  # its numbers become options
         run.zero_file = read_sound_file(run.options.zero, run.problems)
         run.apply(*adopt(run.zero_file, run.options))
         run.zero_file = follow_options(run.zero_file, run.options)
-        run.problems += check_zero_file(run.zero_file, run.options, machine)
-    decisions, not_divisible = batch_decisions(run.options, machine.world_size)
+        run.problems += arguments.check_zero_file(run.zero_file, run.options, machine)
+    decisions, not_divisible = arguments.batch_decisions(run.options, machine.world_size)
     is_reported = any("global_batch_size" in problem for problem in run.problems)
     run.apply(decisions, [] if is_reported else not_divisible)
-    run.apply(dtype_decisions(run.options, auto_dtype(machine)))
+    run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
     options, training = run.options, run.options.training
     run.problems += user_code.problems(options)
-    run.problems += check_machine(options, machine)
+    run.problems += arguments.check_machine(options, machine)
     evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
     if starts and evaluates and not options.has_held_out:
         run.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
-    run.problems += check_training_arguments(options, run.problems, here=machine.measured)
+    run.problems += arguments.check_training_arguments(options, run.problems, here=machine.measured)
     tokenizer, unreadable = None, []
     named = {"model": options.model, "adapter": options.adapter} if starts and options.verify_resume else {}
     damaged = [
         f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
         for key, name in named.items()
-        for error in (damage(name) if name and options.model else [])
+        for error in (run_folder.damage(name) if name and options.model else [])
     ]
     run.problems += damaged
     if options.model and not damaged:
@@ -430,8 +392,8 @@ def check_run(
         # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
         asked = options.attn_implementation
         elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
-        is_usual = not starts and options.model in USUAL_MODELS and not options.revision
-        if is_usual := is_usual and not Path(options.model).exists():
+        named_usually = options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists()
+        if is_usual := not starts and named_usually:
             run.notes.append(f"planned with the configuration of {options.model} that dsft brings along")
         try:
             if options.add_tokens:  # the model grows by them
@@ -464,11 +426,12 @@ def check_run(
         if options.generate_samples and not model.architecture.can_generate():
             run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
         run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
-        run.problems += check_tiled_mlp(options, model)
+        run.problems += arguments.check_tiled_mlp(options, model)
         # The disk of a model of wrong sizes is not reported too.
         is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
         if starts and training.get("output_dir") and not is_named:
-            run.problems += check_room(training["output_dir"], checkpoint_size(options, model.size, run.zero_file))
+            size = arguments.checkpoint_size(options, model.size, run.zero_file)
+            run.problems += arguments.check_room(training["output_dir"], size)
         if elsewhere:
             run.model = model = dataclasses.replace(model, attn_implementation=asked)
         if tokenizer:  # a token that it had before is no new one
@@ -531,9 +494,9 @@ def resume_decisions(
         facts: of the model, whose trained parameters are compared with the checkpoint's; the trainer compares the rest.
     """
     training = options.training
-    checkpoint = last_checkpoint(options)
+    checkpoint = run_folder.last_checkpoint(options)
     if checkpoint and options.resume_weights_only:
-        return None, start_from_weights(options, checkpoint), False
+        return None, run_folder.start_from_weights(options, checkpoint), False
     if not checkpoint:
         return None, [], False
     read_trainer_state(Path(checkpoint))
@@ -545,9 +508,9 @@ def resume_decisions(
         if options.method == "full" and not facts.size.head_params and saved.get(TRAINED_ELEMENTS) == untied:
             elements = untied
         check_identity(checkpoint, {TRAINED_ELEMENTS: elements, "seed of the order": seed})
-    decisions = keep_global_batch(options, checkpoint, world)
-    has_final = (Path(training["output_dir"]) / FINAL).is_dir()  # a kill may have come before it
-    if has_final and is_finished(checkpoint, training, patience=options.early_stopping_patience):
+    decisions = arguments.keep_global_batch(options, checkpoint, world)
+    has_final = (Path(training["output_dir"]) / run_folder.FINAL).is_dir()  # a kill may have come before it
+    if has_final and run_folder.is_finished(checkpoint, training, patience=options.early_stopping_patience):
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:
         raise UserError(
@@ -558,17 +521,10 @@ def resume_decisions(
     return checkpoint, decisions, False
 
 
-def job_of(
-    options: TrainConfig,
-    facts: ModelFacts,
-    *,
-    masked: bool | None = None,
-    tiled_loss: bool | None = None,
-) -> Job:
-    """Composes what a training is to the planner. `masked` and `tiled_loss` are decided where they are not known."""
-    training, how, config = options.training, checkpointing_kwargs(options), copy.deepcopy(facts.config)
+def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
+    """Composes what a training is to the planner; its `tiled_loss` is decided. `masked`: rows have attention masks."""
+    training, how, config = options.training, arguments.checkpointing_kwargs(options), copy.deepcopy(facts.config)
     config.get_text_config().vocab_size = facts.size.vocab_size  # as grown by new tokens
-    masked = is_masked(options, facts) if masked is None else masked
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
     return Job(
         size=facts.size,
@@ -577,7 +533,7 @@ def job_of(
         seq_len=options.seq_len,
         attention=attention_of(facts, seq_len=options.seq_len, masked=masked),
         liger=bool(training.get("use_liger_kernel")),
-        tiled_loss=tiled_loss_decision(options, facts).value if tiled_loss is None else tiled_loss,
+        tiled_loss=options.tiled_loss,
         adapters=facts.adapters,
         patterns=(tuple(options.trainable), tuple(options.frozen)),
         micro_batch=training.get("per_device_train_batch_size")
@@ -596,15 +552,6 @@ def job_of(
         samples=bool(options.generate_samples),
         async_save=options.async_save,
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
-    )
-
-
-def is_masked(options: TrainConfig, facts: ModelFacts) -> bool:
-    """Whether rows that are packed or padded have an attention mask. Padded ones have none where the model computes the
-    same without: the last window of a text too, whose mask would take 5 GiB of an 8B model's 66.
-    """
-    return options.packing or needs_mask(
-        facts.config, facts.attn_implementation, trust_remote_code=options.trust_remote_code
     )
 
 
@@ -687,9 +634,8 @@ def plan_run(
     zero = options.zero
     if checkpoint and zero == "auto":
         resumed = Path(checkpoint).parent  # not output_dir, which may hold another run that this one replaces
-        earlier = read_run(str(resumed)) if is_run(resumed) else {"world_size": None}
-        shared_by = earlier.get("config", {}).get("sequence_parallel", 1)
-        if (earlier["world_size"], shared_by) == (machine.world_size, options.sequence_parallel):
+        earlier, ranks = run_folder.read_run(str(resumed)) if run_folder.is_run(resumed) else {}, machine.world_size
+        if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
             zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
             if zero.endswith(".json"):  # its numbers become options before a plan is made
                 raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
@@ -700,8 +646,7 @@ def plan_run(
     how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": refused if zero == "auto" else ()}
     choice = choose_plan(job, with_nvme, zero=zero, **how)
     config = choice.plan.deepspeed_config
-    decided = dataclasses.replace(options, zero=choice.plan.zero, tiled_loss=job.tiled_loss)
-    problems = check_zero_file(config, decided, machine)
+    problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
     if refusal := refused_ranks(job.sequence_parallel, machine.world_size):
         problems.append(f"sequence_parallel={job.sequence_parallel}: {refusal}")
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
@@ -751,7 +696,7 @@ def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
         elif not micro and per_rank % accumulation == 0:
             micro = per_rank // accumulation
     checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
-    every = job.checkpoint_every or plan.get("checkpoint_every")
+    every = job.checkpoint_every or plan["checkpoint_every"]
     return dataclasses.replace(
         job, micro_batch=micro, accumulation=accumulation, checkpointing=checkpointing, checkpoint_every=every
     )

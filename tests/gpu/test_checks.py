@@ -150,7 +150,7 @@ def test_the_model_of_a_card_fits_in_the_trainings_of_the_checks(tmp_path, memor
         options = TrainConfig(
             model=str(tmp_path / "config.json"), dtype="bfloat16", seq_len=2048, **changes, training=training
         )
-        job = job_of(options, measure_model(options), masked=False, tiled_loss=False)
+        job = job_of(dataclasses.replace(options, tiled_loss=False), measure_model(options), masked=False)
         job = dataclasses.replace(job, attention="flash", checkpointing=changes["zero"] > "1")
         assert plan_run(options, job, card).plan.fits
 

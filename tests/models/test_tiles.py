@@ -21,7 +21,8 @@ from dsft.models.size import empty_model, feed_forwards, measure_model
 from dsft.models.tiles import ChunkedHead, are_same_logits, tile_feed_forwards, tile_loss
 from dsft.models.trials import small_model, trains_the_same
 from dsft.run_setup.arguments import tiled_loss_decision
-from dsft.run_setup.resolve import job_of
+from dsft.run_setup.resolve import TrainingRun, decide_run
+from dsft.runtime.hardware import this_machine
 from dsft.units import IGNORED
 
 
@@ -187,21 +188,23 @@ def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):
     transformers.LlamaConfig(**(GATED | {"vocab_size": 32000})).save_pretrained(tmp_path)
     facts = measure_model(TrainConfig(model=str(tmp_path / "config.json")))
     options = TrainConfig(seq_len=64, dtype="float32")
-    assert job_of(options, facts).tiled_loss
+    assert tiled_loss_decision(options, facts).value
     for other in (
         {"tiled_loss": False},
         {"dtype": "float16"},
         {"training": {"use_liger_kernel": True, "label_smoothing_factor": 0.1}},
         {"training": {"label_smoothing_factor": 0.1}},
     ):
-        assert not job_of(dataclasses.replace(options, **other), facts).tiled_loss
+        assert not tiled_loss_decision(dataclasses.replace(options, **other), facts).value
     for other in ({"method": "qlora"}, {"training": {"torch_compile": True}}):
-        assert job_of(dataclasses.replace(options, **other), facts).tiled_loss
+        assert tiled_loss_decision(dataclasses.replace(options, **other), facts).value
     small = dataclasses.replace(facts, size=dataclasses.replace(facts.size, vocab_size=31999))
     assert not tiled_loss_decision(options, small).value
     assert tiled_loss_decision(dataclasses.replace(options, tiled_loss=True), small).value
     liger = dataclasses.replace(options, training={"use_liger_kernel": True})
-    assert tiled_loss_decision(liger, small).value and job_of(liger, facts).tiled_loss
+    assert tiled_loss_decision(liger, small).value and tiled_loss_decision(liger, facts).value
+    decide_run(run := TrainingRun(options=options, machine=this_machine(), model=facts))
+    assert run.options.tiled_loss is run.job.tiled_loss is True
 
 
 BLOOM = (transformers.BloomConfig, {"hidden_size": 64, "n_layer": 2, "n_head": 4})  # passes a residual along

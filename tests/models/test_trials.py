@@ -23,7 +23,8 @@ from dsft.models.tiles import tile_loss
 from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model, trains_the_same
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
-from dsft.run_setup.resolve import is_masked, job_of
+from dsft.run_setup.resolve import TrainingRun, decide_run, job_of
+from dsft.runtime.hardware import this_machine
 from dsft.units import IGNORED
 
 QUICK = ("llama", "gpt2", "mixtral")
@@ -67,10 +68,11 @@ def test_the_mask_is_kept_where_the_loss_counts_padding_or_attention_is_not_sdpa
 
 
 def test_the_plan_of_padded_rows_has_no_mask_where_training_has_none(tmp_path):
-    options, facts = TrainConfig(seq_len=64, dtype="float32"), facts_of("llama", tmp_path)
-    assert not is_masked(options, facts), "nor has the last window of a text"
-    assert job_of(options, facts).attention == "flash"
-    assert job_of(options, facts, masked=True).attention == "sdpa"
+    options, facts = TrainConfig(seq_len=64, dtype="float32", packing=False), facts_of("llama", tmp_path)
+    decide_run(run := TrainingRun(options=options, machine=this_machine(), model=facts))
+    assert not run.masked, "nor has the last window of a text"
+    assert run.job.attention == "flash"
+    assert job_of(run.options, facts, masked=True).attention == "sdpa"
 
 
 CPU = torch.device("cpu")

@@ -292,9 +292,7 @@ def test_the_frequency_of_a_token_is_counted_over_the_whole_data():
     windows = SimpleNamespace(tokens=tokens)
 
     def groups(*places: int) -> list[str]:
-        made = documents.grouping(
-            "frequency", SimpleNamespace(source=source), None, windows, max_documents=None, cache=None
-        )
+        made = documents.grouping("frequency", SimpleNamespace(source=source), EvalConfig(), None, windows)
         return [made.labels[group] for group in made.groups_of(None, np.array(places))]
 
     seldom, often = "token seen 1 to 9 times", "token seen 10 to 99 times"

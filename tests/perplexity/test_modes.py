@@ -22,9 +22,8 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.compare import print_together
 from dsft.perplexity.documents import wikitext_rewritten
-from dsft.perplexity.modes import MODES, NAMED_BY, mode_problems, protocol_configs
+from dsft.perplexity.modes import MODES, NAMED_BY, disjoint_spans, mode_problems, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
-from dsft.perplexity.windows import disjoint_spans
 
 L, STRIDE = 32, 12
 TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]

@@ -33,7 +33,7 @@ from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, sho
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
-from dsft.run_setup.resolve import choose_plan, job_of, plan_run
+from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -570,8 +570,9 @@ def test_activations_are_said_to_be_traced(tmp_path):
 def planned(config: TrainConfig, machine: Machine, *, checkpoint: str | None = None) -> Plan:
     """The plan of a training over full windows of text."""
     zero_file = None if config.zero == "auto" else read_zero_file(config.zero, [])
-    job = job_of(config, measure_model(config))
-    return plan_run(config, job, machine, zero_file=zero_file, checkpoint=checkpoint).plan
+    run = TrainingRun(options=config, machine=machine, model=measure_model(config))
+    decide_run(run)
+    return plan_run(run.options, run.job, machine, zero_file=zero_file, checkpoint=checkpoint).plan
 
 
 def test_training_refuses_what_cannot_fit(configs, tmp_path):
@@ -615,14 +616,9 @@ def test_a_resumed_run_keeps_its_plan_or_takes_one_that_can_take_it_over(configs
     }
     config = make_config(TrainConfig, values, [])
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text(
-        json.dumps(
-            {
-                "world_size": 8,
-                "plan": {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4},
-            }
-        )
-    )
+    plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4, "checkpoint_every": 1}
+    run = {"world_size": 8, "plan": plan, "config": {"sequence_parallel": 1}}
+    (tmp_path / "run/run.json").write_text(json.dumps(run))
     checkpoint = tmp_path / "run" / "checkpoint-5"
     checkpoint.mkdir()
     (checkpoint / "manifest.json").write_text(json.dumps({"zero_stage": 3}))

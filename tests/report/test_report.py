@@ -85,7 +85,13 @@ def write_evaluation(folder, model):
     names = {"model": [model] * 3, "data": ["held.jsonl"] * 3, "protocol": [""] * 3}
     pyarrow.parquet.write_table(pyarrow.table(names | columns), folder / "documents.parquet")
     report = {"model": model, "data": "held.jsonl", "mode": "windows", "perplexity": 45.5, "tokens": 11, "documents": 3}
-    report |= {"nats": sum(nats), "bits_per_byte": 1.377, "interval": {"perplexity": [40.25, 50.5]}, "divergence": None}
+    report |= {
+        "protocol": None,
+        "nats": sum(nats),
+        "bits_per_byte": 1.377,
+        "interval": {"perplexity": [40.25, 50.5]},
+        "divergence": None,
+    }
     of_one_document = {"data": "one.jsonl", "interval": {"perplexity": [None, None]}}
     (folder / "perplexity.json").write_text(json.dumps({"results": [report, report | of_one_document]}))
     return folder

@@ -167,11 +167,12 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
 def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(
     resolved, cheap_traces, monkeypatch, tmp_path
 ):
-    plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4}
+    plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4, "checkpoint_every": 1}
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / MANIFEST).write_text(json.dumps({"world_size": 8, "zero_stage": 3}))
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"world_size": 8, "plan": plan}))
+    run = {"world_size": 8, "plan": plan, "config": {"sequence_parallel": 1}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
     monkeypatch.setattr(resolve, "resume_decisions", lambda *_: (str(checkpoint), [], False))
     assert resolved(resume_from_checkpoint="auto").plan.zero == "3"
     with pytest.raises(UserError, match="use_liger_kernel cannot be combined with zero=3"):

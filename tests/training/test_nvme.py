@@ -23,7 +23,7 @@ from tiny import write_model
 import dsft
 from dsft.checkpoints.export import export
 from dsft.errors import UserError
-from dsft.run_setup import resolve
+from dsft.run_setup import arguments
 from dsft.runtime.disk import RunLock
 
 pytestmark = pytest.mark.launch
@@ -197,7 +197,7 @@ def test_a_resume_finds_weights_wherever_they_lie(case, nvme, tmp_path, then, no
 def scale_and_rates(options: dict) -> tuple[float, list[float]]:
     with_plain_files()
     CPU_Accelerator.is_fp16_supported = lambda self: True
-    resolve.check_machine = lambda *_: []  # a CPU is too slow for users, not for this
+    arguments.check_machine = lambda *_: []  # a CPU is too slow for users, not for this
     trainer = trained(options)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     return trainer.model_wrapped.optimizer.loss_scale, rates

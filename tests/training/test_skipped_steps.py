@@ -12,7 +12,7 @@ from ranks import on_ranks, train
 from safetensors.torch import load_file
 
 from dsft.errors import TrainingStopped
-from dsft.run_setup import resolve
+from dsft.run_setup import arguments
 from dsft.training.callbacks import MOST_SKIPPED, MOST_SKIPPED_IN_FP16, SkippedSteps
 from dsft.training.trainer import PerplexityTrainer
 
@@ -32,7 +32,7 @@ def train_with_infinite_gradients(options: dict, steps: list[int]) -> str:
     compute_loss = PerplexityTrainer.compute_loss
     if options["dtype"] == "float16":  # a CPU is too slow for users, not for this
         CPU_Accelerator.is_fp16_supported = lambda self: True
-        resolve.check_machine = lambda *_: []
+        arguments.check_machine = lambda *_: []
 
     def spoilt(trainer, *args, **kwargs):
         loss = compute_loss(trainer, *args, **kwargs)
