@@ -1,33 +1,21 @@
-"""The job that is planned, and the configurations that are tried for it: ZeRO files, numbers in them, micro batches."""
+"""The configurations that are tried for a job: ZeRO files, numbers in them, micro batches."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator
 from typing import Any
-
-from peft import LoraConfig
-from transformers import PreTrainedConfig
 
 from dsft.config.deepspeed import AUTO, compose, get_value, read_zero_file, stage
 from dsft.models.size import ModelSize
-from dsft.planner.activations import (
-    EvaluationActivations,
-    TrainingActivations,
-    evaluation_activations,
-    training_activations,
-)
+from dsft.planner.activations import Job
 from dsft.planner.step_time import GPUS, gpu_name, parse_interconnect
-from dsft.planner.traced_model import LIGER_MODELS, Attention
+from dsft.planner.traced_model import LIGER_MODELS
 from dsft.planner.zero_layout import (
     DEEPSPEED_OPTIMIZERS,
-    DEFAULT_OPTIMIZER,
     OPTIMIZERS,
     PLANNED_AS,
     optimizer_memory,
     sums_in_fp32,
 )
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch
 
 SEQUENCES_PER_RANK = 8
 """Sequences of one optimizer step on each rank where no option sets them: TrainingArguments' own
@@ -85,107 +73,6 @@ UNMODELLED = {
     "zero_optimization.offload_optimizer.super_offload": "SuperOffload, as offload of the optimizer without it",
 }
 """Settings of a DeepSpeed JSON that change memory or time and are not counted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be trained, as far as memory and time depend on it."""
-
-    size: ModelSize
-    model_config: PreTrainedConfig
-    dtype: str = "bfloat16"
-    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
-    seq_len: int = 1024
-    attention: Attention = "flash"
-    adapters: LoraConfig | None = None
-    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Of the parameters that are trained, and of those that are frozen."""
-    optimizer: str = DEFAULT_OPTIMIZER
-    """As transformers names it (the option `optim`); a key of OPTIMIZERS."""
-    micro_batch: int | None = None
-    """Sequences of one forward on one rank; None lets the plan choose."""
-    accumulation: int | None = None
-    sequences_per_step: int | None = None
-    """Of one optimizer step over all ranks."""
-    sequence_parallel: int = 1
-    """Ranks that share each micro batch."""
-    checkpointing: bool | None = None
-    """As the user set it; None lets the plan decide."""
-    checkpoint_every: int | None = None
-    """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
-    checkpoint_offload: bool = False
-    """With checkpointing, whether what it saves lies in pinned host memory."""
-    liger: bool = False
-    """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
-    tiled_loss: bool = False
-    """Whether logits of some tokens at a time exist (models/head.py)."""
-    fp32_accumulation: bool | None = None
-    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
-    fp32_reduction: bool = False
-    """Whether gradients are sent in fp32."""
-    bf16_states: bool = False
-    """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
-    compiled: bool = False
-    """Whether torch.compile is asked for."""
-    samples: bool = False
-    """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
-    async_save: bool = False
-    """Whether checkpoints are written of copies in host memory."""
-    compute_loss: Callable | None = None
-    """A loss of the user's own."""
-
-    def with_same_activations(self, **changes: Any) -> "Job":
-        """Return the job with changes on which the bytes of a token do not depend: it takes what is traced of this."""
-        other = replace(self, **changes)
-        other.__dict__["traced_as"] = self.traced_as  # no field: `replace` would keep it beside other changes
-        return other
-
-    @cached_property
-    def traced_as(self) -> "Job":
-        """The job whose activations are traced."""
-        return self
-
-    def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
-        return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
-
-    @cached_property
-    def activations(self) -> TrainingActivations:
-        """Under ZeRO 0 to 2."""
-        return self.traced_as._training_activations(zero_3=False)
-
-    @cached_property
-    def activations_of_shards(self) -> TrainingActivations:
-        """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
-        all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
-        is_alike = all_trained or self.size.quantization  # which is never sharded
-        return self.activations if is_alike else self.traced_as._training_activations(zero_3=True)
-
-    def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
-        liger = self.liger and self.size.model_type in LIGER_MODELS
-        return training_activations(
-            self.size,
-            self.model_config,
-            dtype=self.dtype,
-            attention=self.attention,
-            seq_len=self.seq_len,
-            adapters=self.adapters,
-            patterns=self.patterns,
-            loss="tiled" if self.tiled_loss else "fused" if liger and not self.compute_loss else "hf",
-            compute_loss=self.compute_loss,
-            liger=liger,
-            zero_3=zero_3,
-        )
-
-    @cached_property
-    def evaluation_activations(self) -> EvaluationActivations:
-        return evaluation_activations(
-            self.size,
-            self.model_config,
-            dtype=self.dtype,
-            attention=self.attention,
-            seq_len=self.seq_len,
-            adapters=self.adapters,
-        )
 
 
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:

@@ -14,8 +14,9 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
+from dsft.planner.activations import Job
 from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import Job, fit_nvme_buffers
+from dsft.planner.candidates import fit_nvme_buffers
 from dsft.planner.plans import Needs, add_up, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (

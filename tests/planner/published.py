@@ -12,7 +12,7 @@ from dsft.config.deepspeed import compose, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.size import ModelSize, empty_model, model_size
 from dsft.models.trained import adapters_of
-from dsft.planner.activations import TrainingActivations, training_activations
+from dsft.planner.activations import Job, TrainingActivations
 from dsft.planner.step_time import GPUS, Speeds, StepTime, speeds_of, step_time
 from dsft.planner.zero_layout import describe_layout
 from dsft.runtime.hardware import Machine
@@ -90,16 +90,13 @@ def _size(text: str) -> ModelSize:
 
 
 def activations_of(step: dict[str, Any]) -> TrainingActivations:
-    return training_activations(
-        size_of(step),
-        model_config(step),
-        dtype="bfloat16",
-        attention="flash",
-        loss="fused" if step.get("liger") else "hf",
+    return Job(
+        size=size_of(step),
+        model_config=model_config(step),
         liger=step.get("liger", False),
         adapters=adapters_of(options_of(step), empty_model(model_config(step))),
         seq_len=step["seq_len"],
-    )
+    ).activations
 
 
 def machine_of(step: dict[str, Any]) -> Machine:

@@ -13,7 +13,7 @@ from dsft.config.deepspeed import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
-from dsft.planner.activations import training_activations
+from dsft.planner.activations import Job
 from dsft.planner.states import GONE_AFTER_STEP, late_bytes, load_terms, sample_terms, state_terms
 from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, peak_bytes, resolve_auto
 from dsft.units import GiB
@@ -236,7 +236,8 @@ def test_gradients_come_as_activations_go(name, measured, sizes):
     size, config = sizes[case["model"]["tie_word_embeddings"], 0], LlamaConfig(**case["model"])
     about = {"world_size": case["ranks"], "ranks_per_node": RANKS_PER_NODE, "dtype": case["dtype"], "has_gpu": False}
     layout = describe_layout(size, case["config"], **about)
-    traced = training_activations(size, config, dtype=case["dtype"], attention="eager", loss="hf", seq_len=COLUMNS)
+    job = Job(size=size, model_config=config, dtype=case["dtype"], attention="eager", seq_len=COLUMNS)
+    traced = job.activations
     states = state_terms(layout)
     activations = traced.terms(ROWS * COLUMNS, 0)
     terms = states + traced.as_gradients_come(activations, late_bytes(layout, states))

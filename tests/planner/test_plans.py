@@ -27,8 +27,9 @@ from dsft.errors import UserError
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import calibration
+from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate
-from dsft.planner.candidates import NAMES, Job, candidate_names, fit_nvme_buffers, settings, unmodelled
+from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, settings, unmodelled
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32

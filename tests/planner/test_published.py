@@ -5,7 +5,7 @@ Where an engine differs from dsft's (its own optimizer states, logits kept throu
 the test adds it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 from dsft.config.options import TrainConfig
 from dsft.models.size import empty_model, model_size
 from dsft.models.trained import adapters_of
-from dsft.planner.activations import training_activations
+from dsft.planner.activations import Job
 from dsft.planner.plans import FRAGMENTATION, HOST_SHARE, MEMORY_ERROR, RESERVE_BYTES, add_up, with_room
 from dsft.planner.states import quantised_room, state_terms
 from dsft.planner.step_time import ASSUMED, OutsideMemory
@@ -289,16 +289,10 @@ def predicted(run: Published) -> list[Term]:
     model = empty_model(run.model)
     adapters = adapters_of(config, model)
     size = model_size(model, config, adapters=adapters)
-    activations = training_activations(
-        size,
-        run.model,
-        dtype="bfloat16",
-        attention="flash",
-        loss="fused" if run.liger else run.loss,
-        liger=run.liger,
-        adapters=adapters,
-        seq_len=run.seq_len,
-    )
+    job = Job(size=size, model_config=run.model, adapters=adapters, seq_len=run.seq_len, liger=run.liger)
+    activations = replace(job, tiled_loss=run.loss == "tiled").activations
+    if run.loss == "fused":  # a kernel like Liger's, without its norms
+        activations = replace(activations, head=replace(job, liger=True).activations.head)
     tokens = run.micro_batch * run.seq_len
     if run.zero is None:
         states = [
