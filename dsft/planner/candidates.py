@@ -16,6 +16,7 @@ from dsft.planner.zero_layout import (
     sums_in_fp32,
 )
 from dsft.runtime.hardware import Machine
+from dsft.units import Batch
 
 SEQUENCES_PER_RANK = 8
 """Sequences of one optimizer step on each rank where no option sets them: TrainingArguments' own
@@ -133,20 +134,21 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     return [name for name in NAMES if name not in left_out]
 
 
-def batches(job: Job, machine: Machine) -> Iterator[tuple[int, int]]:
-    """Yield (micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on
-    all ranks (where they cannot be shared evenly, as many as can, and at least one on each).
+def batches(job: Job, machine: Machine) -> Iterator[Batch]:
+    """Yield those to try, smallest micro batch first; each makes up the sequences of a step on all ranks (where they
+    cannot be shared evenly, as many as can, and at least one on each).
     """
     if job.micro_batch or job.accumulation:
         micro = job.micro_batch or SEQUENCES_PER_RANK
         at_once = job.batch(micro, 1, machine).sequences
-        yield micro, job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
+        accumulation = job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
+        yield job.batch(micro, accumulation, machine)
         return
     at_once = job.batch(1, 1, machine).sequences
     per_rank = max(1, job.sequences_per_step // at_once) if job.sequences_per_step else SEQUENCES_PER_RANK
     for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
         if per_rank % micro == 0:
-            yield micro, per_rank // micro
+            yield job.batch(micro, per_rank // micro, machine)
 
 
 def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ torch's CachingHostAllocator rounds pinned memory up to powers of two and keeps 
 transformers maps checkpoint files into memory: pages that the kernel takes back, so they are not counted.
 """
 
-import dataclasses
 import math
 from collections import Counter
 
@@ -33,13 +32,16 @@ GONE_AFTER_STEP = ("gradients", "secondary partition")
 
 def state_terms(layout: ZeroLayout) -> list[Term]:
     """List model states, gradients and DeepSpeed's buffers: of one device, and of one node's host memory."""
-    device = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[layout.stage](layout)
+    if layout.stage in (1, 2):
+        device = _stage_1_2(layout, largest=layout.largest_trained)
+    else:
+        device = _stage_3(layout) if layout.stage else _stage_0(layout)
     return [term for term in device + host_terms(layout) if term.num_bytes]
 
 
 def quantised_room(layout: ZeroLayout, states: list[Term], activations: list[Term]) -> list[Term]:
     """List what a quantised base takes beyond its formulas; nothing where its weights are plain."""
-    if not (layout.packed and layout.has_gpu):
+    if not (layout.packed and layout.machine.has_gpu):
         return []
     made = peak_bytes(activations, "device")
     held = peak_bytes(states, "device")
@@ -64,7 +66,7 @@ def late_bytes(layout: ZeroLayout, states: list[Term]) -> int:
     if not (size.trains_embedding and not size.head_params and layout.largest_trained == size.embedding_params):
         return gradients
     # One of the embedding's two gradients is there; what comes in the meantime is of layers.
-    of_layers = _stage_1_2(dataclasses.replace(layout, largest_trained=layout.largest_inner))
+    of_layers = _stage_1_2(layout, largest=layout.largest_inner)
     passing, first = (sum(term.num_bytes for term in terms if term.phase == "compute") for terms in (states, of_layers))
     return gradients + max(0, passing - first - largest)
 
@@ -105,7 +107,7 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     moments = f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state_bytes}) x {trained:,}"
     # The engine reduces a flat copy of the gradients, which dsft leaves out on one rank (training/engine.py).
     # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
-    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
+    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.machine.world_size > 1 else 0
     reduced, updating = layout.reduced_bytes, ((4 if is_half else 0) + optimizer.step_bytes) * trained
     step = f"max(all-reduce copy {reduced} x {copied:,}, fp32 gradients and copies {updating:,})"
     return [
@@ -116,9 +118,10 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     ]
 
 
-def _stage_1_2(layout: ZeroLayout) -> list[Term]:
-    weight_bytes, trained, largest = layout.weight_bytes, layout.size.num_trainable, layout.largest_trained
-    share, ranks, bucket = layout.share, layout.world_size, layout.zero["reduce_bucket_size"]
+def _stage_1_2(layout: ZeroLayout, *, largest: int) -> list[Term]:
+    """Args: `largest`: elements of the largest parameter whose gradient comes."""
+    weight_bytes, trained = layout.weight_bytes, layout.size.num_trainable
+    share, ranks, bucket = layout.share, layout.machine.world_size, layout.zero["reduce_bucket_size"]
     offloads, optimizer = layout.optimizer_device != "none", layout.optimizer
     frozen, how = frozen_bytes(layout)
     terms = [Term("weights", frozen + weight_bytes * trained, f"{how} + {weight_bytes} x {trained:,} trained")]
@@ -193,7 +196,12 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
 
 def _stage_3(layout: ZeroLayout) -> list[Term]:
     weight_bytes, sent_bytes, sum_bytes = layout.weight_bytes, layout.sent_bytes, layout.sum_bytes
-    trained, share, ranks, groups = layout.size.num_trainable, layout.share, layout.world_size, layout.device_sub_groups
+    trained, share, ranks, groups = (
+        layout.size.num_trainable,
+        layout.share,
+        layout.machine.world_size,
+        layout.device_sub_groups,
+    )
     persistent, live, most = _gathered_params(layout)
     bucket = layout.zero["reduce_bucket_size"] if layout.zero["contiguous_gradients"] else 0
     # allocated in full, once
@@ -241,7 +249,7 @@ def shards(layout: ZeroLayout) -> list[Term]:
     """List this rank's part of the weights under ZeRO-3; none where they are offloaded."""
     if layout.param_device != "none":
         return []
-    weight_bytes, params, ranks = layout.weight_bytes, layout.size.num_params, layout.world_size
+    weight_bytes, params, ranks = layout.weight_bytes, layout.size.num_params, layout.machine.world_size
     return [Term("weights", weight_bytes * params // ranks, f"{weight_bytes} x {params:,} / {ranks}")]
 
 
@@ -269,7 +277,7 @@ def _gathered_params(layout: ZeroLayout) -> tuple[int, int, int]:
 
 def gathered(layout: ZeroLayout) -> list[Term]:
     """List full parameters, and the buffers through which they and their gradients pass; none on a single rank."""
-    if layout.world_size == 1 and layout.param_device == "none":  # nothing is partitioned (`NoGatherHandle`)
+    if layout.machine.world_size == 1 and layout.param_device == "none":  # nothing is partitioned (`NoGatherHandle`)
         return []
     weight_bytes, zero, size = layout.weight_bytes, layout.zero, layout.size
     persistent, live, most = _gathered_params(layout)
@@ -305,11 +313,11 @@ def sample_terms(layout: ZeroLayout) -> list[Term]:
     no flat copies beside them, but what is offloaded is moved to the device first). What generation itself holds is
     less than a micro batch of training does.
     """
-    if layout.stage < 3 or (layout.world_size == 1 and layout.param_device == "none"):
+    if layout.stage < 3 or (layout.machine.world_size == 1 and layout.param_device == "none"):
         return []
     persistent, _, most = _gathered_params(layout)
-    offloads = layout.param_device != "none" and layout.has_gpu
-    moved = -(-layout.size.num_params // layout.world_size) if offloads else 0
+    offloads = layout.param_device != "none" and layout.machine.has_gpu
+    moved = -(-layout.size.num_params // layout.machine.world_size) if offloads else 0
     how = f"{layout.weight_bytes} x ({most:,} beside {persistent:,} persistent{f' + shard {moved:,}' if moved else ''})"
     return [Term("weights gathered for samples", layout.weight_bytes * (most + moved), how, "sample")]
 
@@ -335,21 +343,21 @@ def copied_terms(layout: ZeroLayout) -> list[Term]:
 
 
 def _on_node(layout: ZeroLayout, name: str, num_bytes: float, formula: str, phase: Phase = "always") -> Term:
-    ranks = layout.ranks_per_node
+    ranks = layout.machine.ranks_per_node
     return Term(name, int(ranks * num_bytes), f"{ranks} ranks x {formula}", phase, "host")
 
 
 def host_terms(layout: ZeroLayout) -> list[Term]:
     """List what offload takes of a node's host memory and NVMe, and what its processes take."""
-    weight_bytes, share, ranks, size = layout.weight_bytes, layout.share, layout.world_size, layout.size
+    weight_bytes, share, ranks, size = layout.weight_bytes, layout.share, layout.machine.world_size, layout.size
     optimizer, trained = layout.optimizer, layout.size.num_trainable
     offload, params = layout.zero["offload_optimizer"] or {}, layout.zero["offload_param"] or {}
 
     def pinned(num_bytes: int, pin: bool = True) -> int:
         """Round up to a power of two where it is pinned."""
-        return pinned_bytes(num_bytes) if pin and layout.has_gpu else num_bytes
+        return pinned_bytes(num_bytes) if pin and layout.machine.has_gpu else num_bytes
 
-    process_bytes = PROCESS_BYTES[layout.has_gpu]
+    process_bytes = PROCESS_BYTES[layout.machine.has_gpu]
     terms = [_on_node(layout, "processes", process_bytes, f"{process_bytes:,}")]
     pin = offload.get("pin_memory", False)
     if layout.stage in (1, 2) and layout.optimizer_device != "none":
@@ -386,7 +394,7 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
             states, how = optimizer.checkpoint_bytes * kept, f"({optimizer.formula}) x {kept:,}, pageable"
             terms.append(_on_node(layout, "fp32 master weights and Adam moments", states, how))
             # Buffers of sub-groups that the device updates are made pinned and moved: the allocator keeps them.
-            here = groups if layout.has_gpu and pin else groups[len(on_device) :]
+            here = groups if layout.machine.has_gpu and pin else groups[len(on_device) :]
             gradients = sum(pinned(optimizer.master_bytes * group, pin) for group in here)
             how = f"{optimizer.master_bytes} x each of {len(groups)} sub-groups, pinned"
             terms.append(_on_node(layout, "fp32 gradients", gradients, how))
@@ -417,10 +425,10 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         how = f"{weight_bytes} x each frozen parameter / {ranks}, pinned one by one"
         terms.append(_on_node(layout, "frozen shards", frozen_shards, how))
         # Freed shards of trained parameters stay with the allocator where they were pinned.
-        freed = trained_shards if layout.has_gpu and pin_shards else 0
+        freed = trained_shards if layout.machine.has_gpu and pin_shards else 0
         how = f"{weight_bytes} x each trained parameter / {ranks}, pinned one by one, kept when they move"
         terms.append(_on_node(layout, "allocator's leftovers", freed, how))
-    if layout.has_gpu:
+    if layout.machine.has_gpu:
         # What rank 0 copies to write a checkpoint: the trained weights, gathered under ZeRO-3
         # (`_zero3_consolidated_16bit_state_dict`). On CPU ranks an optimizer step takes more.
         how = f"{weight_bytes} x {trained:,} on rank 0"
@@ -431,19 +439,15 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     weights = weight_bytes * -(-size.num_params // ranks) if layout.param_device == "nvme" else 0
     states = int(per_param * share) if layout.optimizer_device == "nvme" else 0
     if weights + states:
-        how = f"{layout.ranks_per_node} ranks x (weights {weights:,} + {per_param} x {share:,} trained)"
-        terms.append(Term("files", layout.ranks_per_node * (weights + states), how, place="nvme"))
+        how = f"{layout.machine.ranks_per_node} ranks x (weights {weights:,} + {per_param} x {share:,} trained)"
+        terms.append(Term("files", layout.machine.ranks_per_node * (weights + states), how, place="nvme"))
     return terms
 
 
-def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[Term]:
-    """List what one device, and one node's host memory, hold before training.
-
-    Args:
-        device_bytes: memory of a GPU; None for enough.
-    """
+def load_terms(layout: ZeroLayout) -> list[Term]:
+    """List what one device, and one node's host memory, hold before training."""
     size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.size.num_trainable
-    process_bytes, ranks = PROCESS_BYTES[layout.has_gpu], layout.ranks_per_node
+    process_bytes, ranks = PROCESS_BYTES[layout.machine.has_gpu], layout.machine.ranks_per_node
     terms = []  # of one rank
     # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
     adapter_bytes = 4 if layout.packed else weight_bytes
@@ -456,16 +460,16 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
         # zero.Init makes shards, one module after the other; of offload to NVMe at most, since each shard is written
         # out as it is made.
         offloads, over = layout.param_device != "none", layout.hpz_ranks
-        of_rank = f"({how}) / {layout.world_size}"
-        place = "host" if layout.has_gpu and offloads else "device"
-        terms.append(Term("shards", weights // layout.world_size, of_rank, "load", place))
+        of_rank = f"({how}) / {layout.machine.world_size}"
+        place = "host" if layout.machine.has_gpu and offloads else "device"
+        terms.append(Term("shards", weights // layout.machine.world_size, of_rank, "load", place))
         # The module comes before the adapters.
-        module = weight_bytes * size.largest_module_params - (0 if layout.has_gpu else adapters)
+        module = weight_bytes * size.largest_module_params - (0 if layout.machine.has_gpu else adapters)
         one_module = f"{weight_bytes} x {size.largest_module_params:,}"
         terms.append(Term("one module, gathered", max(0, module), one_module, "load"))
         if over and not offloads:
             terms.append(Term("secondary partition", weights // over, f"({how}) / {over}", "load"))
-    elif layout.packed and layout.has_gpu:
+    elif layout.packed and layout.machine.has_gpu:
         if trained:
             plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
             weights, how = weights + (4 - weight_bytes) * plain, f"{how}, embedding and head in fp32"
@@ -477,12 +481,12 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
         flat = weight_bytes * trained if layout.stage in (1, 2) else 0
         how = f"{weight_bytes} x {trained:,} (flatten_dense_tensors_aligned)"
         outside = ASSUMED.total_bytes(layout.communicators)
-        if flat and not layout.has_gpu:
+        if flat and not layout.machine.has_gpu:
             terms.append(Term("flat copy of trained weights", flat, how, "load"))
-        elif flat and device_bytes is not None and weights + adapters + flat + outside > device_bytes:
+        elif flat and weights + adapters + flat + outside > layout.machine.device_bytes:
             terms.append(Term("trained weights and their flat copy", 2 * flat, f"2 x {how}", "load", "host"))
     if adapters:
-        place = "host" if layout.has_gpu and layout.stage == 3 else "device"
+        place = "host" if layout.machine.has_gpu and layout.stage == 3 else "device"
         terms.append(Term("adapters", adapters, f"{adapter_bytes} x {trained:,}", "load", place))
     return [
         _on_node(layout, "processes", process_bytes, f"{process_bytes:,}", "load"),

@@ -13,7 +13,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,8 +140,8 @@ def _autocast_as_on_a_cpu(autocast):
 @contextlib.contextmanager
 def traced_model(
     blueprint: PreTrainedModel,
+    layers: Sequence[int],
     *,
-    layers: list[int] | None = None,
     liger: bool = False,
     tile_rows: int | None = None,
     tiled_mlp: bool = False,
@@ -150,7 +150,7 @@ def traced_model(
     """Copy a `meta_model` for a trace, within what it needs to run.
 
     Args:
-        layers: only these, a number twice being two layers alike; by default all.
+        layers: only these, a number twice being two layers alike.
         liger: with Liger's norms and feed-forwards of gate, up and down: what all architectures share of it.
         tile_rows: with the loss of tiles of so many rows.
         tiled_mlp: with the feed-forwards of some tokens at a time.
@@ -160,21 +160,19 @@ def traced_model(
     dtype, linear = blueprint.dtype, torch._C._nn.linear
     if zero_3:
         from deepspeed.runtime.zero.linear import zero3_linear_wrap as linear  # takes seconds
-    if layers is None:
-        model = copy.deepcopy(blueprint)
-    else:  # the others are not copied
-        there = decoder_layers(blueprint)
-        kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
-        for place, index in enumerate(layers):
-            for module in kept[place].modules():
-                if hasattr(module, "layer_dic"):  # Zamba 2 looks up its adapters by the layer's number
-                    module.layer_dic = {place: module.layer_dic[index]}
-        whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
-        model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
-        text = model.config.get_text_config()
-        for name, values in _per_layer_lists(text).items():
-            setattr(text, name, [values[index] for index in layers])
-        text.num_hidden_layers = len(layers)
+    # The other layers are not copied.
+    there = decoder_layers(blueprint)
+    kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
+    for place, index in enumerate(layers):
+        for module in kept[place].modules():
+            if hasattr(module, "layer_dic"):  # Zamba 2 looks up its adapters by the layer's number
+                module.layer_dic = {place: module.layer_dic[index]}
+    whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
+    model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
+    text = model.config.get_text_config()
+    for name, values in _per_layer_lists(text).items():
+        setattr(text, name, [values[index] for index in layers])
+    text.num_hidden_layers = len(layers)
     if not model.get_input_embeddings().weight.requires_grad:
         # Only the first layer's input has no gradient (without checkpointing): all are counted as the others are.
         model.enable_input_require_grads()
@@ -488,13 +486,11 @@ def trace_training(
     batch: int,
     seq_len: int,
     attention: Attention,
-    liger: bool = False,
     tiled: bool = False,
-    tiled_mlp: bool = False,
-    zero_3: bool = False,
     compute_loss: Callable | None = None,
     layers_of_kind: int = 2,
     most_operators: float = math.inf,
+    **parts: bool,
 ) -> dict[str, Any]:
     """Trace a `meta_model` with layers of one kind after another, and add up as many as there are.
 
@@ -502,17 +498,16 @@ def trace_training(
         layers_of_kind: that are traced one after the other; the last is counted. While the second computes, Python may
             still hold what the first returned.
         tiled: the loss is of tiles, each of one sequence.
-        tiled_mlp: feed-forwards compute some tokens at a time.
-        zero_3: linear layers are DeepSpeed's.
         most_operators: of one forward and backward; more raise TooManyOperators.
+        parts: of the model, as `traced_model` takes them.
 
     Returns:
         the bytes of one micro batch of so many sequences as `TrainingActivations` names them.
     """
-    parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp, "zero_3": zero_3}
     total, saved, kept_inputs = Counter(), {}, {}  # the latter of each layer by its index
     for layers in layer_kinds(blueprint):
-        with traced_model(blueprint, layers=layers[:1] * layers_of_kind, **parts) as model:
+        tile_rows = seq_len if tiled else None
+        with traced_model(blueprint, layers[:1] * layers_of_kind, tile_rows=tile_rows, **parts) as model:
             inputs, again = (
                 inputs_of(batch, seq_len, attention),
                 {"checkpointing": True, "most_operators": most_operators},
@@ -544,7 +539,7 @@ def trace_evaluation(
     """
     peak = 0
     for layers in layer_kinds(blueprint):
-        with traced_model(blueprint, layers=layers[:1] * 3) as model:
+        with traced_model(blueprint, layers[:1] * 3) as model:
             model.eval()
             inputs = inputs_of(batch, seq_len, attention)
             log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()], most_operators=most_operators)

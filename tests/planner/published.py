@@ -14,9 +14,9 @@ from dsft.models.size import ModelSize, empty_model, model_size
 from dsft.models.trained import adapters_of
 from dsft.planner.activations import Job, TrainingActivations
 from dsft.planner.step_time import GPUS, Speeds, StepTime, speeds_of, step_time
-from dsft.planner.zero_layout import describe_layout
+from dsft.planner.zero_layout import ZeroLayout
 from dsft.runtime.hardware import Machine
-from dsft.units import GB
+from dsft.units import GB, Batch
 
 ROWS = json.loads(Path(__file__).with_name("published_steps.json").read_text(encoding="utf-8"))
 STEPS: list[dict[str, Any]] = ROWS["rows"]
@@ -135,23 +135,19 @@ def predicted(step: dict[str, Any]) -> StepTime:
         return dataclasses.replace(off, step_seconds=(off.step_seconds + on.step_seconds) / 2)
     machine, micro_batch = machine_of(step), step["micro_batch"]
     zero_file = compose(read_zero_file(step["zero"], []), hpz_ranks=machine.ranks_per_node)
-    layout = describe_layout(
+    layout = ZeroLayout(
         size_of(step),
         zero_file | {"gradient_accumulation_steps": step["accumulation"]},
-        world_size=machine.world_size,
-        ranks_per_node=machine.ranks_per_node,
+        machine,
         dtype="bfloat16",
-        has_gpu=True,
     )
     fixed, per_token = traffic_of(step)[step["checkpointing"]]
     traffic = fixed + per_token * micro_batch * step["seq_len"]
     compiled = step.get("compiled", False)
     return step_time(
         layout,
-        machine,
         speeds_for(step),
-        micro_batch=micro_batch,
-        accumulation=step["accumulation"],
+        Batch(micro_batch, step["accumulation"], machine.world_size),
         seq_len=step["seq_len"],
         recomputed=float(step["checkpointing"]),
         traffic_bytes=int(traffic * (COMPILED if compiled else 1)),

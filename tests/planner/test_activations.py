@@ -181,7 +181,7 @@ UNLIKE_LAYERS = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128
 def test_few_layers_tell_of_many(model_config):
     blueprint = meta_model(model_config, dtype=torch.bfloat16, attention="flash")
     extrapolated = trace_training(blueprint, batch=2, seq_len=512, attention="flash")
-    with traced_model(blueprint) as model:
+    with traced_model(blueprint, range(model_config.num_hidden_layers)) as model:
         for checkpointing in (False, True):
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
@@ -322,7 +322,7 @@ def test_meta_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, che
     shape = (2, 256, "eager")
     ids_BT = torch.zeros(2, 256, dtype=torch.long)
     model_config = transformers.LlamaConfig(**(SMALL | {"vocab_size": vocab_size}))
-    with traced_model(meta_model(model_config, dtype=dtype, attention="eager")) as model:
+    with traced_model(meta_model(model_config, dtype=dtype, attention="eager"), range(3)) as model:
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         traced = trace_step(model, inputs_of(*shape))
@@ -377,7 +377,7 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
     sequences = Dataset.from_list([{"input_ids": [1] * 256, "labels": [1] * 256}] * 4)
     Measured(model=real_model("eager"), args=arguments, train_dataset=sequences, data_collator=Collator(0)).train()
     blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="eager")
-    with traced_model(blueprint) as model:
+    with traced_model(blueprint, range(3)) as model:
         traced = trace_step(model, inputs_of(2, 256, "eager"))
     assert peaks == [pytest.approx(traced.kept + traced.head, rel=0.005)] * 2
 

@@ -20,7 +20,7 @@ from dsft.planner.activations import Job
 from dsft.planner.plans import FRAGMENTATION, HOST_SHARE, MEMORY_ERROR, RESERVE_BYTES, add_up, with_room
 from dsft.planner.states import quantised_room, state_terms
 from dsft.planner.step_time import ASSUMED, OutsideMemory
-from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
+from dsft.planner.zero_layout import Term, ZeroLayout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -303,13 +303,11 @@ def predicted(run: Published) -> list[Term]:
             )
         ]
     else:
-        layout = describe_layout(
+        layout = ZeroLayout(
             size,
             {"zero_optimization": run.zero, "gradient_accumulation_steps": run.accumulation},
-            world_size=run.gpus,
-            ranks_per_node=run.gpus,
+            Machine(nodes=1, ranks_per_node=run.gpus, device_bytes=80 * GiB, host_bytes=10**12, has_gpu=True),
             dtype="bfloat16",
-            has_gpu=True,
             optimizer=run.optimizer,
         )
         states = state_terms(layout)
