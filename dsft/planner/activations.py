@@ -6,7 +6,7 @@ followed) under a hash of everything that it depends on.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -190,8 +190,10 @@ def exchange_term(size: ModelSize, rank_tokens: int, ranks: int, dtype: str, *, 
     return Term("positions exchanged for heads", layers * rank_tokens * width * itemsize, how, "compute")
 
 
-def _line(numbers: Iterable[int], seq_len: int) -> Cost:
-    """Return the cost that gives these bytes at BATCHES."""
+def _line(numbers: Sequence[Any], seq_len: int) -> Any:
+    """Return the cost that gives these bytes at BATCHES; of lists, which have a number for each layer, their costs."""
+    if isinstance(numbers[0], list):
+        return tuple(_line(of_layer, seq_len) for of_layer in zip(*numbers, strict=True))
     (few, many), (less, more) = BATCHES, numbers
     per_sequence = (more - less) / (many - few)
     return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
@@ -283,12 +285,8 @@ class Job:
             compute_loss=self.compute_loss,
             zero_3=zero_3,
         )
-        seq_len, costs = traces[0]["seq_len"], {}
-        for name in traces[0].keys() - {"seq_len"}:
-            numbers = [trace[name] for trace in traces]
-            is_by_layer = isinstance(numbers[0], list)
-            of_layers = (_line(each, seq_len) for each in zip(*numbers, strict=True)) if is_by_layer else ()
-            costs[name] = tuple(of_layers) if is_by_layer else _line(numbers, seq_len)
+        seq_len, names = traces[0]["seq_len"], traces[0].keys() - {"seq_len"}
+        costs = {name: _line([trace[name] for trace in traces], seq_len) for name in names}
         if self.tiled_loss:  # a traced tile is one sequence
             costs["head"] = replace(costs["head"], fixed=costs["head"].fixed / seq_len, tiled_vocab=size.vocab_size)
         elif liger and not self.compute_loss:

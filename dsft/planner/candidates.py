@@ -151,9 +151,11 @@ def batches(job: Job, machine: Machine) -> Iterator[Batch]:
             yield job.batch(micro, per_rank // micro, machine)
 
 
-def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what
-    stands there at "auto" is chosen.
+def settings(
+    name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Yield the configuration with numbers for this model, then with less memory, and what was changed for that; of a
+    JSON of the user's only what stands there at "auto" is chosen.
     """
     config = compose(
         zero_file or read_zero_file(name, []),
@@ -165,10 +167,10 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     on_nvme = get_value(zero, "offload_param.device") == "nvme"
     if zero_file is not None:
         if zero.get("stage") == 3 and (numbers := stage_3_buckets(zero, size)):
-            yield config | {"zero_optimization": zero | numbers}
-        yield config
+            yield config | {"zero_optimization": zero | numbers}, ()
+        yield config, ()
         return
-    read = dict(zero)
+    read, changes = dict(zero), ()
     for part in OFFLOADED_PARTS:
         if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):
             zero[part]["nvme_path"] = machine.nvme_path
@@ -197,16 +199,19 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
         zero["sub_group_size"] = min(zero["sub_group_size"], max(1, size.num_trainable // ranks // 10))
         for ratio in (0.2, 0.4, 0.6, 0.8):
             zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": ratio}}
-            yield config | {"zero_optimization": zero}
+            changes = (f"{ratio:.0%} of the optimizer offloaded",)
+            yield config | {"zero_optimization": zero}, changes
     else:
-        yield config | {"zero_optimization": zero}
+        yield config | {"zero_optimization": zero}, changes
     if zero.get("stage") == 3 and not on_nvme:
         small = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
         zero = zero | dict.fromkeys(stage_3_buckets(read, size), "auto") | small
-        yield config | {"zero_optimization": zero}
+        changes = ("fewer live parameters", *changes)
+        yield config | {"zero_optimization": zero}, changes
     offloaded = [part for part in OFFLOADED_PARTS if get_value(zero, f"{part}.pin_memory")]
     if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
-        yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
+        zero = zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}
+        yield config | {"zero_optimization": zero}, (*changes, "memory not pinned")
 
 
 def fit_nvme_buffers(zero: dict[str, Any], size: ModelSize, ranks: int) -> None:

@@ -22,7 +22,6 @@ from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
     CHECKPOINT_EVERY,
     NO_FP32_SUMS,
-    SMALL_LIVE_PARAMS,
     Job,
     batches,
     candidate_names,
@@ -156,6 +155,8 @@ class Plan(Needs):
     """Ranks that share each micro batch."""
     deepspeed_config: dict[str, Any]
     """What training gets; "auto" numbers are left to transformers."""
+    changes: tuple[str, ...]
+    """Of the named configuration, so that it fits: "memory not pinned" ..."""
     activation_bytes: int
     """Of the terms, activations, logits and loss of one micro batch on one rank."""
     time: StepTime
@@ -172,16 +173,7 @@ class Plan(Needs):
     @property
     def label(self) -> str:
         """Name, what was changed to fit, and batch."""
-        changes, zero = [], self.deepspeed_config.get("zero_optimization", {})
-        if not self.zero.endswith(".json"):
-            if zero.get("stage3_max_live_parameters") == SMALL_LIVE_PARAMS:
-                changes.append("fewer live parameters")
-            parts = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
-            if (share := parts[0].get("ratio", 1)) < 1:
-                changes.append(f"{share:.0%} of the optimizer offloaded")
-            if any(part.get("device", "none") != "none" and part.get("pin_memory") is False for part in parts):
-                changes.append("memory not pinned")
-        changed = f" ({', '.join(changes)})" if changes else ""
+        changed = f" ({', '.join(self.changes)})" if self.changes else ""
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
         if checkpointing and self.checkpoint_every > 1:
             checkpointing += f" of one layer in {self.checkpoint_every}"
@@ -304,9 +296,9 @@ def _fitted(
         share * traffic.num_bytes(tokens)
         for share, traffic in ((1 - recomputed, traced.traffic), (recomputed, traced.traffic_checkpointed))
     )
-    for deepspeed_config in (
-        typed
-        for config in settings(name, zero_file, job, machine)
+    for deepspeed_config, changes in (
+        (typed, changes)
+        for config, changes in settings(name, zero_file, job, machine)
         for typed in gradient_types(config, job, batch.accumulation, decides=zero_file is None)
     ):
         layout = ZeroLayout(
@@ -330,6 +322,7 @@ def _fitted(
             accumulation=batch.accumulation,
             sequence_parallel=shared_by,
             deepspeed_config=deepspeed_config,
+            changes=changes,
             activation_bytes=peak_bytes(held, "device"),
             time=step_time(
                 layout,
