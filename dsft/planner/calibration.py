@@ -168,9 +168,7 @@ def _begin(rank: int, ranks: int, port: int, results: Any, function: Callable[..
 
 
 def _measure_rank(dtype: str) -> dict[str, float]:
-    """Measure all ranks at once, since they share cores, memory and links: the best run of the slowest rank. Returns
-    numbers as `Speeds` names them.
-    """
+    """Measure all ranks at once, since they share cores, memory and links: the best run of the slowest rank."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about names that DeepSpeed calls
     start_ranks()
     place, ranks = device(), dist.get_world_size()
@@ -182,21 +180,7 @@ def _measure_rank(dtype: str) -> dict[str, float]:
     moved = weights.numel() * OPTIMIZERS["adamw_torch_fused"].update_bytes
     measured["device_bytes"] = moved / max_over_ranks(min(seconds_of(adam.step, place)))
     if ranks > 1:
-        # Rates of DeepSpeed's collectives, which on CPUs are not torch's.
-        import deepspeed.comm as comm
-
-        numbers = TIMED_NUMBERS[place.type] // ranks * ranks
-        whole, part = (torch.ones(count, device=place) for count in (numbers, numbers // ranks))
-        few, few_gathered = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
-        latency = max_over_ranks(min(seconds_of(lambda: comm.all_gather_into_tensor(few_gathered, few), place)))
-        measured["collective_seconds"] = latency
-        received = 4 * numbers * (ranks - 1) / ranks
-        for name, num_bytes, run in (
-            ("link_bytes", received, lambda: comm.all_gather_into_tensor(whole, part)),
-            ("reduce_bytes", received, lambda: comm.reduce_scatter_tensor(part, whole)),
-            ("all_reduce_bytes", 2 * received, lambda: comm.all_reduce(whole)),
-        ):
-            measured[name] = num_bytes / max_over_ranks(min(seconds_of(run, place)))
+        measured |= _collectives(place, ranks)
     elif place.type == "cuda":  # from pinned host memory
         host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(host, device=place, pin_memory=False)
@@ -230,6 +214,24 @@ def _training_flops(place: torch.device, dtype: torch.dtype) -> float:
     # `Speeds.flops` is that of wide products on a GPU, on CPU ranks that of a model like this.
     narrow = 1 + NARROW / config.hidden_size if place.type == "cuda" else 1
     return narrow * batch * seq_len * per_token / seconds
+
+
+def _collectives(place: torch.device, ranks: int) -> dict[str, float]:
+    """Rates of DeepSpeed's collectives, which on CPUs are not torch's, as `Speeds` names them."""
+    import deepspeed.comm as comm
+
+    numbers = TIMED_NUMBERS[place.type] // ranks * ranks
+    whole, part = (torch.ones(count, device=place) for count in (numbers, numbers // ranks))
+    few, few_gathered = torch.zeros(8, device=place), torch.zeros(8 * ranks, device=place)
+    received = 4 * numbers * (ranks - 1) / ranks
+    timed = {
+        "link_bytes": (received, lambda: comm.all_gather_into_tensor(whole, part)),
+        "reduce_bytes": (received, lambda: comm.reduce_scatter_tensor(part, whole)),
+        "all_reduce_bytes": (2 * received, lambda: comm.all_reduce(whole)),
+    }
+    latency = max_over_ranks(min(seconds_of(lambda: comm.all_gather_into_tensor(few_gathered, few), place)))
+    rates = {name: num_bytes / max_over_ranks(min(seconds_of(run, place))) for name, (num_bytes, run) in timed.items()}
+    return {"collective_seconds": latency} | rates
 
 
 def _outside_of_rank(held: list[int]) -> list[int]:

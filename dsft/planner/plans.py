@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,18 +220,14 @@ def all_plans(
         if not tried:
             continue
         computed_again = [0, all_layers] if job.checkpointing is None else [all_layers * job.checkpointing]
-        plans = [
-            [_fitted(name, zero_file, every, batch, job, machine, speeds) for batch in tried]
-            for every in computed_again
-        ]
+        fitted = partial(_fitted, name, zero_file, job, machine, speeds)
+        plans = [[fitted(batch, every) for batch in tried] for every in computed_again]
         if job.checkpointing is None and job.checkpoint_every is None:
             some_layers = []
             for batch, without, with_all in zip(tried, *plans, strict=True):
                 if with_all.has_room and not without.has_room:
-                    fitted = (
-                        _fitted(name, zero_file, every, batch, job, machine, speeds) for every in CHECKPOINT_EVERY
-                    )
-                    some_layers.append(next((plan for plan in fitted if plan.has_room), None))
+                    fewer = (fitted(batch, every) for every in CHECKPOINT_EVERY)
+                    some_layers.append(next((plan for plan in fewer if plan.has_room), None))
             plans.append([plan for plan in some_layers if plan])
         for candidates in filter(None, plans):
             if fitting := with_room(candidates):
@@ -264,11 +261,11 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
 def _fitted(
     name: str,
     zero_file: dict[str, Any] | None,
-    every: int,
-    batch: Batch,
     job: Job,
     machine: Machine,
     speeds: Speeds,
+    batch: Batch,
+    every: int,
 ) -> Plan:
     """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
     leanest.
@@ -286,9 +283,8 @@ def _fitted(
     if shared_by > 1:
         if job.attention != "flash":  # each rank has the mask of full rows
             once, whole = traced.once, tokens * shared_by
-            activations[0] = dataclasses.replace(
-                activations[0], num_bytes=once.num_bytes(whole), formula=once.formula(whole)
-            )
+            of_rows = {"num_bytes": once.num_bytes(whole), "formula": once.formula(whole)}
+            activations[0] = dataclasses.replace(activations[0], **of_rows)
         layers = traced.num_layers - len(again) + bool(again)  # of those that are computed again, one at a time
         activations.append(exchange_term(job.size, tokens, shared_by, job.dtype, layers=layers))
     recomputed = len(again) / traced.num_layers

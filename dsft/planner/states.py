@@ -196,12 +196,8 @@ def _stage_1_2(layout: ZeroLayout, *, largest: int) -> list[Term]:
 
 def _stage_3(layout: ZeroLayout) -> list[Term]:
     weight_bytes, sent_bytes, sum_bytes = layout.weight_bytes, layout.sent_bytes, layout.sum_bytes
-    trained, share, ranks, groups = (
-        layout.size.num_trainable,
-        layout.share,
-        layout.machine.world_size,
-        layout.device_sub_groups,
-    )
+    trained, share, ranks = layout.size.num_trainable, layout.share, layout.machine.world_size
+    groups = layout.device_sub_groups
     persistent, live, most = _gathered_params(layout)
     bucket = layout.zero["reduce_bucket_size"] if layout.zero["contiguous_gradients"] else 0
     # allocated in full, once

@@ -508,11 +508,8 @@ def trace_training(
     for layers in layer_kinds(blueprint):
         tile_rows = seq_len if tiled else None
         with traced_model(blueprint, layers[:1] * layers_of_kind, tile_rows=tile_rows, **parts) as model:
-            inputs, again = (
-                inputs_of(batch, seq_len, attention),
-                {"checkpointing": True, "most_operators": most_operators},
-            )
-            checkpointed = trace_step(model, inputs, compute_loss, **again)
+            inputs, limit = inputs_of(batch, seq_len, attention), {"most_operators": most_operators}
+            checkpointed = trace_step(model, inputs, compute_loss, checkpointing=True, **limit)
             plain = trace_step(model, inputs, compute_loss, backward=False)  # whose backward is that after a recompute
         # Rotary angles and masks are a kind's own.
         total["once"] += checkpointed.kept - layers_of_kind * checkpointed.kept_by_layer
