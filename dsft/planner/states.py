@@ -11,6 +11,7 @@ transformers maps checkpoint files into memory: pages that the kernel takes back
 
 import math
 from collections import Counter
+from functools import partial
 
 from dsft.planner.step_time import ASSUMED
 from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
@@ -343,6 +344,11 @@ def _on_node(layout: ZeroLayout, name: str, num_bytes: float, formula: str, phas
     return Term(name, int(ranks * num_bytes), f"{ranks} ranks x {formula}", phase, "host")
 
 
+def _processes(layout: ZeroLayout, phase: Phase) -> Term:
+    num_bytes = PROCESS_BYTES[layout.machine.has_gpu]
+    return _on_node(layout, "processes", num_bytes, f"{num_bytes:,}", phase)
+
+
 def host_terms(layout: ZeroLayout) -> list[Term]:
     """List what offload takes of a node's host memory and NVMe, and what its processes take."""
     weight_bytes, share, ranks, size = layout.weight_bytes, layout.share, layout.machine.world_size, layout.size
@@ -353,21 +359,21 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         """Round up to a power of two where it is pinned."""
         return pinned_bytes(num_bytes) if pin and layout.machine.has_gpu else num_bytes
 
-    process_bytes = PROCESS_BYTES[layout.machine.has_gpu]
-    terms = [_on_node(layout, "processes", process_bytes, f"{process_bytes:,}")]
+    def hold(name: str, num_bytes: float, formula: str) -> None:
+        terms.append(_on_node(layout, name, num_bytes, formula))
+
+    terms = [_processes(layout, "always")]
     pin = offload.get("pin_memory", False)
     if layout.stage in (1, 2) and layout.optimizer_device != "none":
         # All but the moments are pinned (stage_1_and_2.py, __init__ and initialize_optimizer_states).
-        moments = optimizer.state_bytes * share
-        terms.append(_on_node(layout, "Adam moments", moments, f"{optimizer.state_bytes} x {share:,}"))
+        hold("Adam moments", optimizer.state_bytes * share, f"{optimizer.state_bytes} x {share:,}")
         for name, num_bytes, count in (
             ("fp32 master weights", optimizer.master_bytes, share),
             ("fp32 gradients", optimizer.master_bytes, share),  # in the master's type, as CPUAdam reads them
             ("copy of updated weights", weight_bytes, share),
             ("gradient buffer", weight_bytes, layout.largest_trained),
         ):
-            buffer = pinned(num_bytes * count, pin)
-            terms.append(_on_node(layout, name, buffer, f"{num_bytes} x {count:,}, pinned"))
+            hold(name, pinned(num_bytes * count, pin), f"{num_bytes} x {count:,}, pinned")
         # With bf16 states the gradients above hold the sums (low_precision_master_weights_and_grads).
         if layout.accumulates and layout.stage == 2 and not layout.keeps_fp32_share and optimizer.master_bytes == 4:
             # One buffer for each parameter of the share, in full (buffer_to_accumulate_to_in_cpu), rounded like the
@@ -376,33 +382,29 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
             exact = weight_bytes * trained
             rounded = sum(pinned(weight_bytes * numel, pin) * count for numel, count in size.trainable_numels)
             how = f"{weight_bytes} x {of_share:,} full parameters of the share x {rounded / exact:.2f} for pinning each"
-            buffers = weight_bytes * of_share * rounded / exact
-            terms.append(_on_node(layout, "accumulated gradients", buffers, how))
+            hold("accumulated gradients", weight_bytes * of_share * rounded / exact, how)
     if layout.stage == 3 and layout.optimizer_device != "none":
         groups, on_device = layout.sub_groups, layout.device_sub_groups
         if layout.optimizer_device == "nvme":  # buffers of OptimizerSwapper: page-locked by aio, not rounded
             buffers, largest = offload["buffer_count"], max(groups)
             how = f"4 x sub-group {largest:,} x {buffers} buffers"
-            terms.append(_on_node(layout, "swap buffers of the optimizer", 4 * largest * buffers, how))
+            hold("swap buffers of the optimizer", 4 * largest * buffers, how)
         else:
             # stage3.py, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer
             kept = share - sum(on_device)
-            states, how = optimizer.checkpoint_bytes * kept, f"({optimizer.formula}) x {kept:,}, pageable"
-            terms.append(_on_node(layout, "fp32 master weights and Adam moments", states, how))
+            how = f"({optimizer.formula}) x {kept:,}, pageable"
+            hold("fp32 master weights and Adam moments", optimizer.checkpoint_bytes * kept, how)
             # Buffers of sub-groups that the device updates are made pinned and moved: the allocator keeps them.
             here = groups if layout.machine.has_gpu and pin else groups[len(on_device) :]
             gradients = sum(pinned(optimizer.master_bytes * group, pin) for group in here)
-            how = f"{optimizer.master_bytes} x each of {len(groups)} sub-groups, pinned"
-            terms.append(_on_node(layout, "fp32 gradients", gradients, how))
-        how = f"{layout.sum_bytes} x {share:,}, pinned"
-        terms.append(_on_node(layout, "gradient partition", pinned(layout.sum_bytes * share, pin), how))
+            hold("fp32 gradients", gradients, f"{optimizer.master_bytes} x each of {len(groups)} sub-groups, pinned")
+        hold("gradient partition", pinned(layout.sum_bytes * share, pin), f"{layout.sum_bytes} x {share:,}, pinned")
     if layout.stage == 3 and layout.param_device == "nvme":
         buffers, elements = params["buffer_count"], params["buffer_size"]
         how = f"{weight_bytes} x {buffers} buffers x {elements:,}"
-        terms.append(_on_node(layout, "swap buffers of parameters", weight_bytes * buffers * elements, how))
+        hold("swap buffers of parameters", weight_bytes * buffers * elements, how)
         in_memory = min(share, params["max_in_cpu"])
-        how = f"{weight_bytes} x {in_memory:,} (max_in_cpu), pinned"
-        terms.append(_on_node(layout, "trained shards", pinned(weight_bytes * in_memory), how))
+        hold("trained shards", pinned(weight_bytes * in_memory), f"{weight_bytes} x {in_memory:,} (max_in_cpu), pinned")
     elif layout.stage == 3 and layout.param_device != "none":
         # Shards are made one by one (zero.Init); trained ones then move to one flat buffer, which is always pinned
         # (_create_param_groups_fp16_flat_cpu_memory).
@@ -416,14 +418,13 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
             )
             for numels in (of_trained, of_frozen)
         )
-        how = f"{weight_bytes} x {share:,}, pinned"
-        terms.append(_on_node(layout, "trained shards", pinned(weight_bytes * share), how))
+        hold("trained shards", pinned(weight_bytes * share), f"{weight_bytes} x {share:,}, pinned")
         how = f"{weight_bytes} x each frozen parameter / {ranks}, pinned one by one"
-        terms.append(_on_node(layout, "frozen shards", frozen_shards, how))
+        hold("frozen shards", frozen_shards, how)
         # Freed shards of trained parameters stay with the allocator where they were pinned.
         freed = trained_shards if layout.machine.has_gpu and pin_shards else 0
         how = f"{weight_bytes} x each trained parameter / {ranks}, pinned one by one, kept when they move"
-        terms.append(_on_node(layout, "allocator's leftovers", freed, how))
+        hold("allocator's leftovers", freed, how)
     if layout.machine.has_gpu:
         # What rank 0 copies to write a checkpoint: the trained weights, gathered under ZeRO-3
         # (`_zero3_consolidated_16bit_state_dict`). On CPU ranks an optimizer step takes more.
@@ -443,8 +444,13 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
 def load_terms(layout: ZeroLayout) -> list[Term]:
     """List what one device, and one node's host memory, hold before training."""
     size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.size.num_trainable
-    process_bytes, ranks = PROCESS_BYTES[layout.machine.has_gpu], layout.machine.ranks_per_node
-    terms = []  # of one rank
+    terms = [_processes(layout, "load")]
+
+    def hold(name: str, num_bytes: int, formula: str, *, on_host: bool = False) -> None:
+        """On each rank."""
+        held = partial(_on_node, layout) if on_host else Term
+        terms.append(held(name, num_bytes, formula, "load"))
+
     # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
     adapter_bytes = 4 if layout.packed else weight_bytes
     adapters = adapter_bytes * trained if size.lora_r else 0
@@ -457,39 +463,29 @@ def load_terms(layout: ZeroLayout) -> list[Term]:
         # out as it is made.
         offloads, over = layout.param_device != "none", layout.hpz_ranks
         of_rank = f"({how}) / {layout.machine.world_size}"
-        place = "host" if layout.machine.has_gpu and offloads else "device"
-        terms.append(Term("shards", weights // layout.machine.world_size, of_rank, "load", place))
+        hold("shards", weights // layout.machine.world_size, of_rank, on_host=layout.machine.has_gpu and offloads)
         # The module comes before the adapters.
         module = weight_bytes * size.largest_module_params - (0 if layout.machine.has_gpu else adapters)
-        one_module = f"{weight_bytes} x {size.largest_module_params:,}"
-        terms.append(Term("one module, gathered", max(0, module), one_module, "load"))
+        hold("one module, gathered", max(0, module), f"{weight_bytes} x {size.largest_module_params:,}")
         if over and not offloads:
-            terms.append(Term("secondary partition", weights // over, f"({how}) / {over}", "load"))
+            hold("secondary partition", weights // over, f"({how}) / {over}")
     elif layout.packed and layout.machine.has_gpu:
         if trained:
             plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
             weights, how = weights + (4 - weight_bytes) * plain, f"{how}, embedding and head in fp32"
-        terms.append(Term("weights", weights, how, "load"))
+        hold("weights", weights, how)
     else:
-        terms.append(Term("weights", weights, how, "load"))
+        hold("weights", weights, how)
         # What becomes the flat tensor of the trained weights (stage_1_and_2.py): on a GPU it takes what is free, so it
         # is not counted; where that is too little, weights and copy are both in host memory.
         flat = weight_bytes * trained if layout.stage in (1, 2) else 0
         how = f"{weight_bytes} x {trained:,} (flatten_dense_tensors_aligned)"
         outside = ASSUMED.total_bytes(layout.communicators)
         if flat and not layout.machine.has_gpu:
-            terms.append(Term("flat copy of trained weights", flat, how, "load"))
+            hold("flat copy of trained weights", flat, how)
         elif flat and weights + adapters + flat + outside > layout.machine.device_bytes:
-            terms.append(Term("trained weights and their flat copy", 2 * flat, f"2 x {how}", "load", "host"))
+            hold("trained weights and their flat copy", 2 * flat, f"2 x {how}", on_host=True)
     if adapters:
-        place = "host" if layout.machine.has_gpu and layout.stage == 3 else "device"
-        terms.append(Term("adapters", adapters, f"{adapter_bytes} x {trained:,}", "load", place))
-    return [
-        _on_node(layout, "processes", process_bytes, f"{process_bytes:,}", "load"),
-        *(
-            _on_node(layout, term.name, term.num_bytes, term.formula, "load")
-            if term.place == "host" and ranks > 1
-            else term
-            for term in terms
-        ),
-    ]
+        how = f"{adapter_bytes} x {trained:,}"
+        hold("adapters", adapters, how, on_host=layout.machine.has_gpu and layout.stage == 3)
+    return terms
