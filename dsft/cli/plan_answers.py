@@ -21,8 +21,9 @@ from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.launch.launchers import flag_words
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelSize, check_sharding
+from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate, to_carry
-from dsft.planner.candidates import SEQUENCES_PER_RANK, Job
+from dsft.planner.candidates import SEQUENCES_PER_RANK
 from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.planner.plans import (
     MEMORY_ERROR,

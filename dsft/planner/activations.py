@@ -1,351 +1,40 @@
-r"""Bytes that activations take on one GPU, from one forward and backward of the real model over meta tensors: shapes
-only, no memory, no GPU.
-
-Two layers of each kind are traced, and the second is counted as often as there are some, so a model of any size takes
-seconds. Storages are counted as autograd and the Python code hold and free them. Left out: weights, their gradients,
-token ids, and what a CUDA kernel needs inside, but for attention (traced_model.py). A trace is kept in this process,
-and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is followed) under a hash of everything that it depends on.
+"""The job that is planned, and the bytes that its activations take on one GPU, from traces of the real model
+(traced_model.py). A trace is kept in this process, and on disk in `~/.cache/dsft/activations/` (XDG_CACHE_HOME is
+followed) under a hash of everything that it depends on.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
-import math
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import peft
 import torch
-import transformers
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig
 
 from dsft.config.user_code import digest
 from dsft.errors import one_line
-from dsft.models.size import ModelSize, decoder_layers
-from dsft.models.tiles import ROW_TILE, VOCAB_TILE, own_nats_of, tile_rows
-from dsft.planner.traced_model import Attention, layer_kinds, meta_model, traced_model
-from dsft.planner.zero_layout import Term, pinned_bytes
+from dsft.models.size import ModelSize
+from dsft.models.tiles import ROW_TILE, VOCAB_TILE, tile_rows
+from dsft.planner.traced_model import (
+    LIGER_MODELS,
+    Attention,
+    TooManyOperators,
+    meta_model,
+    trace_evaluation,
+    trace_training,
+)
+from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, Term, pinned_bytes
 from dsft.runtime.disk import user_cache
+from dsft.runtime.hardware import Machine
 from dsft.runtime.software import version_of
-from dsft.units import DTYPE_BYTES, write_json
+from dsft.units import DTYPE_BYTES, Batch, write_json
 
-aten = torch.ops.aten
 LAYER_INPUTS, SAVED = "layer inputs (checkpointing)", "saved activations"
-PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
-"""Products of matrices: their time is that of their arithmetic, not of the memory they read."""
-
-
-class TooManyOperators(Exception):
-    """A trace takes more operators than it may."""
-
-
-class StorageLog(TorchDispatchMode):
-    """Notes when storages appear and vanish while it is active; works on meta and on real tensors.
-
-    Args:
-        known: tensors that are not counted (weights, buffers, inputs).
-        gradient_shape: a tensor of this shape made after `mark("head")` is a gradient of embedding or head.
-        most_operators: more raise TooManyOperators.
-    """
-
-    def __init__(
-        self, known: list[torch.Tensor], gradient_shape: torch.Size | None = None, most_operators: float = math.inf
-    ):
-        super().__init__()
-        self.gradient_shape, self.operators_left = gradient_shape, most_operators
-        self.indices: dict[int, int] = {tensor.untyped_storage()._cdata: -1 for tensor in known}
-        """Living storage -> its number, in order of appearance; -1 where it is not counted."""
-        self.events: list[tuple[int, int]] = []
-        """(number of a storage, bytes that appeared; negative where they vanished)."""
-        self.gradients: set[int] = set()
-        self.marks: dict[str, int] = {}
-        self.traffic_at: dict[str, int] = {}
-        self.waiting: str | None = None
-        """What the moment of the next operator is to be called."""
-        self.references: dict[int, weakref.ref] = {}
-        self.traffic = 0
-        """Bytes that operators other than products have read and written."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.waiting:
-            self.mark(self.waiting)
-            self.waiting = None
-        self.operators_left -= 1
-        if self.operators_left < 0:
-            raise TooManyOperators
-        output = func(*args, **(kwargs or {}))
-        outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
-        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-        # What an operator reads and writes; a view moves nothing.
-        read = {tensor.untyped_storage()._cdata for tensor in inputs}
-        is_view = not func._schema.is_mutable and all(out.untyped_storage()._cdata in read for out in outputs)
-        if func.overloadpacket not in PRODUCTS and not is_view:
-            for tensor in inputs + outputs:
-                self.traffic += min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-        for tensor in outputs:
-            storage = tensor.untyped_storage()
-            address, num_bytes, index = storage._cdata, storage.nbytes(), len(self.events)
-            if address not in self.indices:
-                self.indices[address] = index
-                self.events.append((index, num_bytes))
-                if "head" in self.marks and tensor.shape == self.gradient_shape:
-                    self.gradients.add(index)
-                gone = functools.partial(self._forget, address, index, num_bytes)
-                self.references[address] = weakref.ref(storage, gone)
-        return output
-
-    def _forget(self, address: int, index: int, num_bytes: int, reference: weakref.ref) -> None:
-        self.events.append((index, -num_bytes))
-        del self.indices[address], self.references[address]
-
-    def mark(self, name: str) -> None:
-        """Call this moment `name`; the first time counts."""
-        self.marks.setdefault(name, len(self.events))
-        self.traffic_at.setdefault(name, self.traffic)
-
-    def live_bytes(self) -> list[int]:
-        """Return the bytes alive after each event, without gradients."""
-        alive, series = 0, [0]
-        for index, change in self.events:
-            alive += 0 if index in self.gradients else change
-            series.append(alive)
-        return series
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTrace:
-    """Bytes of one forward and backward of a micro batch, above weights, gradients and token ids."""
-
-    kept: int
-    """What embedding and layers made and autograd still holds when the loss is known, without the last layer's output
-    (that is `head`'s).
-    """
-    head: int
-    """The most above `kept` from the last layer's output until its gradient is there: final norm, logits, loss and
-    their backward.
-    """
-    layers: int
-    """The most above `kept` before and after that: the forward of a layer, or its (recompute and) backward."""
-    kept_by_layer: int
-    """What of `kept` the last layer made, and its input."""
-    backward: int
-    """With checkpointing: the most from the last layer's recompute on, above `kept` and what this recompute keeps."""
-    traffic: int = field(compare=False)
-    """Read and written by all operators but products; real tensors may take other ones than meta tensors."""
-    traffic_of_layer: int = field(compare=False)
-    """What of it is the last layer's."""
-    traffic_again: int = field(compare=False)
-    """What of that is its recompute's."""
-
-
-def trace_step(
-    model: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    compute_loss: Callable | None = None,
-    *,
-    checkpointing: bool = False,
-    backward: bool = True,
-    most_operators: float = math.inf,
-) -> StepTrace:
-    """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward. Without
-    `backward` its forward alone.
-
-    `model` holds meta tensors where this is called within `traced_model`'s context, and may as well be real.
-    """
-    known = [*model.parameters(), *model.buffers(), *inputs.values()]
-    log = StorageLog(known, model.get_input_embeddings().weight.shape, most_operators / 4)
-    last_input, last_output = [], []
-
-    def before_last_layer(module, args, options):
-        hidden_BTH = args[0] if args else options["hidden_states"]
-        # Autograd holds a leaf in any case, as the end of a gradient; inputs of other layers it does not.
-        if hidden_BTH.is_leaf:
-            log.gradients.add(log.indices[hidden_BTH.untyped_storage()._cdata])
-            hidden_BTH = hidden_BTH + 0
-        last_input.append(log.indices[hidden_BTH.untyped_storage()._cdata])
-        log.mark("layer")
-        hidden_BTH.register_hook(lambda gradient: log.mark("below"))
-        return ((hidden_BTH, *args[1:]), options) if args else ((), options | {"hidden_states": hidden_BTH})
-
-    def at_last_layer(module, args, output):
-        hidden_BTH = output[0] if isinstance(output, tuple) else output
-        last_output.append(log.indices[hidden_BTH.untyped_storage()._cdata])
-        log.mark("head")
-        log.operators_left += 3 * most_operators / 4  # of recompute and backward
-        hidden_BTH.register_hook(lambda gradient: log.mark("layers"))
-
-    def leave_out(gradient):  # what arrives at a parameter is no activation
-        log.gradients.add(log.indices[gradient.untyped_storage()._cdata])
-
-    @contextlib.contextmanager
-    def computing_again():
-        log.mark("again")
-        try:
-            yield  # ends with an exception of torch's, once all is there that the backward needs
-        finally:
-            log.waiting = "backward"  # what the recompute alone held goes before the next operator
-
-    if checkpointing:
-        contexts = lambda: (contextlib.nullcontext(), computing_again())  # noqa: E731
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    last = decoder_layers(model)[-1]
-    handles = [
-        last.register_forward_pre_hook(before_last_layer, with_kwargs=True),
-        last.register_forward_hook(at_last_layer),
-    ]
-    handles += [parameter.register_hook(leave_out) for parameter in model.parameters() if parameter.requires_grad]
-    with log:
-        if compute_loss is None:
-            loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
-        else:
-            logits_NV = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
-            loss = own_nats_of(compute_loss, logits_NV, inputs["input_ids"].flatten())[0]
-            del logits_NV
-        log.mark("loss")
-        if backward:
-            loss.backward()
-        for name in ("layers", "again", "backward", "below"):
-            log.mark(name)
-    for handle in handles:
-        handle.remove()
-    model.zero_grad()
-    if checkpointing:
-        model.activation_checkpointing_disable()
-    live, head, layers = log.live_bytes(), log.marks["head"], log.marks["layers"]
-    held = Counter()
-    for index, change in log.events[: log.marks["loss"]]:
-        if index < head and index not in last_output and index not in log.gradients:
-            held[index >= log.marks["layer"] or index in last_input] += change
-    kept, at, again = sum(held.values()), log.traffic_at, range(log.marks["again"], log.marks["backward"])
-    held_again = sum(
-        change for index, change in log.events[: again.stop] if index in again and index not in log.gradients
-    )
-    return StepTrace(
-        kept=kept,
-        head=max(live[head : layers + 1]) - kept,
-        layers=max(live[:head] + (live[layers:] if backward else [])) - kept,
-        kept_by_layer=held[True],
-        backward=max(live[again.start :]) - kept - held_again,
-        traffic=log.traffic,
-        traffic_of_layer=at["head"] - at["layer"] + at["below"] - at["layers"],
-        traffic_again=at["backward"] - at["again"],
-    )
-
-
-def inputs_of(batch: int, seq_len: int, attention: Attention) -> dict[str, torch.Tensor]:
-    ids_BT = torch.zeros(batch, seq_len, dtype=torch.long)
-    return {"input_ids": ids_BT} | ({} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)})
-
-
-def trace_training(
-    model_config: PreTrainedConfig,
-    *,
-    batches: tuple[int, ...],
-    seq_len: int,
-    dtype: torch.dtype,
-    attention: Attention,
-    adapters: LoraConfig | None = None,
-    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
-    liger: bool = False,
-    tiled: bool = False,
-    tiled_mlp: bool = False,
-    zero_3: bool = False,
-    compute_loss: Callable | None = None,
-    layers_of_kind: int = 2,
-    most_operators: float = math.inf,
-) -> list[dict[str, Any]]:
-    """Trace a model with layers of one kind after another, and add up as many as there are.
-
-    Args:
-        layers_of_kind: that are traced one after the other; the last is counted. While the second computes, Python may
-            still hold what the first returned.
-        tiled: the loss is of tiles, each of one sequence.
-        tiled_mlp: feed-forwards compute some tokens at a time.
-        zero_3: linear layers are DeepSpeed's.
-        most_operators: of one forward and backward; more raise TooManyOperators.
-
-    Returns:
-        for each size of batch, the bytes of one micro batch as `TrainingActivations` names them.
-    """
-    blueprint = meta_model(model_config, dtype=dtype, attention=attention, adapters=adapters, patterns=patterns)
-    totals: list[Counter[str]] = [Counter() for _ in batches]
-    saved: list[dict[int, int]] = [{} for _ in batches]
-    kept_inputs: list[dict[int, int]] = [{} for _ in batches]
-    for layers in layer_kinds(blueprint):
-        parts = {"liger": liger, "tile_rows": seq_len if tiled else None, "tiled_mlp": tiled_mlp, "zero_3": zero_3}
-        with traced_model(blueprint, layers=layers[:1] * layers_of_kind, **parts) as model:
-            steps = [
-                [
-                    trace_step(model, inputs_of(batch, seq_len, attention), compute_loss, **how)
-                    for how in (
-                        {"checkpointing": True, "most_operators": most_operators},
-                        {"backward": False},  # that without checkpointing is the same as after a recompute
-                    )
-                ]
-                for batch in batches
-            ]
-        for place, ((checkpointed, plain), total) in enumerate(zip(steps, totals, strict=True)):
-            # Rotary angles and masks are a kind's own.
-            total["once"] += checkpointed.kept - layers_of_kind * checkpointed.kept_by_layer
-            saved[place] |= dict.fromkeys(layers, plain.kept_by_layer)
-            kept_inputs[place] |= dict.fromkeys(layers, checkpointed.kept_by_layer)
-            total["layer_transient"] = max(total["layer_transient"], checkpointed.layers)
-            total["layer_backward"] = max(total["layer_backward"], plain.layers, checkpointed.backward)
-            total["head"] = max(total["head"], checkpointed.head)
-            traffic = checkpointed.traffic_of_layer
-            once_less = traffic - checkpointed.traffic_again
-            for name, of_layer in (("traffic", once_less), ("traffic_checkpointed", traffic)):
-                if not total[name]:  # of the first kind also embedding, norm, head and loss
-                    total[name] = checkpointed.traffic - layers_of_kind * traffic
-                total[name] += len(layers) * of_layer
-    return [
-        dict(total)
-        | {"layers_saved": [of_layer[index] for index in sorted(of_layer)]}
-        | {"layers_input": [inputs[index] for index in sorted(inputs)]}
-        for total, of_layer, inputs in zip(totals, saved, kept_inputs, strict=True)
-    ]
-
-
-def trace_evaluation(
-    model_config: PreTrainedConfig,
-    *,
-    batches: tuple[int, ...],
-    seq_len: int,
-    dtype: torch.dtype,
-    attention: Attention,
-    adapters: LoraConfig | None = None,
-    most_operators: float = math.inf,
-) -> list[dict[str, Any]]:
-    """Trace three layers of each kind without gradients, as scoring calls them: the head on one position only. Returns
-    for each size of batch the peak of the `backbone`.
-    """
-    peaks = [0] * len(batches)
-    blueprint = meta_model(model_config, dtype=dtype, attention=attention, adapters=adapters)
-    for layers in layer_kinds(blueprint):
-        with traced_model(blueprint, layers=layers[:1] * 3) as model:
-            model.eval()
-            for number, batch in enumerate(batches):
-                inputs = inputs_of(batch, seq_len, attention)
-                known = [*model.parameters(), *model.buffers(), *inputs.values()]
-                log = StorageLog(known, most_operators=most_operators)
-                with torch.no_grad(), log:
-                    model(**inputs, use_cache=False, logits_to_keep=1)
-                peaks[number] = max(peaks[number], max(log.live_bytes()))
-    return [{"backbone": peak} for peak in peaks]
-
-
-Loss = Literal["hf", "tiled", "fused"]
-"""hf: transformers' ForCausalLMLoss, over all logits in fp32. tiled: logits of some tokens at a time
-(models/tiles.py). fused: Liger's fused_linear_cross_entropy, which does the same.
-"""
 BATCHES = (1, 4)
 """Sequences of the two micro batches that are traced: what a batch takes is a line through them."""
 MOST_OPERATORS, SHORTER = 2000, (256, 64)
@@ -501,97 +190,141 @@ def exchange_term(size: ModelSize, rank_tokens: int, ranks: int, dtype: str, *, 
     return Term("positions exchanged for heads", layers * rank_tokens * width * itemsize, how, "compute")
 
 
-def _line(numbers: Iterable[int], seq_len: int) -> Cost:
-    """Return the cost that gives these bytes at BATCHES."""
+def _line(numbers: Sequence[Any], seq_len: int) -> Any:
+    """Return the cost that gives these bytes at BATCHES; of lists, which have a number for each layer, their costs."""
+    if isinstance(numbers[0], list):
+        return tuple(_line(of_layer, seq_len) for of_layer in zip(*numbers, strict=True))
     (few, many), (less, more) = BATCHES, numbers
     per_sequence = (more - less) / (many - few)
     return Cost(fixed=less - few * per_sequence, per_token=per_sequence / seq_len)
 
 
-def training_activations(
-    size: ModelSize,
-    model_config: PreTrainedConfig,
-    *,
-    dtype: str,
-    attention: Attention,
-    loss: Loss,
-    seq_len: int,
-    adapters: LoraConfig | None = None,
-    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
-    liger: bool = False,
-    zero_3: bool = False,
-    compute_loss: Callable | None = None,
-) -> TrainingActivations:
-    """Trace a model's training, or that of a Llama of the same widths where its code does not run over meta tensors.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, as far as memory and time depend on it."""
 
-    Args:
-        patterns: of the parameters that are trained, and of those that are frozen.
-        liger: with Liger's norms and feed-forwards; its own loss is "fused".
-        zero_3: with the linear layers of ZeRO-3, which keep the inputs of frozen weights too.
-        compute_loss: the user's own; planned as nats where it does not run over meta tensors.
-    """
-    how = {"liger": liger, "patterns": patterns, "tiled": loss == "tiled", "compute_loss": compute_loss}
-    how |= {"tiled_mlp": size.tiled_params > 0, "zero_3": zero_3}
-    options = {"attention": attention, "seq_len": seq_len, "dtype": dtype, "adapters": adapters}
-    traces, source = _traced(trace_training, size, model_config, **options, **how)
-    seq_len = traces[0]["seq_len"]
-    names = ("once", "layer_transient", "layer_backward", "head", "traffic", "traffic_checkpointed")
-    costs = {name: _line((trace[name] for trace in traces), seq_len) for name in names}
-    for name in ("layers_saved", "layers_input"):
-        costs[name] = tuple(_line(numbers, seq_len) for numbers in zip(*(trace[name] for trace in traces), strict=True))
-    if loss == "fused":
-        # What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py): the final
-        # norm's input and output; the gradient of the hidden states; logits of as many tokens as take up to twice that.
-        costs["head"] = Cost(per_token=5 * DTYPE_BYTES[dtype] * size.hidden_size)
-    if loss == "tiled":  # a traced tile is one sequence
-        costs["head"] = replace(costs["head"], fixed=costs["head"].fixed / seq_len, tiled_vocab=size.vocab_size)
-    numbers = size.layer_numbers if len(size.layer_numbers) == len(costs["layers_saved"]) else ()
-    return TrainingActivations(source=source, layer_numbers=numbers, **costs)
+    size: ModelSize
+    model_config: PreTrainedConfig
+    dtype: str = "bfloat16"
+    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
+    seq_len: int = 1024
+    attention: Attention = "flash"
+    adapters: LoraConfig | None = None
+    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Of the parameters that are trained, and of those that are frozen."""
+    optimizer: str = DEFAULT_OPTIMIZER
+    """As transformers names it (the option `optim`); a key of OPTIMIZERS."""
+    micro_batch: int | None = None
+    """Sequences of one forward on one rank; None lets the plan choose."""
+    accumulation: int | None = None
+    sequences_per_step: int | None = None
+    """Of one optimizer step over all ranks."""
+    sequence_parallel: int = 1
+    """Ranks that share each micro batch."""
+    checkpointing: bool | None = None
+    """As the user set it; None lets the plan decide."""
+    checkpoint_every: int | None = None
+    """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
+    checkpoint_offload: bool = False
+    """With checkpointing, whether what it saves lies in pinned host memory."""
+    liger: bool = False
+    """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
+    tiled_loss: bool = False
+    """Whether logits of some tokens at a time exist (models/tiles.py)."""
+    fp32_accumulation: bool | None = None
+    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
+    fp32_reduction: bool = False
+    """Whether gradients are sent in fp32."""
+    bf16_states: bool = False
+    """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
+    compiled: bool = False
+    """Whether torch.compile is asked for."""
+    samples: bool = False
+    """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
+    async_save: bool = False
+    """Whether checkpoints are written of copies in host memory."""
+    compute_loss: Callable | None = None
+    """A loss of the user's own."""
 
+    def with_same_activations(self, **changes: Any) -> "Job":
+        """Return the job with changes on which the bytes of a token do not depend: it takes what is traced of this."""
+        other = replace(self, **changes)
+        other.__dict__["traced_as"] = self.traced_as  # no field: `replace` would keep it beside other changes
+        return other
 
-def evaluation_activations(
-    size: ModelSize,
-    model_config: PreTrainedConfig,
-    *,
-    dtype: str,
-    attention: Attention,
-    seq_len: int,
-    adapters: LoraConfig | None = None,
-) -> EvaluationActivations:
-    """Trace a model's forward; arguments and fallback as for `training_activations`."""
-    options = {"attention": attention, "seq_len": seq_len, "dtype": dtype, "adapters": adapters}
-    traces, _ = _traced(trace_evaluation, size, model_config, **options)
-    itemsize = DTYPE_BYTES[dtype]
-    softcap = getattr(model_config.get_text_config(), "final_logit_softcapping", None)
-    return EvaluationActivations(
-        backbone=_line((trace["backbone"] for trace in traces), traces[0]["seq_len"]),
-        hidden=Cost(per_token=2 * itemsize * size.hidden_size),
-        logit_bytes=4 + itemsize * (2 if softcap else 1),
-        vocab_size=size.vocab_size,
-    )
+    @cached_property
+    def traced_as(self) -> "Job":
+        """The job whose activations are traced."""
+        return self
+
+    def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
+        return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
+
+    @cached_property
+    def activations(self) -> TrainingActivations:
+        """Under ZeRO 0 to 2."""
+        return self.traced_as._training_activations(zero_3=False)
+
+    @cached_property
+    def activations_of_shards(self) -> TrainingActivations:
+        """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
+        all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
+        is_alike = all_trained or self.size.quantization  # which is never sharded
+        return self.activations if is_alike else self.traced_as._training_activations(zero_3=True)
+
+    def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
+        """Args: `zero_3`: with the linear layers of ZeRO-3, which keep the inputs of frozen weights too."""
+        size, liger = self.size, self.liger and self.size.model_type in LIGER_MODELS
+        traces, source = _traced(
+            trace_training,
+            self,
+            patterns=self.patterns,
+            liger=liger,
+            tiled=self.tiled_loss,
+            tiled_mlp=size.tiled_params > 0,
+            compute_loss=self.compute_loss,
+            zero_3=zero_3,
+        )
+        seq_len, names = traces[0]["seq_len"], traces[0].keys() - {"seq_len"}
+        costs = {name: _line([trace[name] for trace in traces], seq_len) for name in names}
+        if self.tiled_loss:  # a traced tile is one sequence
+            costs["head"] = replace(costs["head"], fixed=costs["head"].fixed / seq_len, tiled_vocab=size.vocab_size)
+        elif liger and not self.compute_loss:
+            # What Liger's loss takes, which no CPU can trace (liger_kernel/ops/fused_linear_cross_entropy.py): the
+            # final norm's input and output; the gradient of the hidden states; logits that take up to twice that.
+            costs["head"] = Cost(per_token=5 * DTYPE_BYTES[self.dtype] * size.hidden_size)
+        numbers = size.layer_numbers if len(size.layer_numbers) == len(costs["layers_saved"]) else ()
+        return TrainingActivations(source=source, layer_numbers=numbers, **costs)
+
+    @cached_property
+    def evaluation_activations(self) -> EvaluationActivations:
+        traces, _ = _traced(trace_evaluation, self)
+        itemsize = DTYPE_BYTES[self.dtype]
+        softcap = getattr(self.model_config.get_text_config(), "final_logit_softcapping", None)
+        return EvaluationActivations(
+            backbone=_line([trace["backbone"] for trace in traces], traces[0]["seq_len"]),
+            hidden=Cost(per_token=2 * itemsize * self.size.hidden_size),
+            logit_bytes=4 + itemsize * (2 if softcap else 1),
+            vocab_size=self.size.vocab_size,
+        )
 
 
 _known: dict[str, list] = {}
 """Traces of this process, by key."""
 
 
-def _traced(
-    trace: Callable[..., list[dict[str, Any]]],
-    size: ModelSize,
-    model_config: PreTrainedConfig,
-    *,
-    attention: Attention,
-    **options: Any,
-) -> tuple[list[dict[str, Any]], str]:
+def _traced(trace: Callable[..., dict[str, Any]], job: Job, **options: Any) -> tuple[list[dict[str, Any]], str]:
     """Trace this model, or a Llama of its widths where its code does not run over meta tensors, and name the source."""
+    shape = {"dtype": job.dtype, "seq_len": job.seq_len}
     try:
-        return _cached(trace, model_config, attention=attention, **options), "trace of its own code"
+        how = shape | {"attention": job.attention, "adapters": job.adapters}
+        return _cached(trace, job.model_config, **how, **options), "trace of its own code"
     except UNTRACEABLE as error:
-        reason = f"since {size.model_type} could not be traced ({one_line(error)[:100]})"
+        untraceable = f"{job.size.model_type} could not be traced ({one_line(error)[:100]})"
     if options.get("compute_loss"):
-        options["compute_loss"] = None
-        traces, source = _traced(trace, size, model_config, attention=attention, **options)
-        return traces, f"{source}, with nats in place of compute_loss, {reason.partition(' ')[2]}"
+        traces, source = _traced(trace, job, **options | {"compute_loss": None})
+        return traces, f"{source}, with nats in place of compute_loss, {untraceable}"
+    size, adapters = job.size, job.adapters
     llama = LlamaConfig(
         hidden_size=size.hidden_size,
         intermediate_size=size.ffn_size,
@@ -603,20 +336,22 @@ def _traced(
     )
     # What names layers and parameters of this model finds nothing there.
     options.pop("patterns", None)
-    if options["adapters"]:
-        rank, alpha = options["adapters"].r, options["adapters"].lora_alpha
-        options["adapters"] = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    traces = _cached(trace, llama, attention="flash", **options)
-    return traces, f"trace of llama, {reason}"
+    if adapters:
+        how = {"r": adapters.r, "lora_alpha": adapters.lora_alpha}
+        adapters = LoraConfig(**how, target_modules="all-linear", task_type="CAUSAL_LM")
+    traces = _cached(trace, llama, attention="flash", adapters=adapters, **shape, **options)
+    return traces, f"trace of llama, since {untraceable}"
 
 
 def _cached(
-    trace: Callable[..., list[dict[str, Any]]],
+    trace: Callable[..., dict[str, Any]],
     model_config: PreTrainedConfig,
     *,
     dtype: str,
+    attention: Attention,
     adapters: LoraConfig | None,
     seq_len: int,
+    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Trace this model at BATCHES, or take it from this process or from disk; what is new is kept in both. The results
@@ -625,25 +360,21 @@ def _cached(
     # A hash of the tracing code itself, and the versions of what it runs through.
     folder, models = Path(__file__).parent, ("size", "tiles")
     files = ("activations.py", "traced_model.py", *(f"../models/{name}.py" for name in models))
-    source = hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest()
-    facts = {
+    facts = options | {
         "trace": trace.__name__,
         "model": model_config.get_text_config().to_dict(),
         "adapters": adapters and adapters.to_dict(),
+        "patterns": patterns,
         "dtype": dtype,
+        "attention": attention,
         "seq_len": seq_len,
-        "code": [
-            torch.__version__,
-            transformers.__version__,
-            peft.__version__,
-            version_of("deepspeed"),
-            source,
-            str((BATCHES, MOST_OPERATORS, SHORTER, SCANNED_LENGTH)),
-        ],
+        "compute_loss": options.get("compute_loss") and digest(options["compute_loss"]),
+        "code": hashlib.sha256(b"".join((folder / name).read_bytes() for name in files)).hexdigest(),
+        "numbers": (BATCHES, MOST_OPERATORS, SHORTER, SCANNED_LENGTH),
+        "versions": [version_of(name) for name in ("torch", "transformers", "peft", "deepspeed")],
     }
-    own_loss = {"compute_loss": digest(options["compute_loss"])} if options.get("compute_loss") else {}
     text = json.dumps(
-        facts | options | own_loss,
+        facts,
         sort_keys=True,
         # Sets in one order: their own differs from process to process.
         default=lambda value: sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value),
@@ -654,33 +385,34 @@ def _cached(
     path = user_cache() / "activations" / f"{key}.json"
     try:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        are_numbers = all(
+        is_whole = len(results) == len(BATCHES) and all(
             type(number) is int
             for result in results
             for value in result.values()
             for number in (value if isinstance(value, list) else [value])
         )
-        is_whole = len(results) == len(BATCHES) and are_numbers
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is damaged
         is_whole = False
     if not is_whole:
-        options |= {"batches": BATCHES, "dtype": getattr(torch, dtype), "adapters": adapters}
+        how = {"dtype": getattr(torch, dtype), "attention": attention}
+        blueprint = meta_model(model_config, adapters=adapters, patterns=patterns, **how)
         lengths, text_config = [seq_len], model_config.get_text_config()
         attends = hasattr(text_config, "num_attention_heads")
-        if text_config.model_type in SCANNED and not (attends and options["attention"] == "eager"):
+        if text_config.model_type in SCANNED and not (attends and attention == "eager"):
             lengths = [min(seq_len, SCANNED_LENGTH)]
-        elif (
-            options["attention"] == "flash" or not attends
-        ):  # else each layer has a matrix: of probabilities or the mask
+        elif attention == "flash" or not attends:  # else each layer has a matrix: of probabilities or the mask
             lengths += [length for length in SHORTER if length < seq_len]
         attempts = [{"seq_len": length, "most_operators": MOST_OPERATORS} for length in lengths]
         fewest = {"layers_of_kind": 1} if trace is trace_training else {}
         attempts.append({"seq_len": lengths[-1]} | fewest)
         for attempt in attempts:
             with contextlib.suppress(TooManyOperators):
-                results = trace(model_config, **attempt, **options)
+                results = [
+                    trace(blueprint, batch=batch, attention=attention, **attempt, **options)
+                    | {"seq_len": attempt["seq_len"]}
+                    for batch in BATCHES
+                ]
                 break
-        results = [result | {"seq_len": attempt["seq_len"]} for result in results]
         with contextlib.suppress(OSError):  # without a cache the next plan is only slower
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"results": results})

@@ -1,26 +1,15 @@
-"""The job that is planned, and the configurations that are tried for it: ZeRO files, numbers in them, micro batches."""
+"""The configurations that are tried for a job: ZeRO files, numbers in them, micro batches."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator
 from typing import Any
-
-from peft import LoraConfig
-from transformers import PreTrainedConfig
 
 from dsft.config.deepspeed import AUTO, compose, get_value, read_zero_file, stage
 from dsft.models.size import ModelSize
-from dsft.planner.activations import (
-    EvaluationActivations,
-    TrainingActivations,
-    evaluation_activations,
-    training_activations,
-)
+from dsft.planner.activations import Job
 from dsft.planner.step_time import GPUS, gpu_name, parse_interconnect
-from dsft.planner.traced_model import LIGER_MODELS, Attention
+from dsft.planner.traced_model import LIGER_MODELS
 from dsft.planner.zero_layout import (
     DEEPSPEED_OPTIMIZERS,
-    DEFAULT_OPTIMIZER,
     OPTIMIZERS,
     PLANNED_AS,
     optimizer_memory,
@@ -87,107 +76,6 @@ UNMODELLED = {
 """Settings of a DeepSpeed JSON that change memory or time and are not counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is to be trained, as far as memory and time depend on it."""
-
-    size: ModelSize
-    model_config: PreTrainedConfig
-    dtype: str = "bfloat16"
-    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
-    seq_len: int = 1024
-    attention: Attention = "flash"
-    adapters: LoraConfig | None = None
-    patterns: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Of the parameters that are trained, and of those that are frozen."""
-    optimizer: str = DEFAULT_OPTIMIZER
-    """As transformers names it (the option `optim`); a key of OPTIMIZERS."""
-    micro_batch: int | None = None
-    """Sequences of one forward on one rank; None lets the plan choose."""
-    accumulation: int | None = None
-    sequences_per_step: int | None = None
-    """Of one optimizer step over all ranks."""
-    sequence_parallel: int = 1
-    """Ranks that share each micro batch."""
-    checkpointing: bool | None = None
-    """As the user set it; None lets the plan decide."""
-    checkpoint_every: int | None = None
-    """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
-    checkpoint_offload: bool = False
-    """With checkpointing, whether what it saves lies in pinned host memory."""
-    liger: bool = False
-    """Whether Liger's kernels are asked for; they change nothing where it has none for the architecture."""
-    tiled_loss: bool = False
-    """Whether logits of some tokens at a time exist (models/tiles.py)."""
-    fp32_accumulation: bool | None = None
-    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
-    fp32_reduction: bool = False
-    """Whether gradients are sent in fp32."""
-    bf16_states: bool = False
-    """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
-    compiled: bool = False
-    """Whether torch.compile is asked for."""
-    samples: bool = False
-    """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
-    async_save: bool = False
-    """Whether checkpoints are written of copies in host memory."""
-    compute_loss: Callable | None = None
-    """A loss of the user's own."""
-
-    def with_same_activations(self, **changes: Any) -> "Job":
-        """Return the job with changes on which the bytes of a token do not depend: it takes what is traced of this."""
-        other = replace(self, **changes)
-        other.__dict__["traced_as"] = self.traced_as  # no field: `replace` would keep it beside other changes
-        return other
-
-    @cached_property
-    def traced_as(self) -> "Job":
-        """The job whose activations are traced."""
-        return self
-
-    def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
-        return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
-
-    @cached_property
-    def activations(self) -> TrainingActivations:
-        """Under ZeRO 0 to 2."""
-        return self.traced_as._training_activations(zero_3=False)
-
-    @cached_property
-    def activations_of_shards(self) -> TrainingActivations:
-        """Under ZeRO-3: more where weights are frozen, as a base below adapters is."""
-        all_trained = self.size.num_trainable == self.size.num_params - self.size.other_params
-        is_alike = all_trained or self.size.quantization  # which is never sharded
-        return self.activations if is_alike else self.traced_as._training_activations(zero_3=True)
-
-    def _training_activations(self, *, zero_3: bool) -> TrainingActivations:
-        liger = self.liger and self.size.model_type in LIGER_MODELS
-        return training_activations(
-            self.size,
-            self.model_config,
-            dtype=self.dtype,
-            attention=self.attention,
-            seq_len=self.seq_len,
-            adapters=self.adapters,
-            patterns=self.patterns,
-            loss="tiled" if self.tiled_loss else "fused" if liger and not self.compute_loss else "hf",
-            compute_loss=self.compute_loss,
-            liger=liger,
-            zero_3=zero_3,
-        )
-
-    @cached_property
-    def evaluation_activations(self) -> EvaluationActivations:
-        return evaluation_activations(
-            self.size,
-            self.model_config,
-            dtype=self.dtype,
-            attention=self.attention,
-            seq_len=self.seq_len,
-            adapters=self.adapters,
-        )
-
-
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     """What a job and its configuration ask for and the plan does not count, a sentence each."""
     notes = []
@@ -246,25 +134,28 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     return [name for name in NAMES if name not in left_out]
 
 
-def batches(job: Job, machine: Machine) -> Iterator[tuple[int, int]]:
-    """Yield (micro batch, accumulation) to try, smallest micro batch first; each makes up the sequences of a step on
-    all ranks (where they cannot be shared evenly, as many as can, and at least one on each).
+def batches(job: Job, machine: Machine) -> Iterator[Batch]:
+    """Yield those to try, smallest micro batch first; each makes up the sequences of a step on all ranks (where they
+    cannot be shared evenly, as many as can, and at least one on each).
     """
     if job.micro_batch or job.accumulation:
         micro = job.micro_batch or SEQUENCES_PER_RANK
         at_once = job.batch(micro, 1, machine).sequences
-        yield micro, job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
+        accumulation = job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
+        yield job.batch(micro, accumulation, machine)
         return
     at_once = job.batch(1, 1, machine).sequences
     per_rank = max(1, job.sequences_per_step // at_once) if job.sequences_per_step else SEQUENCES_PER_RANK
     for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
         if per_rank % micro == 0:
-            yield micro, per_rank // micro
+            yield job.batch(micro, per_rank // micro, machine)
 
 
-def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what
-    stands there at "auto" is chosen.
+def settings(
+    name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Yield the configuration with numbers for this model, then with less memory, and what was changed for that; of a
+    JSON of the user's only what stands there at "auto" is chosen.
     """
     config = compose(
         zero_file or read_zero_file(name, []),
@@ -276,10 +167,10 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
     on_nvme = get_value(zero, "offload_param.device") == "nvme"
     if zero_file is not None:
         if zero.get("stage") == 3 and (numbers := stage_3_buckets(zero, size)):
-            yield config | {"zero_optimization": zero | numbers}
-        yield config
+            yield config | {"zero_optimization": zero | numbers}, ()
+        yield config, ()
         return
-    read = dict(zero)
+    read, changes = dict(zero), ()
     for part in OFFLOADED_PARTS:
         if machine.nvme_path and get_value(zero, f"{part}.nvme_path"):
             zero[part]["nvme_path"] = machine.nvme_path
@@ -308,16 +199,19 @@ def settings(name: str, zero_file: dict[str, Any] | None, job: Job, machine: Mac
         zero["sub_group_size"] = min(zero["sub_group_size"], max(1, size.num_trainable // ranks // 10))
         for ratio in (0.2, 0.4, 0.6, 0.8):
             zero = zero | {"offload_optimizer": zero["offload_optimizer"] | {"ratio": ratio}}
-            yield config | {"zero_optimization": zero}
+            changes = (f"{ratio:.0%} of the optimizer offloaded",)
+            yield config | {"zero_optimization": zero}, changes
     else:
-        yield config | {"zero_optimization": zero}
+        yield config | {"zero_optimization": zero}, changes
     if zero.get("stage") == 3 and not on_nvme:
         small = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
         zero = zero | dict.fromkeys(stage_3_buckets(read, size), "auto") | small
-        yield config | {"zero_optimization": zero}
+        changes = ("fewer live parameters", *changes)
+        yield config | {"zero_optimization": zero}, changes
     offloaded = [part for part in OFFLOADED_PARTS if get_value(zero, f"{part}.pin_memory")]
     if offloaded:  # pinned memory is rounded up to powers of two, pageable memory is not
-        yield config | {"zero_optimization": zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}}
+        zero = zero | {part: zero[part] | {"pin_memory": False} for part in offloaded}
+        yield config | {"zero_optimization": zero}, (*changes, "memory not pinned")
 
 
 def fit_nvme_buffers(zero: dict[str, Any], size: ModelSize, ranks: int) -> None:

@@ -14,9 +14,10 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.errors import UserError
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
+from dsft.planner.activations import Job
 from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import Job, fit_nvme_buffers
-from dsft.planner.plans import Needs, add_up, shortage, with_room
+from dsft.planner.candidates import fit_nvme_buffers
+from dsft.planner.plans import Needs, add_up, available, shortage, with_room
 from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
 from dsft.planner.step_time import (
     GATHER_SECONDS,
@@ -27,7 +28,7 @@ from dsft.planner.step_time import (
     product_seconds,
 )
 from dsft.planner.traced_model import Attention, attention_of
-from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
+from dsft.planner.zero_layout import Term, ZeroLayout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib, padded_width
 
@@ -113,7 +114,7 @@ def plan_evaluation(
     if facts.size.quantization and facts.size.lora_r:
         raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
     job = Job(
-        size=facts.size,
+        size=dataclasses.replace(facts.size, num_trainable=0, trainable_numels=()),  # nothing is trained
         model_config=facts.config,
         adapters=facts.adapters,
         dtype=dtype,
@@ -149,10 +150,8 @@ def plan_evaluation(
             f" zero {chosen.zero}, which needs {in_gib(chosen.device_bytes)} per"
             f" rank and {in_gib(chosen.host_bytes)} per host"
         )
-    if zero != "auto":
-        reason = f"zero={zero} (requested): {reason}"
-    reason += f"; available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'}"
-    reason += f" and {in_gib(machine.host_bytes)} per host."
+    asked = f"zero={zero} (requested): " if zero != "auto" else ""
+    reason = f"{asked}{reason}{available(machine)}."
     longest = None
     if job.attention == "flash":
         positions = job.size.max_positions or MOST_POSITIONS
@@ -164,13 +163,11 @@ def plan_evaluation(
 def _plan(
     zero: str, batch_tokens: int, job: Job, machine: Machine, speeds: Speeds, sequence_parallel: int
 ) -> EvaluationPlan:
-    layout = describe_layout(
-        dataclasses.replace(job.size, num_trainable=0, trainable_numels=()),  # nothing is trained
+    layout = ZeroLayout(
+        job.size,
         {"zero_optimization": evaluation_section(zero, job.size, machine.world_size)},
-        world_size=machine.world_size,
-        ranks_per_node=machine.ranks_per_node,
+        machine,
         dtype=job.dtype,
-        has_gpu=machine.has_gpu,
     )
     size, weights = job.size, [*host_terms(layout), *load_terms(layout)]
     # This rank's shard with what ZeRO-3 gathers for a moment, or all weights.
@@ -181,7 +178,7 @@ def _plan(
     how = f"max(backbone {traced.backbone.formula(rank_tokens)}, hidden states and a part of the logits)"
     activations = [Term("backbone, or hidden states and part of the logits", peak, how, "compute")]
     communicators = 0
-    if layout.world_size > 1:
+    if layout.machine.world_size > 1:
         # NCCL's: a replicated model has no engine with a group of its own; ranks that share a window have one.
         communicators = (layout.communicators if layout.stage == 3 else 1) + (sequence_parallel > 1)
     if sequence_parallel > 1:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,6 @@ from dsft.planner.activations import exchange_term
 from dsft.planner.candidates import (
     CHECKPOINT_EVERY,
     NO_FP32_SUMS,
-    SMALL_LIVE_PARAMS,
     Job,
     batches,
     candidate_names,
@@ -32,10 +32,10 @@ from dsft.planner.candidates import (
 )
 from dsft.planner.states import copied_terms, late_bytes, load_terms, quantised_room, sample_terms, state_terms
 from dsft.planner.step_time import GPUS, TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
-from dsft.planner.zero_layout import OVERHEAD, Term, describe_layout, peak_bytes, resolve_auto
+from dsft.planner.zero_layout import OVERHEAD, Term, ZeroLayout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
 from dsft.runtime.software import code_hash, version_of
-from dsft.units import GiB, in_gib, plural
+from dsft.units import Batch, GiB, in_gib, plural
 
 WORTH_IT = 1.15
 """The predicted gain from which offload, hpZ or more memory are worth their trouble: less is within the predictions'
@@ -81,6 +81,10 @@ class Needs:
     """Of "GPU memory", "host memory", "NVMe" and "locked memory" what is too small, joined by " and "; empty where it
     fits.
     """
+
+    @property
+    def has_room(self) -> bool:
+        return self.fits and not self.low_headroom
 
 
 def add_up(
@@ -132,7 +136,7 @@ P = TypeVar("P", bound=Needs)
 def with_room(plans: Iterable[P]) -> list[P]:
     """Return the plans that fit and leave the reserve; where none does, those that fit."""
     fitting = [plan for plan in plans if plan.fits]
-    return [plan for plan in fitting if not plan.low_headroom] or fitting
+    return [plan for plan in fitting if plan.has_room] or fitting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +156,8 @@ class Plan(Needs):
     """Ranks that share each micro batch."""
     deepspeed_config: dict[str, Any]
     """What training gets; "auto" numbers are left to transformers."""
+    changes: tuple[str, ...]
+    """Of the named configuration, so that it fits: "memory not pinned" ..."""
     activation_bytes: int
     """Of the terms, activations, logits and loss of one micro batch on one rank."""
     time: StepTime
@@ -168,16 +174,7 @@ class Plan(Needs):
     @property
     def label(self) -> str:
         """Name, what was changed to fit, and batch."""
-        changes, zero = [], self.deepspeed_config.get("zero_optimization", {})
-        if not self.zero.endswith(".json"):
-            if zero.get("stage3_max_live_parameters") == SMALL_LIVE_PARAMS:
-                changes.append("fewer live parameters")
-            parts = [zero.get(part) or {} for part in ("offload_optimizer", "offload_param")]
-            if (share := parts[0].get("ratio", 1)) < 1:
-                changes.append(f"{share:.0%} of the optimizer offloaded")
-            if any(part.get("device", "none") != "none" and part.get("pin_memory") is False for part in parts):
-                changes.append("memory not pinned")
-        changed = f" ({', '.join(changes)})" if changes else ""
+        changed = f" ({', '.join(self.changes)})" if self.changes else ""
         checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
         if checkpointing and self.checkpoint_every > 1:
             checkpointing += f" of one layer in {self.checkpoint_every}"
@@ -191,6 +188,17 @@ speed_of = attrgetter("time.tokens_per_second")
 """Of a plan, over all ranks."""
 
 
+def fastest_of(plans: list[Plan], machine: Machine) -> tuple[list[Plan], bool]:
+    """Return those that are within 1 % of the fastest, and whether they leave a fifth of the memory free: a roomier one
+    is preferred up to a loss of 5 %.
+    """
+    roomy = [plan for plan in plans if plan.device_bytes <= ROOMY * machine.device_bytes]
+    fastest, fastest_roomy = (max(map(speed_of, some), default=0.0) for some in (plans, roomy))
+    is_roomy = fastest_roomy >= 0.95 * fastest
+    some, least = (roomy, fastest_roomy) if is_roomy else (plans, fastest)
+    return [plan for plan in some if speed_of(plan) >= 0.99 * least], is_roomy
+
+
 def all_plans(
     job: Job, machine: Machine, speeds: Speeds, *, zero: str = "auto", zero_file: dict[str, Any] | None = None
 ) -> list[Plan]:
@@ -198,91 +206,66 @@ def all_plans(
     that fits, else the smallest. Where checkpointing is open, that of some layers is a candidate too, for micro batches
     that fit with that of all layers and not without.
 
-    One that leaves a fifth of the memory free is preferred up to a loss of 5 %. Of equally fast ones it is the largest
-    of these, else the smallest.
+    Of equally fast ones it is the largest of those that leave a fifth of the memory free, else the smallest.
 
     Args:
         zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-
-    def add_best(plans: list[Plan]) -> None:
-        fitting = with_room(plans)
-        roomy = [plan for plan in fitting if plan.device_bytes <= ROOMY * machine.device_bytes]
-        fastest, fastest_roomy = (max(map(speed_of, some), default=0.0) for some in (fitting, roomy))
-        if not fitting:
-            best.append(plans[0])
-        elif fastest_roomy >= 0.95 * fastest:
-            best.append([plan for plan in roomy if speed_of(plan) >= 0.99 * fastest_roomy][-1])
-        else:
-            best.append(next(plan for plan in fitting if speed_of(plan) >= 0.99 * fastest))
-
-    best, tried = [], list(batches(job, machine))
-    all_layers = job.checkpoint_every or 1
+    best, all_layers = [], job.checkpoint_every or 1
     for name in candidate_names(job, machine) if zero == "auto" else [zero]:
-        pairs = tried
+        tried = list(batches(job, machine))
         if zero == "auto" and name in NO_FP32_SUMS:  # none whose gradients should be added up in fp32
-            pairs = [(micro, number) for micro, number in tried if not wants_fp32_sums(job, number)]
-        if not pairs:
+            tried = [batch for batch in tried if not wants_fp32_sums(job, batch.accumulation)]
+        if not tried:
             continue
         computed_again = [0, all_layers] if job.checkpointing is None else [all_layers * job.checkpointing]
-        plans = {
-            every: [_fitted(name, zero_file, every, *pair, job, machine, speeds) for pair in pairs]
-            for every in computed_again
-        }
-        for candidates in plans.values():
-            add_best(candidates)
+        fitted = partial(_fitted, name, zero_file, job, machine, speeds)
+        plans = [[fitted(batch, every) for batch in tried] for every in computed_again]
         if job.checkpointing is None and job.checkpoint_every is None:
             some_layers = []
-            for pair, without, with_all in zip(pairs, *plans.values(), strict=True):
-                if not with_all.fits or with_all.low_headroom or (without.fits and not without.low_headroom):
-                    continue
-                for every in CHECKPOINT_EVERY:
-                    plan = _fitted(name, zero_file, every, *pair, job, machine, speeds)
-                    if plan.fits and not plan.low_headroom:
-                        some_layers.append(plan)
-                        break
-            if some_layers:
-                add_best(some_layers)
+            for batch, without, with_all in zip(tried, *plans, strict=True):
+                if with_all.has_room and not without.has_room:
+                    fewer = (fitted(batch, every) for every in CHECKPOINT_EVERY)
+                    some_layers.append(next((plan for plan in fewer if plan.has_room), None))
+            plans.append([plan for plan in some_layers if plan])
+        for candidates in filter(None, plans):
+            if fitting := with_room(candidates):
+                fastest, is_roomy = fastest_of(fitting, machine)
+                best.append(fastest[-1 if is_roomy else 0])
+            else:
+                best.append(candidates[0])
     return best
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
     """Return the fastest that fits, with room if one leaves some; where nothing fits, the closest to fitting.
 
-    A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ. Where a fifth of the
-    memory is not free, a roomier one is preferred up to a loss of 5 %.
+    A gain below 1 % is no reason to leave a simpler one, one below 15 % none for offload or hpZ. Where none that is
+    about as fast leaves a fifth of the memory free, it is the smallest within 5 %.
     """
     fitting = with_room(plans)
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
     fitting = [plan for plan in fitting if plan.zero != PASSED_OVER] or fitting
-    fastest = max(map(speed_of, fitting))
     measured = [plan for plan in fitting if not plan.is_unbenchmarked]
-    if measured:
-        fastest_measured = max(map(speed_of, measured))
-        if fastest < WORTH_IT * fastest_measured:
-            fitting, fastest = measured, fastest_measured
-    simplest = next(plan for plan in fitting if speed_of(plan) >= 0.99 * fastest)
-    if simplest.device_bytes <= ROOMY * machine.device_bytes:
-        return simplest
-    close = [plan for plan in fitting if speed_of(plan) >= 0.95 * fastest]
-    roomy = [plan for plan in close if plan.device_bytes <= ROOMY * machine.device_bytes]
-    if not roomy:
-        return min(close, key=lambda plan: plan.device_bytes)
-    fastest = max(map(speed_of, roomy))
-    return next(plan for plan in roomy if speed_of(plan) >= 0.99 * fastest)
+    if max(map(speed_of, fitting)) < WORTH_IT * max(map(speed_of, measured), default=0.0):
+        fitting = measured
+    fastest, is_roomy = fastest_of(fitting, machine)
+    if is_roomy:
+        return fastest[0]
+    close = [plan for plan in fitting if speed_of(plan) >= 0.95 * max(map(speed_of, fitting))]
+    return min(close, key=lambda plan: plan.device_bytes)
 
 
 def _fitted(
     name: str,
     zero_file: dict[str, Any] | None,
-    every: int,
-    micro_batch: int,
-    accumulation: int,
     job: Job,
     machine: Machine,
     speeds: Speeds,
+    batch: Batch,
+    every: int,
 ) -> Plan:
     """Predict one candidate with the first of its settings that fits (with room, if one does), else with the last and
     leanest.
@@ -293,16 +276,15 @@ def _fitted(
     plans, shared_by = [], job.sequence_parallel
     is_sharded = name.startswith("3") if zero_file is None else stage(zero_file) == 3
     traced = job.activations_of_shards if is_sharded else job.activations
-    tokens = -(-micro_batch * job.seq_len // shared_by)
+    tokens = -(-batch.micro * job.seq_len // shared_by)
     offloads = every and job.checkpoint_offload and machine.has_gpu  # without a GPU it lies there anyhow
     activations = traced.terms(tokens, every, offloading_ranks=machine.ranks_per_node if offloads else 0)
     again = traced.checkpointed_layers(every)
     if shared_by > 1:
         if job.attention != "flash":  # each rank has the mask of full rows
             once, whole = traced.once, tokens * shared_by
-            activations[0] = dataclasses.replace(
-                activations[0], num_bytes=once.num_bytes(whole), formula=once.formula(whole)
-            )
+            of_rows = {"num_bytes": once.num_bytes(whole), "formula": once.formula(whole)}
+            activations[0] = dataclasses.replace(activations[0], **of_rows)
         layers = traced.num_layers - len(again) + bool(again)  # of those that are computed again, one at a time
         activations.append(exchange_term(job.size, tokens, shared_by, job.dtype, layers=layers))
     recomputed = len(again) / traced.num_layers
@@ -310,23 +292,21 @@ def _fitted(
         share * traffic.num_bytes(tokens)
         for share, traffic in ((1 - recomputed, traced.traffic), (recomputed, traced.traffic_checkpointed))
     )
-    for deepspeed_config in (
-        typed
-        for config in settings(name, zero_file, job, machine)
-        for typed in gradient_types(config, job, accumulation, decides=zero_file is None)
+    for deepspeed_config, changes in (
+        (typed, changes)
+        for config, changes in settings(name, zero_file, job, machine)
+        for typed in gradient_types(config, job, batch.accumulation, decides=zero_file is None)
     ):
-        layout = describe_layout(
+        layout = ZeroLayout(
             job.size,
-            deepspeed_config | {"gradient_accumulation_steps": accumulation},
-            world_size=machine.world_size,
-            ranks_per_node=machine.ranks_per_node,
+            deepspeed_config | {"gradient_accumulation_steps": batch.accumulation},
+            machine,
             dtype=job.dtype,
-            has_gpu=machine.has_gpu,
             optimizer=job.optimizer,
         )
         states = state_terms(layout)
         held = traced.as_gradients_come(activations, late_bytes(layout, states))
-        terms = states + load_terms(layout, device_bytes=machine.device_bytes) + held
+        terms = states + load_terms(layout) + held
         terms += quantised_room(layout, states, activations)
         terms += sample_terms(layout) if job.samples else []
         terms += copied_terms(layout) if job.async_save else []
@@ -334,19 +314,17 @@ def _fitted(
             zero=name,
             activation_checkpointing=every > 0,
             checkpoint_every=every or 1,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
+            micro_batch=batch.micro,
+            accumulation=batch.accumulation,
             sequence_parallel=shared_by,
             deepspeed_config=deepspeed_config,
+            changes=changes,
             activation_bytes=peak_bytes(held, "device"),
             time=step_time(
                 layout,
-                machine,
                 speeds,
-                micro_batch=micro_batch,
-                accumulation=accumulation,
+                batch,
                 seq_len=job.seq_len,
-                sequence_parallel=shared_by,
                 recomputed=recomputed,
                 traffic_bytes=traffic_bytes,
                 offloaded_bytes=sum(traced.layers_input[index].num_bytes(tokens) for index in again) if offloads else 0,
@@ -364,7 +342,7 @@ def _fitted(
             ),
         )
         plans.append(plan)
-        if plan.fits and not plan.low_headroom:
+        if plan.has_room:
             break
     return next(iter(with_room(plans)), plan)
 
@@ -389,6 +367,12 @@ def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | No
     return min(misses, key=lambda plan: shortage(plan, machine), default=None)
 
 
+def available(machine: Machine) -> str:
+    """Say what memory a machine has, to be appended."""
+    device = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'}"
+    return f"; available: {device} and {in_gib(machine.host_bytes)} per host"
+
+
 def reason(
     chosen: Plan,
     plans: list[Plan],
@@ -403,14 +387,7 @@ def reason(
     Args:
         beside_table: in at most 25 words, without what a table of plans shows: label, speed, and what the machine has.
     """
-    label, have = chosen.label, ""
-    if beside_table:
-        label = f"ZeRO {chosen.zero}"
-    else:
-        have = (
-            f"; available: {in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'} and"
-            f" {in_gib(machine.host_bytes)} per host"
-        )
+    label, have = (f"ZeRO {chosen.zero}", "") if beside_table else (chosen.label, available(machine))
     if not chosen.fits:
         if zero != "auto":
             return f"zero={zero} cannot fit: {label} needs {need(chosen)}{have}."

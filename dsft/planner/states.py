@@ -9,9 +9,9 @@ torch's CachingHostAllocator rounds pinned memory up to powers of two and keeps 
 transformers maps checkpoint files into memory: pages that the kernel takes back, so they are not counted.
 """
 
-import dataclasses
 import math
 from collections import Counter
+from functools import partial
 
 from dsft.planner.step_time import ASSUMED
 from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
@@ -33,13 +33,16 @@ GONE_AFTER_STEP = ("gradients", "secondary partition")
 
 def state_terms(layout: ZeroLayout) -> list[Term]:
     """List model states, gradients and DeepSpeed's buffers: of one device, and of one node's host memory."""
-    device = {0: _stage_0, 1: _stage_1_2, 2: _stage_1_2, 3: _stage_3}[layout.stage](layout)
+    if layout.stage in (1, 2):
+        device = _stage_1_2(layout, largest=layout.largest_trained)
+    else:
+        device = _stage_3(layout) if layout.stage else _stage_0(layout)
     return [term for term in device + host_terms(layout) if term.num_bytes]
 
 
 def quantised_room(layout: ZeroLayout, states: list[Term], activations: list[Term]) -> list[Term]:
     """List what a quantised base takes beyond its formulas; nothing where its weights are plain."""
-    if not (layout.packed and layout.has_gpu):
+    if not (layout.packed and layout.machine.has_gpu):
         return []
     made = peak_bytes(activations, "device")
     held = peak_bytes(states, "device")
@@ -64,7 +67,7 @@ def late_bytes(layout: ZeroLayout, states: list[Term]) -> int:
     if not (size.trains_embedding and not size.head_params and layout.largest_trained == size.embedding_params):
         return gradients
     # One of the embedding's two gradients is there; what comes in the meantime is of layers.
-    of_layers = _stage_1_2(dataclasses.replace(layout, largest_trained=layout.largest_inner))
+    of_layers = _stage_1_2(layout, largest=layout.largest_inner)
     passing, first = (sum(term.num_bytes for term in terms if term.phase == "compute") for terms in (states, of_layers))
     return gradients + max(0, passing - first - largest)
 
@@ -105,7 +108,7 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     moments = f"({f'fp32 master {master} + ' if master else ''}moments {optimizer.state_bytes}) x {trained:,}"
     # The engine reduces a flat copy of the gradients, which dsft leaves out on one rank (training/engine.py).
     # Later, in bf16 and fp16, fp32 gradients stand beside the model's (unfused_optimizer.py, step).
-    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.world_size > 1 else 0
+    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.machine.world_size > 1 else 0
     reduced, updating = layout.reduced_bytes, ((4 if is_half else 0) + optimizer.step_bytes) * trained
     step = f"max(all-reduce copy {reduced} x {copied:,}, fp32 gradients and copies {updating:,})"
     return [
@@ -116,9 +119,10 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     ]
 
 
-def _stage_1_2(layout: ZeroLayout) -> list[Term]:
-    weight_bytes, trained, largest = layout.weight_bytes, layout.size.num_trainable, layout.largest_trained
-    share, ranks, bucket = layout.share, layout.world_size, layout.zero["reduce_bucket_size"]
+def _stage_1_2(layout: ZeroLayout, *, largest: int) -> list[Term]:
+    """Args: `largest`: elements of the largest parameter whose gradient comes."""
+    weight_bytes, trained = layout.weight_bytes, layout.size.num_trainable
+    share, ranks, bucket = layout.share, layout.machine.world_size, layout.zero["reduce_bucket_size"]
     offloads, optimizer = layout.optimizer_device != "none", layout.optimizer
     frozen, how = frozen_bytes(layout)
     terms = [Term("weights", frozen + weight_bytes * trained, f"{how} + {weight_bytes} x {trained:,} trained")]
@@ -193,7 +197,8 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
 
 def _stage_3(layout: ZeroLayout) -> list[Term]:
     weight_bytes, sent_bytes, sum_bytes = layout.weight_bytes, layout.sent_bytes, layout.sum_bytes
-    trained, share, ranks, groups = layout.size.num_trainable, layout.share, layout.world_size, layout.device_sub_groups
+    trained, share, ranks = layout.size.num_trainable, layout.share, layout.machine.world_size
+    groups = layout.device_sub_groups
     persistent, live, most = _gathered_params(layout)
     bucket = layout.zero["reduce_bucket_size"] if layout.zero["contiguous_gradients"] else 0
     # allocated in full, once
@@ -241,7 +246,7 @@ def shards(layout: ZeroLayout) -> list[Term]:
     """List this rank's part of the weights under ZeRO-3; none where they are offloaded."""
     if layout.param_device != "none":
         return []
-    weight_bytes, params, ranks = layout.weight_bytes, layout.size.num_params, layout.world_size
+    weight_bytes, params, ranks = layout.weight_bytes, layout.size.num_params, layout.machine.world_size
     return [Term("weights", weight_bytes * params // ranks, f"{weight_bytes} x {params:,} / {ranks}")]
 
 
@@ -269,7 +274,7 @@ def _gathered_params(layout: ZeroLayout) -> tuple[int, int, int]:
 
 def gathered(layout: ZeroLayout) -> list[Term]:
     """List full parameters, and the buffers through which they and their gradients pass; none on a single rank."""
-    if layout.world_size == 1 and layout.param_device == "none":  # nothing is partitioned (`NoGatherHandle`)
+    if layout.machine.world_size == 1 and layout.param_device == "none":  # nothing is partitioned (`NoGatherHandle`)
         return []
     weight_bytes, zero, size = layout.weight_bytes, layout.zero, layout.size
     persistent, live, most = _gathered_params(layout)
@@ -305,11 +310,11 @@ def sample_terms(layout: ZeroLayout) -> list[Term]:
     no flat copies beside them, but what is offloaded is moved to the device first). What generation itself holds is
     less than a micro batch of training does.
     """
-    if layout.stage < 3 or (layout.world_size == 1 and layout.param_device == "none"):
+    if layout.stage < 3 or (layout.machine.world_size == 1 and layout.param_device == "none"):
         return []
     persistent, _, most = _gathered_params(layout)
-    offloads = layout.param_device != "none" and layout.has_gpu
-    moved = -(-layout.size.num_params // layout.world_size) if offloads else 0
+    offloads = layout.param_device != "none" and layout.machine.has_gpu
+    moved = -(-layout.size.num_params // layout.machine.world_size) if offloads else 0
     how = f"{layout.weight_bytes} x ({most:,} beside {persistent:,} persistent{f' + shard {moved:,}' if moved else ''})"
     return [Term("weights gathered for samples", layout.weight_bytes * (most + moved), how, "sample")]
 
@@ -335,35 +340,40 @@ def copied_terms(layout: ZeroLayout) -> list[Term]:
 
 
 def _on_node(layout: ZeroLayout, name: str, num_bytes: float, formula: str, phase: Phase = "always") -> Term:
-    ranks = layout.ranks_per_node
+    ranks = layout.machine.ranks_per_node
     return Term(name, int(ranks * num_bytes), f"{ranks} ranks x {formula}", phase, "host")
+
+
+def _processes(layout: ZeroLayout, phase: Phase) -> Term:
+    num_bytes = PROCESS_BYTES[layout.machine.has_gpu]
+    return _on_node(layout, "processes", num_bytes, f"{num_bytes:,}", phase)
 
 
 def host_terms(layout: ZeroLayout) -> list[Term]:
     """List what offload takes of a node's host memory and NVMe, and what its processes take."""
-    weight_bytes, share, ranks, size = layout.weight_bytes, layout.share, layout.world_size, layout.size
+    weight_bytes, share, ranks, size = layout.weight_bytes, layout.share, layout.machine.world_size, layout.size
     optimizer, trained = layout.optimizer, layout.size.num_trainable
     offload, params = layout.zero["offload_optimizer"] or {}, layout.zero["offload_param"] or {}
 
     def pinned(num_bytes: int, pin: bool = True) -> int:
         """Round up to a power of two where it is pinned."""
-        return pinned_bytes(num_bytes) if pin and layout.has_gpu else num_bytes
+        return pinned_bytes(num_bytes) if pin and layout.machine.has_gpu else num_bytes
 
-    process_bytes = PROCESS_BYTES[layout.has_gpu]
-    terms = [_on_node(layout, "processes", process_bytes, f"{process_bytes:,}")]
+    def hold(name: str, num_bytes: float, formula: str) -> None:
+        terms.append(_on_node(layout, name, num_bytes, formula))
+
+    terms = [_processes(layout, "always")]
     pin = offload.get("pin_memory", False)
     if layout.stage in (1, 2) and layout.optimizer_device != "none":
         # All but the moments are pinned (stage_1_and_2.py, __init__ and initialize_optimizer_states).
-        moments = optimizer.state_bytes * share
-        terms.append(_on_node(layout, "Adam moments", moments, f"{optimizer.state_bytes} x {share:,}"))
+        hold("Adam moments", optimizer.state_bytes * share, f"{optimizer.state_bytes} x {share:,}")
         for name, num_bytes, count in (
             ("fp32 master weights", optimizer.master_bytes, share),
             ("fp32 gradients", optimizer.master_bytes, share),  # in the master's type, as CPUAdam reads them
             ("copy of updated weights", weight_bytes, share),
             ("gradient buffer", weight_bytes, layout.largest_trained),
         ):
-            buffer = pinned(num_bytes * count, pin)
-            terms.append(_on_node(layout, name, buffer, f"{num_bytes} x {count:,}, pinned"))
+            hold(name, pinned(num_bytes * count, pin), f"{num_bytes} x {count:,}, pinned")
         # With bf16 states the gradients above hold the sums (low_precision_master_weights_and_grads).
         if layout.accumulates and layout.stage == 2 and not layout.keeps_fp32_share and optimizer.master_bytes == 4:
             # One buffer for each parameter of the share, in full (buffer_to_accumulate_to_in_cpu), rounded like the
@@ -372,33 +382,29 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
             exact = weight_bytes * trained
             rounded = sum(pinned(weight_bytes * numel, pin) * count for numel, count in size.trainable_numels)
             how = f"{weight_bytes} x {of_share:,} full parameters of the share x {rounded / exact:.2f} for pinning each"
-            buffers = weight_bytes * of_share * rounded / exact
-            terms.append(_on_node(layout, "accumulated gradients", buffers, how))
+            hold("accumulated gradients", weight_bytes * of_share * rounded / exact, how)
     if layout.stage == 3 and layout.optimizer_device != "none":
         groups, on_device = layout.sub_groups, layout.device_sub_groups
         if layout.optimizer_device == "nvme":  # buffers of OptimizerSwapper: page-locked by aio, not rounded
             buffers, largest = offload["buffer_count"], max(groups)
             how = f"4 x sub-group {largest:,} x {buffers} buffers"
-            terms.append(_on_node(layout, "swap buffers of the optimizer", 4 * largest * buffers, how))
+            hold("swap buffers of the optimizer", 4 * largest * buffers, how)
         else:
             # stage3.py, _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer
             kept = share - sum(on_device)
-            states, how = optimizer.checkpoint_bytes * kept, f"({optimizer.formula}) x {kept:,}, pageable"
-            terms.append(_on_node(layout, "fp32 master weights and Adam moments", states, how))
+            how = f"({optimizer.formula}) x {kept:,}, pageable"
+            hold("fp32 master weights and Adam moments", optimizer.checkpoint_bytes * kept, how)
             # Buffers of sub-groups that the device updates are made pinned and moved: the allocator keeps them.
-            here = groups if layout.has_gpu and pin else groups[len(on_device) :]
+            here = groups if layout.machine.has_gpu and pin else groups[len(on_device) :]
             gradients = sum(pinned(optimizer.master_bytes * group, pin) for group in here)
-            how = f"{optimizer.master_bytes} x each of {len(groups)} sub-groups, pinned"
-            terms.append(_on_node(layout, "fp32 gradients", gradients, how))
-        how = f"{layout.sum_bytes} x {share:,}, pinned"
-        terms.append(_on_node(layout, "gradient partition", pinned(layout.sum_bytes * share, pin), how))
+            hold("fp32 gradients", gradients, f"{optimizer.master_bytes} x each of {len(groups)} sub-groups, pinned")
+        hold("gradient partition", pinned(layout.sum_bytes * share, pin), f"{layout.sum_bytes} x {share:,}, pinned")
     if layout.stage == 3 and layout.param_device == "nvme":
         buffers, elements = params["buffer_count"], params["buffer_size"]
         how = f"{weight_bytes} x {buffers} buffers x {elements:,}"
-        terms.append(_on_node(layout, "swap buffers of parameters", weight_bytes * buffers * elements, how))
+        hold("swap buffers of parameters", weight_bytes * buffers * elements, how)
         in_memory = min(share, params["max_in_cpu"])
-        how = f"{weight_bytes} x {in_memory:,} (max_in_cpu), pinned"
-        terms.append(_on_node(layout, "trained shards", pinned(weight_bytes * in_memory), how))
+        hold("trained shards", pinned(weight_bytes * in_memory), f"{weight_bytes} x {in_memory:,} (max_in_cpu), pinned")
     elif layout.stage == 3 and layout.param_device != "none":
         # Shards are made one by one (zero.Init); trained ones then move to one flat buffer, which is always pinned
         # (_create_param_groups_fp16_flat_cpu_memory).
@@ -412,15 +418,14 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
             )
             for numels in (of_trained, of_frozen)
         )
-        how = f"{weight_bytes} x {share:,}, pinned"
-        terms.append(_on_node(layout, "trained shards", pinned(weight_bytes * share), how))
+        hold("trained shards", pinned(weight_bytes * share), f"{weight_bytes} x {share:,}, pinned")
         how = f"{weight_bytes} x each frozen parameter / {ranks}, pinned one by one"
-        terms.append(_on_node(layout, "frozen shards", frozen_shards, how))
+        hold("frozen shards", frozen_shards, how)
         # Freed shards of trained parameters stay with the allocator where they were pinned.
-        freed = trained_shards if layout.has_gpu and pin_shards else 0
+        freed = trained_shards if layout.machine.has_gpu and pin_shards else 0
         how = f"{weight_bytes} x each trained parameter / {ranks}, pinned one by one, kept when they move"
-        terms.append(_on_node(layout, "allocator's leftovers", freed, how))
-    if layout.has_gpu:
+        hold("allocator's leftovers", freed, how)
+    if layout.machine.has_gpu:
         # What rank 0 copies to write a checkpoint: the trained weights, gathered under ZeRO-3
         # (`_zero3_consolidated_16bit_state_dict`). On CPU ranks an optimizer step takes more.
         how = f"{weight_bytes} x {trained:,} on rank 0"
@@ -431,20 +436,21 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     weights = weight_bytes * -(-size.num_params // ranks) if layout.param_device == "nvme" else 0
     states = int(per_param * share) if layout.optimizer_device == "nvme" else 0
     if weights + states:
-        how = f"{layout.ranks_per_node} ranks x (weights {weights:,} + {per_param} x {share:,} trained)"
-        terms.append(Term("files", layout.ranks_per_node * (weights + states), how, place="nvme"))
+        how = f"{layout.machine.ranks_per_node} ranks x (weights {weights:,} + {per_param} x {share:,} trained)"
+        terms.append(Term("files", layout.machine.ranks_per_node * (weights + states), how, place="nvme"))
     return terms
 
 
-def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[Term]:
-    """List what one device, and one node's host memory, hold before training.
-
-    Args:
-        device_bytes: memory of a GPU; None for enough.
-    """
+def load_terms(layout: ZeroLayout) -> list[Term]:
+    """List what one device, and one node's host memory, hold before training."""
     size, weight_bytes, trained = layout.size, layout.weight_bytes, layout.size.num_trainable
-    process_bytes, ranks = PROCESS_BYTES[layout.has_gpu], layout.ranks_per_node
-    terms = []  # of one rank
+    terms = [_processes(layout, "load")]
+
+    def hold(name: str, num_bytes: int, formula: str, *, on_host: bool = False) -> None:
+        """On each rank."""
+        held = partial(_on_node, layout) if on_host else Term
+        terms.append(held(name, num_bytes, formula, "load"))
+
     # Adapters are in full on every rank until DeepSpeed shards them; over a quantised base it also converts them.
     adapter_bytes = 4 if layout.packed else weight_bytes
     adapters = adapter_bytes * trained if size.lora_r else 0
@@ -456,40 +462,30 @@ def load_terms(layout: ZeroLayout, *, device_bytes: int | None = None) -> list[T
         # zero.Init makes shards, one module after the other; of offload to NVMe at most, since each shard is written
         # out as it is made.
         offloads, over = layout.param_device != "none", layout.hpz_ranks
-        of_rank = f"({how}) / {layout.world_size}"
-        place = "host" if layout.has_gpu and offloads else "device"
-        terms.append(Term("shards", weights // layout.world_size, of_rank, "load", place))
+        of_rank = f"({how}) / {layout.machine.world_size}"
+        hold("shards", weights // layout.machine.world_size, of_rank, on_host=layout.machine.has_gpu and offloads)
         # The module comes before the adapters.
-        module = weight_bytes * size.largest_module_params - (0 if layout.has_gpu else adapters)
-        one_module = f"{weight_bytes} x {size.largest_module_params:,}"
-        terms.append(Term("one module, gathered", max(0, module), one_module, "load"))
+        module = weight_bytes * size.largest_module_params - (0 if layout.machine.has_gpu else adapters)
+        hold("one module, gathered", max(0, module), f"{weight_bytes} x {size.largest_module_params:,}")
         if over and not offloads:
-            terms.append(Term("secondary partition", weights // over, f"({how}) / {over}", "load"))
-    elif layout.packed and layout.has_gpu:
+            hold("secondary partition", weights // over, f"({how}) / {over}")
+    elif layout.packed and layout.machine.has_gpu:
         if trained:
             plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
             weights, how = weights + (4 - weight_bytes) * plain, f"{how}, embedding and head in fp32"
-        terms.append(Term("weights", weights, how, "load"))
+        hold("weights", weights, how)
     else:
-        terms.append(Term("weights", weights, how, "load"))
+        hold("weights", weights, how)
         # What becomes the flat tensor of the trained weights (stage_1_and_2.py): on a GPU it takes what is free, so it
         # is not counted; where that is too little, weights and copy are both in host memory.
         flat = weight_bytes * trained if layout.stage in (1, 2) else 0
         how = f"{weight_bytes} x {trained:,} (flatten_dense_tensors_aligned)"
         outside = ASSUMED.total_bytes(layout.communicators)
-        if flat and not layout.has_gpu:
-            terms.append(Term("flat copy of trained weights", flat, how, "load"))
-        elif flat and device_bytes is not None and weights + adapters + flat + outside > device_bytes:
-            terms.append(Term("trained weights and their flat copy", 2 * flat, f"2 x {how}", "load", "host"))
+        if flat and not layout.machine.has_gpu:
+            hold("flat copy of trained weights", flat, how)
+        elif flat and weights + adapters + flat + outside > layout.machine.device_bytes:
+            hold("trained weights and their flat copy", 2 * flat, f"2 x {how}", on_host=True)
     if adapters:
-        place = "host" if layout.has_gpu and layout.stage == 3 else "device"
-        terms.append(Term("adapters", adapters, f"{adapter_bytes} x {trained:,}", "load", place))
-    return [
-        _on_node(layout, "processes", process_bytes, f"{process_bytes:,}", "load"),
-        *(
-            _on_node(layout, term.name, term.num_bytes, term.formula, "load")
-            if term.place == "host" and ranks > 1
-            else term
-            for term in terms
-        ),
-    ]
+        how = f"{adapter_bytes} x {trained:,}"
+        hold("adapters", adapters, how, on_host=layout.machine.has_gpu and layout.stage == 3)
+    return terms

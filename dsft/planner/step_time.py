@@ -464,20 +464,16 @@ def launch_seconds(layout: "ZeroLayout") -> float:
 
 def step_time(
     layout: "ZeroLayout",
-    machine: Machine,
     speeds: Speeds,
+    batch: Batch,
     *,
-    micro_batch: int,
-    accumulation: int,
     seq_len: int,
     recomputed: float,
     traffic_bytes: float,
     offloaded_bytes: float = 0.0,
-    sequence_parallel: int = 1,
     compiled: bool = False,
 ) -> StepTime:
-    """Predict one optimizer step of `accumulation` micro steps of `micro_batch` sequences on every rank, or on the
-    `sequence_parallel` ranks that share them.
+    """Predict one optimizer step.
 
     Args:
         recomputed: the share of the layers that activation checkpointing computes again.
@@ -485,11 +481,12 @@ def step_time(
         traffic_bytes: what operators other than products read and write in one micro step.
         compiled: by torch.compile, which is not modelled.
     """
-    size, zero, tokens = layout.size, layout.zero, micro_batch * seq_len // sequence_parallel
+    size, zero, machine, accumulation = layout.size, layout.zero, layout.machine, batch.accumulation
+    sequence_parallel, tokens = batch.sequence_parallel, batch.micro * seq_len // batch.sequence_parallel
     # Products, attention (whose backward multiplies five times where its forward does twice) and all other operators.
     launched = 2 + recomputed  # passes, of which a backward multiplies twice where weights are trained
     multiplied = launched + size.trained_share
-    per_token = product_seconds(size, speeds, has_gpu=layout.has_gpu)
+    per_token = product_seconds(size, speeds, has_gpu=machine.has_gpu)
     attention = attention_flops_per_token(size, seq_len) / speeds.attention_flops
     micro_step = tokens * (multiplied * per_token + (3.5 + recomputed) * attention)
     micro_step += tokens * 2 * size.tiled_params / speeds.flops
@@ -498,7 +495,7 @@ def step_time(
         in_tiles = (MLP_TILES * (launched + 1) - launched) * size.tiled_params  # a tile unpacks its weights anew
         micro_step += UNPACKED_BYTES * (launched * layout.num_frozen + in_tiles) / speeds.device_bytes
     compute = accumulation * micro_step
-    host = accumulation * launched * launch_seconds(layout) if layout.has_gpu else 0.0
+    host = accumulation * launched * launch_seconds(layout) if machine.has_gpu else 0.0
     if size.tiled_params:
         host *= 1 - MLP_LAUNCHES + MLP_LAUNCHES * MLP_TILES * (launched + 1) / launched
 
@@ -540,7 +537,7 @@ def step_time(
         forward = gather(trained, size.num_modules) + gather(frozen, 0, ranks=over)
         backward = gather(trained + frozen, size.num_modules, ranks=over)
         communication = accumulation * (forward + backward + reduce)
-        if layout.has_gpu and machine.world_size > 1:
+        if machine.has_gpu and machine.world_size > 1:
             host += accumulation * 2 * size.num_modules * GATHER_SECONDS
 
     # The update: a rank has only its own shard; stage 0 updates everything on every rank.
@@ -569,7 +566,7 @@ def step_time(
     if speeds.overlaps and zero["overlap_comm"]:  # parameter transfers of offload are prefetched like gathers
         moving = communication + offload
         busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
-    if not layout.has_gpu or offload or saving or compiled or size.expert_params or exchange:
+    if not machine.has_gpu or offload or saving or compiled or size.expert_params or exchange:
         kind = "no published steps"
     elif layout.packed:
         kind = "QLoRA"
@@ -586,7 +583,7 @@ def step_time(
         optimizer_seconds=optimizer,
         host_seconds=host,
         step_seconds=max(busy + exchange + saving, host) + optimizer,
-        tokens_per_step=seq_len * Batch(micro_batch, accumulation, machine.world_size, sequence_parallel).sequences,
+        tokens_per_step=seq_len * batch.sequences,
         kind=kind,
     )
 

@@ -1,18 +1,28 @@
-"""Models over meta tensors (shapes without memory), cut down to few layers, with attention as a GPU allocates it, and
-with what Liger's kernels keep: liger_kernel/ops (rms_norm.py, swiglu.py, geglu.py) and transformers/monkey_patch.py of
-Liger-Kernel 0.6. Shape suffixes: B batch, N heads, T time, D head dim.
+"""One forward and backward of the real model over meta tensors: shapes only, no memory, no GPU. Which bytes are alive?
+
+Two layers of each kind are traced, and the second is counted as often as there are some, so a model of any size takes
+seconds. Storages are counted as autograd and the Python code hold and free them. Left out: weights, their gradients,
+token ids, and what a CUDA kernel needs inside, but for attention, which allocates here as it does on a GPU, and for
+what Liger's kernels keep: liger_kernel/ops (rms_norm.py, swiglu.py, geglu.py) and transformers/monkey_patch.py of
+Liger-Kernel 0.6. Shape suffixes: B batch, N heads or rows, T time, D head dim, H hidden, V vocab.
 """
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Iterator
-from typing import Literal
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
 from torch import nn
 from torch.fx.experimental import _config as fx_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -24,7 +34,7 @@ from transformers.masking_utils import sdpa_mask
 
 from dsft.models.package import from_config
 from dsft.models.size import ModelFacts, decoder_layers, without_zero_init
-from dsft.models.tiles import tile_feed_forwards, tile_loss
+from dsft.models.tiles import own_nats_of, tile_feed_forwards, tile_loss
 from dsft.models.trained import adapted_for_a_look, select_trained, unwrapped
 from dsft.runtime import patches
 
@@ -129,8 +139,8 @@ def _autocast_as_on_a_cpu(autocast):
 @contextlib.contextmanager
 def traced_model(
     blueprint: PreTrainedModel,
+    layers: Sequence[int],
     *,
-    layers: list[int] | None = None,
     liger: bool = False,
     tile_rows: int | None = None,
     tiled_mlp: bool = False,
@@ -139,7 +149,7 @@ def traced_model(
     """Copy a `meta_model` for a trace, within what it needs to run.
 
     Args:
-        layers: only these, a number twice being two layers alike; by default all.
+        layers: only these, a number twice being two layers alike.
         liger: with Liger's norms and feed-forwards of gate, up and down: what all architectures share of it.
         tile_rows: with the loss of tiles of so many rows.
         tiled_mlp: with the feed-forwards of some tokens at a time.
@@ -149,21 +159,19 @@ def traced_model(
     dtype, linear = blueprint.dtype, torch._C._nn.linear
     if zero_3:
         from deepspeed.runtime.zero.linear import zero3_linear_wrap as linear  # takes seconds
-    if layers is None:
-        model = copy.deepcopy(blueprint)
-    else:  # the others are not copied
-        there = decoder_layers(blueprint)
-        kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
-        for place, index in enumerate(layers):
-            for module in kept[place].modules():
-                if hasattr(module, "layer_dic"):  # Zamba 2 looks up its adapters by the layer's number
-                    module.layer_dic = {place: module.layer_dic[index]}
-        whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
-        model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
-        text = model.config.get_text_config()
-        for name, values in _per_layer_lists(text).items():
-            setattr(text, name, [values[index] for index in layers])
-        text.num_hidden_layers = len(layers)
+    # The other layers are not copied.
+    there = decoder_layers(blueprint)
+    kept = nn.ModuleList(copy.deepcopy(there[index]) for index in layers)
+    for place, index in enumerate(layers):
+        for module in kept[place].modules():
+            if hasattr(module, "layer_dic"):  # Zamba 2 looks up its adapters by the layer's number
+                module.layer_dic = {place: module.layer_dic[index]}
+    whole = [part for part in blueprint.modules() if isinstance(part, nn.ModuleList) and part[0] is there[0]]
+    model = copy.deepcopy(blueprint, {id(part): kept for part in whole})  # which takes `kept` for a copy of them
+    text = model.config.get_text_config()
+    for name, values in _per_layer_lists(text).items():
+        setattr(text, name, [values[index] for index in layers])
+    text.num_hidden_layers = len(layers)
     if not model.get_input_embeddings().weight.requires_grad:
         # Only the first layer's input has no gradient (without checkpointing): all are counted as the others are.
         model.enable_input_require_grads()
@@ -262,3 +270,276 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx, gradient):
         gate, up = ctx.saved_tensors
         return gate, up
+
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm}
+"""Products of matrices: their time is that of their arithmetic, not of the memory they read."""
+
+
+class TooManyOperators(Exception):
+    """A trace takes more operators than it may."""
+
+
+class StorageLog(TorchDispatchMode):
+    """Notes when storages appear and vanish while it is active; works on meta and on real tensors.
+
+    Args:
+        known: tensors that are not counted (weights, buffers, inputs).
+        gradient_shape: a tensor of this shape made after `mark("head")` is a gradient of embedding or head.
+        most_operators: more raise TooManyOperators.
+    """
+
+    def __init__(
+        self, known: list[torch.Tensor], gradient_shape: torch.Size | None = None, most_operators: float = math.inf
+    ):
+        super().__init__()
+        self.gradient_shape, self.operators_left = gradient_shape, most_operators
+        self.indices: dict[int, int] = {tensor.untyped_storage()._cdata: -1 for tensor in known}
+        """Living storage -> its number, in order of appearance; -1 where it is not counted."""
+        self.events: list[tuple[int, int]] = []
+        """(number of a storage, bytes that appeared; negative where they vanished)."""
+        self.gradients: set[int] = set()
+        self.marks: dict[str, int] = {}
+        self.traffic_at: dict[str, int] = {}
+        self.waiting: str | None = None
+        """What the moment of the next operator is to be called."""
+        self.references: dict[int, weakref.ref] = {}
+        self.traffic = 0
+        """Bytes that operators other than products have read and written."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.waiting:
+            self.mark(self.waiting)
+            self.waiting = None
+        self.operators_left -= 1
+        if self.operators_left < 0:
+            raise TooManyOperators
+        output = func(*args, **(kwargs or {}))
+        outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        # What an operator reads and writes; a view moves nothing.
+        read = {tensor.untyped_storage()._cdata for tensor in inputs}
+        is_view = not func._schema.is_mutable and all(out.untyped_storage()._cdata in read for out in outputs)
+        if func.overloadpacket not in PRODUCTS and not is_view:
+            for tensor in inputs + outputs:
+                self.traffic += min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            address, num_bytes, index = storage._cdata, storage.nbytes(), len(self.events)
+            if address not in self.indices:
+                self.indices[address] = index
+                self.events.append((index, num_bytes))
+                if "head" in self.marks and tensor.shape == self.gradient_shape:
+                    self.gradients.add(index)
+                gone = functools.partial(self._forget, address, index, num_bytes)
+                self.references[address] = weakref.ref(storage, gone)
+        return output
+
+    def _forget(self, address: int, index: int, num_bytes: int, reference: weakref.ref) -> None:
+        self.events.append((index, -num_bytes))
+        del self.indices[address], self.references[address]
+
+    def mark(self, name: str) -> None:
+        """Call this moment `name`; the first time counts."""
+        self.marks.setdefault(name, len(self.events))
+        self.traffic_at.setdefault(name, self.traffic)
+
+    def live_bytes(self) -> list[int]:
+        """Return the bytes alive after each event, without gradients."""
+        alive, series = 0, [0]
+        for index, change in self.events:
+            alive += 0 if index in self.gradients else change
+            series.append(alive)
+        return series
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """Bytes of one forward and backward of a micro batch, above weights, gradients and token ids."""
+
+    kept: int
+    """What embedding and layers made and autograd still holds when the loss is known, without the last layer's output
+    (that is `head`'s).
+    """
+    head: int
+    """The most above `kept` from the last layer's output until its gradient is there: final norm, logits, loss and
+    their backward.
+    """
+    layers: int
+    """The most above `kept` before and after that: the forward of a layer, or its (recompute and) backward."""
+    kept_by_layer: int
+    """What of `kept` the last layer made, and its input."""
+    backward: int
+    """With checkpointing: the most from the last layer's recompute on, above `kept` and what this recompute keeps."""
+    traffic: int = field(compare=False)
+    """Read and written by all operators but products; real tensors may take other ones than meta tensors."""
+    traffic_of_layer: int = field(compare=False)
+    """What of it is the last layer's."""
+    traffic_again: int = field(compare=False)
+    """What of that is its recompute's."""
+
+
+def trace_step(
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    compute_loss: Callable | None = None,
+    *,
+    checkpointing: bool = False,
+    backward: bool = True,
+    most_operators: float = math.inf,
+) -> StepTrace:
+    """Trace one training step of `model` as the Trainer runs it: outputs are dropped before the backward. Without
+    `backward` its forward alone.
+
+    `model` holds meta tensors where this is called within `traced_model`'s context, and may as well be real.
+    """
+    known = [*model.parameters(), *model.buffers(), *inputs.values()]
+    log = StorageLog(known, model.get_input_embeddings().weight.shape, most_operators / 4)
+    last_input, last_output = [], []
+
+    def before_last_layer(module, args, options):
+        hidden_BTH = args[0] if args else options["hidden_states"]
+        # Autograd holds a leaf in any case, as the end of a gradient; inputs of other layers it does not.
+        if hidden_BTH.is_leaf:
+            log.gradients.add(log.indices[hidden_BTH.untyped_storage()._cdata])
+            hidden_BTH = hidden_BTH + 0
+        last_input.append(log.indices[hidden_BTH.untyped_storage()._cdata])
+        log.mark("layer")
+        hidden_BTH.register_hook(lambda gradient: log.mark("below"))
+        return ((hidden_BTH, *args[1:]), options) if args else ((), options | {"hidden_states": hidden_BTH})
+
+    def at_last_layer(module, args, output):
+        hidden_BTH = output[0] if isinstance(output, tuple) else output
+        last_output.append(log.indices[hidden_BTH.untyped_storage()._cdata])
+        log.mark("head")
+        log.operators_left += 3 * most_operators / 4  # of recompute and backward
+        hidden_BTH.register_hook(lambda gradient: log.mark("layers"))
+
+    def leave_out(gradient):  # what arrives at a parameter is no activation
+        log.gradients.add(log.indices[gradient.untyped_storage()._cdata])
+
+    @contextlib.contextmanager
+    def computing_again():
+        log.mark("again")
+        try:
+            yield  # ends with an exception of torch's, once all is there that the backward needs
+        finally:
+            log.waiting = "backward"  # what the recompute alone held goes before the next operator
+
+    if checkpointing:
+        contexts = lambda: (contextlib.nullcontext(), computing_again())  # noqa: E731
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    last = decoder_layers(model)[-1]
+    handles = [
+        last.register_forward_pre_hook(before_last_layer, with_kwargs=True),
+        last.register_forward_hook(at_last_layer),
+    ]
+    handles += [parameter.register_hook(leave_out) for parameter in model.parameters() if parameter.requires_grad]
+    with log:
+        if compute_loss is None:
+            loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+        else:
+            logits_NV = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+            loss = own_nats_of(compute_loss, logits_NV, inputs["input_ids"].flatten())[0]
+            del logits_NV
+        log.mark("loss")
+        if backward:
+            loss.backward()
+        for name in ("layers", "again", "backward", "below"):
+            log.mark(name)
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    if checkpointing:
+        model.activation_checkpointing_disable()
+    live, head, layers = log.live_bytes(), log.marks["head"], log.marks["layers"]
+    held = Counter()
+    for index, change in log.events[: log.marks["loss"]]:
+        if index < head and index not in last_output and index not in log.gradients:
+            held[index >= log.marks["layer"] or index in last_input] += change
+    kept, at, again = sum(held.values()), log.traffic_at, range(log.marks["again"], log.marks["backward"])
+    held_again = sum(
+        change for index, change in log.events[: again.stop] if index in again and index not in log.gradients
+    )
+    return StepTrace(
+        kept=kept,
+        head=max(live[head : layers + 1]) - kept,
+        layers=max(live[:head] + (live[layers:] if backward else [])) - kept,
+        kept_by_layer=held[True],
+        backward=max(live[again.start :]) - kept - held_again,
+        traffic=log.traffic,
+        traffic_of_layer=at["head"] - at["layer"] + at["below"] - at["layers"],
+        traffic_again=at["backward"] - at["again"],
+    )
+
+
+def inputs_of(batch: int, seq_len: int, attention: Attention) -> dict[str, torch.Tensor]:
+    ids_BT = torch.zeros(batch, seq_len, dtype=torch.long)
+    return {"input_ids": ids_BT} | ({} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)})
+
+
+def trace_training(
+    blueprint: PreTrainedModel,
+    *,
+    batch: int,
+    seq_len: int,
+    attention: Attention,
+    tiled: bool = False,
+    compute_loss: Callable | None = None,
+    layers_of_kind: int = 2,
+    most_operators: float = math.inf,
+    **parts: bool,
+) -> dict[str, Any]:
+    """Trace a `meta_model` with layers of one kind after another, and add up as many as there are.
+
+    Args:
+        layers_of_kind: that are traced one after the other; the last is counted. While the second computes, Python may
+            still hold what the first returned.
+        tiled: the loss is of tiles, each of one sequence.
+        most_operators: of one forward and backward; more raise TooManyOperators.
+        parts: of the model, as `traced_model` takes them.
+
+    Returns:
+        the bytes of one micro batch of so many sequences as `TrainingActivations` names them.
+    """
+    total, saved, kept_inputs = Counter(), {}, {}  # the latter of each layer by its index
+    for layers in layer_kinds(blueprint):
+        tile_rows = seq_len if tiled else None
+        with traced_model(blueprint, layers[:1] * layers_of_kind, tile_rows=tile_rows, **parts) as model:
+            inputs, limit = inputs_of(batch, seq_len, attention), {"most_operators": most_operators}
+            checkpointed = trace_step(model, inputs, compute_loss, checkpointing=True, **limit)
+            plain = trace_step(model, inputs, compute_loss, backward=False)  # whose backward is that after a recompute
+        # Rotary angles and masks are a kind's own.
+        total["once"] += checkpointed.kept - layers_of_kind * checkpointed.kept_by_layer
+        saved |= dict.fromkeys(layers, plain.kept_by_layer)
+        kept_inputs |= dict.fromkeys(layers, checkpointed.kept_by_layer)
+        total["layer_transient"] = max(total["layer_transient"], checkpointed.layers)
+        total["layer_backward"] = max(total["layer_backward"], plain.layers, checkpointed.backward)
+        total["head"] = max(total["head"], checkpointed.head)
+        traffic = checkpointed.traffic_of_layer
+        once_less = traffic - checkpointed.traffic_again
+        for name, of_layer in (("traffic", once_less), ("traffic_checkpointed", traffic)):
+            if not total[name]:  # of the first kind also embedding, norm, head and loss
+                total[name] = checkpointed.traffic - layers_of_kind * traffic
+            total[name] += len(layers) * of_layer
+    by_layer = {"layers_saved": saved, "layers_input": kept_inputs}
+    return dict(total) | {name: [numbers[index] for index in sorted(numbers)] for name, numbers in by_layer.items()}
+
+
+def trace_evaluation(
+    blueprint: PreTrainedModel, *, batch: int, seq_len: int, attention: Attention, most_operators: float = math.inf
+) -> dict[str, Any]:
+    """Trace three layers of each kind without gradients, as scoring calls them: the head on one position only. Returns
+    the peak of the `backbone`.
+    """
+    peak = 0
+    for layers in layer_kinds(blueprint):
+        with traced_model(blueprint, layers[:1] * 3) as model:
+            model.eval()
+            inputs = inputs_of(batch, seq_len, attention)
+            log = StorageLog([*model.parameters(), *model.buffers(), *inputs.values()], most_operators=most_operators)
+            with torch.no_grad(), log:
+                model(**inputs, use_cache=False, logits_to_keep=1)
+            peak = max(peak, *log.live_bytes())
+    return {"backbone": peak}

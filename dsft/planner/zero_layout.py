@@ -3,6 +3,7 @@ that is planned), the terms of a prediction, and how ZeRO spreads a model over t
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dsft.config.deepspeed import get_value
+from dsft.runtime.hardware import Machine
 from dsft.units import DTYPE_BYTES
 
 if TYPE_CHECKING:  # they import transformers, which the report would wait for
@@ -198,10 +200,6 @@ def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
     return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
 
 
-_resolved: dict[tuple[str, int], dict[str, Any]] = {}
-"""Sections by their JSON and the hidden size: a plan asks for the same one for each micro batch."""
-
-
 def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     """Read the section zero_optimization as DeepSpeed will: "auto" filled from the hidden size, defaults for what is
     missing. The result is shared, and not to be changed.
@@ -209,146 +207,102 @@ def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, An
     Source: HfTrainerDeepSpeedConfig.trainer_config_finalize (transformers/integrations/deepspeed.py) and
         DeepSpeedZeroConfig.
     """
-    key = (json.dumps(zero_section), hidden_size)
-    if key not in _resolved:
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
-
-        filled = {
-            "reduce_bucket_size": hidden_size * hidden_size,
-            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-            "stage3_param_persistence_threshold": 10 * hidden_size,
-        }
-        section = {name: filled.get(name) if value == "auto" else value for name, value in zero_section.items()}
-        given = DeepSpeedZeroConfig(**{name: value for name, value in section.items() if value is not None})
-        _resolved[key] = given.model_dump(mode="json", by_alias=True)
-    return _resolved[key]
+    return _resolved(json.dumps(zero_section), hidden_size)
 
 
-@dataclass(frozen=True, kw_only=True)
+@functools.cache  # a plan asks for the same section for each micro batch
+def _resolved(zero_section: str, hidden_size: int) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
+
+    filled = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    section = {name: filled.get(name) if value == "auto" else value for name, value in json.loads(zero_section).items()}
+    given = DeepSpeedZeroConfig(**{name: value for name, value in section.items() if value is not None})
+    return given.model_dump(mode="json", by_alias=True)
+
+
 class ZeroLayout:
-    """How ZeRO spreads a model over the ranks, as far as memory depends on it; `describe_layout` makes it."""
-
-    size: "ModelSize"
-    zero: dict[str, Any]
-    """The section zero_optimization, resolved."""
-    stage: int
-    world_size: int
-    ranks_per_node: int
-    has_gpu: bool
-    accumulates: bool
-    """More than one micro batch per optimizer step, or not known."""
-    optimizer: OptimizerMemory
-    optimizer_device: str
-    """Where offload puts optimizer states: cpu or nvme; none without offload."""
-    param_device: str
-    """The same of the weights."""
-    packed: "Quantization | None"
-    """Format of the base where its weights stay in it on this device."""
-    weight_bytes: int
-    """Of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/trained.py), and DeepSpeed
-    accumulates and communicates in the model's unless it is set otherwise.
-    """
-    sum_bytes: int
-    """Of a gradient summed over micro batches."""
-    keeps_fp32_share: bool
-    """Whether stage 2 adds what is reduced into an fp32 buffer of this rank's share, on the device with offload too
-    (`_build_compact_grad_partition_buffer` in stage_1_and_2.py).
-    """
-    sent_bytes: int
-    """Of a gradient as other ranks get it."""
-    reduced_bytes: int
-    """Of a gradient's copies while it is reduced under stages 0 to 2: a flat one, and one as it is sent."""
-    carried_bytes: int
-    """Of a gradient on its way into the optimizer of stages 1 to 3: a flat copy and one in the master's type (where
-    that is the weights' the flat copy is it), and the optimizer's own copies.
-    """
-    num_frozen: int
-    share: int
-    """Trained parameters whose optimizer states this rank holds."""
-    largest_trained: int
-    """Elements of the largest trained parameter."""
-    largest_inner: int
-    """The same between embedding and head, which come first and last."""
-    sub_groups: list[int]
-    """Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it
-    (`_create_fp16_sub_groups`).
-    """
-    device_sub_groups: list[int]
-    """Those that the device updates: all, or with offload the first int((1 - ratio) x their number)."""
-    hpz_ranks: int
-    """Over which hpZ's second partition lies, at most all (groups.py, _create_zero_param_parallel_group); 0 without."""
-    communicators: int
-    """NCCL's on one GPU: of all ranks, of ZeRO (`groups._clone_world_group`) and of hpZ."""
-
-
-def describe_layout(
-    size: "ModelSize",
-    deepspeed_config: dict[str, Any],
-    *,
-    world_size: int,
-    ranks_per_node: int,
-    dtype: str,
-    has_gpu: bool,
-    optimizer: str | None = None,
-) -> ZeroLayout:
-    """Describe how this configuration spreads a model over the ranks.
+    """How ZeRO spreads a model over the ranks, as far as memory and time depend on it.
 
     Args:
         deepspeed_config: complete; "auto" is understood in the numbers that transformers fills.
+        machine: without GPUs, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
         dtype: of the computation; bfloat16 and float16 have fp32 master weights.
-        has_gpu: without, terms of place "device" are what one rank holds in host memory, and nothing is pinned.
         optimizer: as transformers names it; None for its default. With offload it is DeepSpeed's CPUAdam, which makes
             no copies.
 
     Raises:
         ValueError: where ZeRO-3 is asked for with a quantised base, which transformers does not shard.
     """
-    zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size.hidden_size)
-    if size.quantization and zero["stage"] == 3:
-        raise ValueError(
-            "a quantised base is not sharded by ZeRO-3: transformers loads all of it on every GPU first (DeepSpeed"
-            " issue 5637); use stage 0, 1 or 2"
+
+    def __init__(
+        self,
+        size: "ModelSize",
+        deepspeed_config: dict[str, Any],
+        machine: Machine,
+        *,
+        dtype: str,
+        optimizer: str | None = None,
+    ):
+        self.size, self.machine, ranks = size, machine, machine.world_size
+        self.zero = zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size.hidden_size)  # the section
+        self.stage: int = zero["stage"]
+        if size.quantization and self.stage == 3:
+            raise ValueError(
+                "a quantised base is not sharded by ZeRO-3: transformers loads all of it on every GPU first (DeepSpeed"
+                " issue 5637); use stage 0, 1 or 2"
+            )
+        # More than one micro batch per optimizer step, or not known.
+        self.accumulates = deepspeed_config.get("gradient_accumulation_steps", 1) != 1
+        self.optimizer = memory = optimizer_memory(deepspeed_config, optimizer, size=size)
+        # Where offload puts optimizer states and weights: cpu or nvme; none without offload.
+        self.optimizer_device, self.param_device = (
+            (zero[part] or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")
         )
-    weight_bytes, offload = DTYPE_BYTES[dtype], zero["offload_optimizer"] or {}
-    # Stages 2 and 3 can add gradients up in fp32 whatever the model's dtype.
-    sum_bytes = 4 if sums_in_fp32(deepspeed_config) and zero["stage"] >= 2 else weight_bytes
-    sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else weight_bytes
-    memory = optimizer_memory(deepspeed_config, optimizer, size=size)
-    flat_bytes = sum_bytes if memory.master_bytes != sum_bytes else 0
-    is_packed = size.quantization and ("cuda" if has_gpu else "cpu") not in size.quantization.unpacked_on
-    share, full = math.ceil(size.num_trainable / world_size), zero["sub_group_size"]
-    groups = [share]
-    if 0 < full < share:
-        groups = [full] * (share // full) + ([share % full] if share % full else [])
-    optimizer_device = offload.get("device", "none")
-    on_device = len(groups) if optimizer_device == "none" else int((1 - offload["ratio"]) * len(groups))
-    hpz_ranks = zero["zero_hpz_partition_size"] if zero["stage"] == 3 else 0
-    hpz_ranks = min(hpz_ranks, world_size) if hpz_ranks > 1 else 0
-    trained, ends = [numel for numel, _ in size.trainable_numels], (size.embedding_params, size.head_params)
-    return ZeroLayout(
-        size=size,
-        zero=zero,
-        stage=zero["stage"],
-        world_size=world_size,
-        ranks_per_node=ranks_per_node,
-        has_gpu=has_gpu,
-        accumulates=deepspeed_config.get("gradient_accumulation_steps", 1) != 1,
-        optimizer=memory,
-        optimizer_device=optimizer_device,
-        param_device=(zero["offload_param"] or {}).get("device", "none"),
-        packed=size.quantization if is_packed else None,
-        weight_bytes=weight_bytes,
-        sum_bytes=sum_bytes,
-        keeps_fp32_share=zero["stage"] == 2 and sum_bytes > weight_bytes,
-        sent_bytes=sent_bytes,
-        reduced_bytes=weight_bytes + (sent_bytes if sent_bytes > weight_bytes else 0),
-        carried_bytes=flat_bytes + memory.master_bytes + memory.step_bytes,
-        num_frozen=size.num_params - size.num_trainable,
-        share=share,
-        largest_trained=max(trained, default=0),
-        largest_inner=max((numel for numel in trained if numel not in ends), default=0),
-        sub_groups=groups,
-        device_sub_groups=groups[:on_device],
-        hpz_ranks=hpz_ranks,
-        communicators=0 if world_size == 1 else 2 + (hpz_ranks > 0),
-    )
+        # Format of the base where its weights stay in it on this device.
+        is_packed = size.quantization and ("cuda" if machine.has_gpu else "cpu") not in size.quantization.unpacked_on
+        self.packed: Quantization | None = size.quantization if is_packed else None
+
+        # Bytes of a weight, a gradient and a bucket's element: adapters have the base's dtype (models/trained.py), and
+        # DeepSpeed accumulates and communicates in the model's unless it is set otherwise.
+        self.weight_bytes = DTYPE_BYTES[dtype]
+        # Of a gradient summed over micro batches, which stages 2 and 3 can do in fp32 whatever the model's dtype.
+        self.sum_bytes = 4 if sums_in_fp32(deepspeed_config) and self.stage >= 2 else self.weight_bytes
+        # Whether stage 2 adds what is reduced into an fp32 buffer of this rank's share, on the device with offload too
+        # (`_build_compact_grad_partition_buffer` in stage_1_and_2.py).
+        self.keeps_fp32_share = self.stage == 2 and self.sum_bytes > self.weight_bytes
+        # Of a gradient as other ranks get it.
+        self.sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else self.weight_bytes
+        # Of a gradient's copies while it is reduced under stages 0 to 2: a flat one, and one as it is sent.
+        self.reduced_bytes = self.weight_bytes + (self.sent_bytes if self.sent_bytes > self.weight_bytes else 0)
+        # Of a gradient on its way into the optimizer of stages 1 to 3: a flat copy and one in the master's type (where
+        # that is the weights' the flat copy is it), and the optimizer's own copies.
+        flat_bytes = self.sum_bytes if memory.master_bytes != self.sum_bytes else 0
+        self.carried_bytes = flat_bytes + memory.master_bytes + memory.step_bytes
+
+        self.num_frozen = size.num_params - size.num_trainable
+        # Trained parameters whose optimizer states this rank holds.
+        self.share = share = math.ceil(size.num_trainable / ranks)
+        # Elements of the largest trained parameter, and of the largest between embedding and head, which come first and
+        # last.
+        trained, ends = [numel for numel, _ in size.trainable_numels], (size.embedding_params, size.head_params)
+        self.largest_trained = max(trained, default=0)
+        self.largest_inner = max((numel for numel in trained if numel not in ends), default=0)
+        # Elements of each of this rank's sub-groups under ZeRO-3; each is closed by the parameter that fills it
+        # (`_create_fp16_sub_groups`). The device updates all, or with offload the first.
+        full, self.sub_groups = zero["sub_group_size"], [share]
+        if 0 < full < share:
+            self.sub_groups = [full] * (share // full) + ([share % full] if share % full else [])
+        on_device = len(self.sub_groups)
+        if self.optimizer_device != "none":
+            on_device = int((1 - zero["offload_optimizer"]["ratio"]) * on_device)
+        self.device_sub_groups = self.sub_groups[:on_device]
+        # Ranks over which hpZ's second partition lies, at most all (groups.py, _create_zero_param_parallel_group); 0
+        # without.
+        hpz_ranks = zero["zero_hpz_partition_size"] if self.stage == 3 else 0
+        self.hpz_ranks = min(hpz_ranks, ranks) if hpz_ranks > 1 else 0
+        # NCCL's on one GPU: of all ranks, of ZeRO (`groups._clone_world_group`) and of hpZ.
+        self.communicators = 0 if ranks == 1 else 2 + (self.hpz_ranks > 0)

@@ -15,8 +15,7 @@ from typing import Any
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import USUAL_MODELS, usual_config
-from dsft.planner.activations import Cost, TrainingActivations
-from dsft.planner.candidates import Job
+from dsft.planner.activations import Cost, Job, TrainingActivations
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.planner.traced_model import Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER

@@ -55,8 +55,9 @@ from dsft.models.trials import (
     try_packing,
 )
 from dsft.models.weight_files import safe_unpickling
+from dsft.planner.activations import Job
 from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import NAMES, NO_FP32_SUMS, Job, candidate_names, unmodelled, wants_fp32_sums
+from dsft.planner.candidates import NAMES, NO_FP32_SUMS, candidate_names, unmodelled, wants_fp32_sums
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
 from dsft.planner.step_time import GPUS, Speeds, gpu_name, named_gpus
 from dsft.planner.traced_model import LIGER_MODELS, Attention, attention_of

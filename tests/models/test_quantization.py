@@ -22,8 +22,9 @@ from dsft.models import build
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.models.size import measure_model
 from dsft.planner.states import frozen_bytes, load_terms
-from dsft.planner.zero_layout import describe_layout
+from dsft.planner.zero_layout import ZeroLayout
 from dsft.run_setup.evaluation_checks import candidate_of
+from dsft.runtime.hardware import Machine
 
 SECTIONS = {
     "fp8": {"weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},
@@ -72,7 +73,8 @@ def test_the_base_of_adapters_takes_the_bytes_that_are_planned_on_any_device(fp8
         sum(p.nbytes for p in model.parameters() if p.requires_grad == trained) for trained in (False, True)
     )
     for has_gpu in (False, True):
-        layout = describe_layout(size, {}, world_size=2, ranks_per_node=2, dtype=dtype, has_gpu=has_gpu)
+        machine = Machine(nodes=1, ranks_per_node=2, device_bytes=10**12, host_bytes=10**12, has_gpu=has_gpu)
+        layout = ZeroLayout(size, {}, machine, dtype=dtype)
         terms = {term.name: term.num_bytes for term in load_terms(layout)}
         assert (frozen_bytes(layout)[0], terms["weights"], terms["adapters"]) == (base, base, adapters)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from dsft.config.options import TrainConfig
-from dsft.planner.candidates import Job
+from dsft.planner.activations import Job
 from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB

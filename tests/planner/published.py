@@ -12,11 +12,11 @@ from dsft.config.deepspeed import compose, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.size import ModelSize, empty_model, model_size
 from dsft.models.trained import adapters_of
-from dsft.planner.activations import TrainingActivations, training_activations
+from dsft.planner.activations import Job, TrainingActivations
 from dsft.planner.step_time import GPUS, Speeds, StepTime, speeds_of, step_time
-from dsft.planner.zero_layout import describe_layout
+from dsft.planner.zero_layout import ZeroLayout
 from dsft.runtime.hardware import Machine
-from dsft.units import GB
+from dsft.units import GB, Batch
 
 ROWS = json.loads(Path(__file__).with_name("published_steps.json").read_text(encoding="utf-8"))
 STEPS: list[dict[str, Any]] = ROWS["rows"]
@@ -90,16 +90,13 @@ def _size(text: str) -> ModelSize:
 
 
 def activations_of(step: dict[str, Any]) -> TrainingActivations:
-    return training_activations(
-        size_of(step),
-        model_config(step),
-        dtype="bfloat16",
-        attention="flash",
-        loss="fused" if step.get("liger") else "hf",
+    return Job(
+        size=size_of(step),
+        model_config=model_config(step),
         liger=step.get("liger", False),
         adapters=adapters_of(options_of(step), empty_model(model_config(step))),
         seq_len=step["seq_len"],
-    )
+    ).activations
 
 
 def machine_of(step: dict[str, Any]) -> Machine:
@@ -138,23 +135,19 @@ def predicted(step: dict[str, Any]) -> StepTime:
         return dataclasses.replace(off, step_seconds=(off.step_seconds + on.step_seconds) / 2)
     machine, micro_batch = machine_of(step), step["micro_batch"]
     zero_file = compose(read_zero_file(step["zero"], []), hpz_ranks=machine.ranks_per_node)
-    layout = describe_layout(
+    layout = ZeroLayout(
         size_of(step),
         zero_file | {"gradient_accumulation_steps": step["accumulation"]},
-        world_size=machine.world_size,
-        ranks_per_node=machine.ranks_per_node,
+        machine,
         dtype="bfloat16",
-        has_gpu=True,
     )
     fixed, per_token = traffic_of(step)[step["checkpointing"]]
     traffic = fixed + per_token * micro_batch * step["seq_len"]
     compiled = step.get("compiled", False)
     return step_time(
         layout,
-        machine,
         speeds_for(step),
-        micro_batch=micro_batch,
-        accumulation=step["accumulation"],
+        Batch(micro_batch, step["accumulation"], machine.world_size),
         seq_len=step["seq_len"],
         recomputed=float(step["checkpointing"]),
         traffic_bytes=int(traffic * (COMPILED if compiled else 1)),

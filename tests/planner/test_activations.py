@@ -23,18 +23,16 @@ from dsft.models.tiles import VOCAB_TILE, ChunkedHead, tile_feed_forwards
 from dsft.models.trained import add_lora
 from dsft.perplexity.scoring import score
 from dsft.planner import activations
-from dsft.planner.activations import (
+from dsft.planner.activations import Job, TrainingActivations, exchange_term, mean
+from dsft.planner.traced_model import (
     StepTrace,
-    TrainingActivations,
-    evaluation_activations,
-    exchange_term,
     inputs_of,
-    mean,
+    layer_kinds,
+    meta_model,
     trace_step,
     trace_training,
-    training_activations,
+    traced_model,
 )
-from dsft.planner.traced_model import layer_kinds, meta_model, traced_model
 
 LLAMA_8B = transformers.LlamaConfig(
     vocab_size=128256,
@@ -67,13 +65,9 @@ def cache(tmp_path_factory, monkeypatch):
     return folder / "dsft/activations"
 
 
-def predict(
-    model_config, *, dtype: str = "bfloat16", attention: str = "flash", loss: str = "hf", seq_len: int, **others
-):
+def predict(model_config, **others):
     size = model_size(empty_model(model_config), TrainConfig(model="made here"))
-    return training_activations(
-        size, model_config, dtype=dtype, attention=attention, loss=loss, seq_len=seq_len, **others
-    )
+    return Job(size=size, model_config=model_config, **others).activations
 
 
 def peak(predicted: TrainingActivations, num_tokens: int, checkpointing: bool) -> int:
@@ -121,8 +115,9 @@ def test_two_micro_batches_tell_of_all(architecture, attention, adapters):
     model_config = cls(**(values | {"vocab_size": 2000}))
     predicted = predict(model_config, attention=attention, adapters=adapters, seq_len=128)
     assert predicted.source == "trace of its own code"
-    options = {"seq_len": 128, "dtype": torch.bfloat16, "attention": attention, "adapters": adapters}
-    for batch, traced in zip((1, 2, 16), trace_training(model_config, batches=(1, 2, 16), **options), strict=True):
+    blueprint = meta_model(model_config, dtype=torch.bfloat16, attention=attention, adapters=adapters)
+    for batch in (1, 2, 16):
+        traced = trace_training(blueprint, batch=batch, seq_len=128, attention=attention)
         for checkpointing in (False, True):
             assert peak(predicted, batch * 128, checkpointing) == pytest.approx(
                 traced_peak(traced, checkpointing), rel=1e-3 if batch == 1 else 0.02
@@ -146,7 +141,7 @@ def test_liger_keeps_a_norm_s_input_and_the_factors_of_a_product(llama_8b):
     hidden, key_value, heads, feed_forward = 4096, 1024, 32, 14336
     norm = 2 * hidden + 4 + 2 * hidden  # input; 1 / rms in fp32; the next layers' input
     attention = 2 * (hidden + 2 * key_value + hidden) + 4 * heads
-    liger = predict(LLAMA_8B, seq_len=2048, loss="fused", liger=True)
+    liger = predict(LLAMA_8B, seq_len=2048, liger=True)
     assert liger.layers_saved[0].per_token == pytest.approx(2 * norm + attention + 2 * 3 * feed_forward, rel=1e-4)
     assert liger.layers_input == llama_8b.layers_input
     assert 0.5 < peak(liger, 2048, False) / peak(llama_8b, 2048, False) < 0.8
@@ -183,9 +178,9 @@ UNLIKE_LAYERS = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128
     ids=["gemma3", "deepseek_v3"],
 )
 def test_few_layers_tell_of_many(model_config):
-    options = {"dtype": torch.bfloat16, "attention": "flash"}
-    (extrapolated,) = trace_training(model_config, batches=(2,), seq_len=512, **options)
-    with traced_model(meta_model(model_config, **options)) as model:
+    blueprint = meta_model(model_config, dtype=torch.bfloat16, attention="flash")
+    extrapolated = trace_training(blueprint, batch=2, seq_len=512, attention="flash")
+    with traced_model(blueprint, range(model_config.num_hidden_layers)) as model:
         for checkpointing in (False, True):
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
@@ -203,7 +198,7 @@ def test_terms_add_up_and_show_their_numbers(llama_8b):
     assert peak(predicted, 8192, True) == pytest.approx(kept + last, abs=64)
     assert {(term.phase, term.place) for term in terms} == {("compute", "device")}
     assert "32 layers x (8,192 tokens x 8,192 B)" in [term.formula for term in terms]
-    tiled = predict(LLAMA_8B, seq_len=2048, loss="tiled")
+    tiled = predict(LLAMA_8B, seq_len=2048, tiled_loss=True)
     assert tiled.head.num_bytes(8192) < predicted.head.num_bytes(8192) / 10
     assert tiled.terms(8192, True)[-1].name == "backward of one layer"
 
@@ -263,11 +258,13 @@ def test_a_trace_is_kept_in_the_process_and_on_disk(cache, monkeypatch):
 
 
 def test_a_damaged_cache_is_made_again(cache, monkeypatch):
-    model_config, traces = transformers.LlamaConfig(**SMALL), []
+    model_config, traces, made = transformers.LlamaConfig(**SMALL), {}, []
 
-    def trace_training_once(*arguments, **options):
-        traces.append(traces[0] if traces else trace_training(*arguments, **options))
-        return traces[0]
+    def trace_training_once(*arguments, batch, **options):
+        made.append(batch)
+        if batch not in traces:
+            traces[batch] = trace_training(*arguments, batch=batch, **options)
+        return traces[batch]
 
     trace_training_once.__name__ = "trace_training"
     monkeypatch.setattr(activations, "trace_training", trace_training_once)
@@ -277,8 +274,8 @@ def test_a_damaged_cache_is_made_again(cache, monkeypatch):
     for content in ("", "{", "[]", '{"results": [{"once": 1}]}', good.replace('"once": ', '"once": -0.5')):
         path.write_text(content)
         monkeypatch.setattr(activations, "_known", {})
-        made = len(traces)
-        assert predict(model_config, seq_len=64) == traced and len(traces) == made + 1
+        made.clear()
+        assert predict(model_config, seq_len=64) == traced and made == [*activations.BATCHES]
         assert [file.name for file in cache.iterdir()] == [path.name]
         assert json.loads(path.read_text()) == json.loads(good)
 
@@ -324,7 +321,7 @@ def test_meta_tensors_live_and_die_as_real_ones_do(vocab_size, peak_lies_in, che
     shape = (2, 256, "eager")
     ids_BT = torch.zeros(2, 256, dtype=torch.long)
     model_config = transformers.LlamaConfig(**(SMALL | {"vocab_size": vocab_size}))
-    with traced_model(meta_model(model_config, dtype=dtype, attention="eager")) as model:
+    with traced_model(meta_model(model_config, dtype=dtype, attention="eager"), range(3)) as model:
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         traced = trace_step(model, inputs_of(*shape))
@@ -379,7 +376,7 @@ def test_the_trainer_holds_no_more_than_the_trace_says(tmp_path):
     sequences = Dataset.from_list([{"input_ids": [1] * 256, "labels": [1] * 256}] * 4)
     Measured(model=real_model("eager"), args=arguments, train_dataset=sequences, data_collator=Collator(0)).train()
     blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="eager")
-    with traced_model(blueprint) as model:
+    with traced_model(blueprint, range(3)) as model:
         traced = trace_step(model, inputs_of(2, 256, "eager"))
     assert peaks == [pytest.approx(traced.kept + traced.head, rel=0.005)] * 2
 
@@ -388,7 +385,7 @@ def test_a_loss_in_tiles_takes_what_is_planned(monkeypatch):
     """By torch's own record of a real step; the head's gradient is there too when its tiles are."""
     monkeypatch.setattr(tiles, "TILE_LOGITS", 128 * 3000)
     options = {"dtype": "float32", "attention": "flash", "seq_len": 256}
-    predicted = predict(transformers.LlamaConfig(**SMALL), loss="tiled", **options)
+    predicted = predict(transformers.LlamaConfig(**SMALL), tiled_loss=True, **options)
     model, ids_BT = real_model("sdpa"), torch.zeros(2, 256, dtype=torch.long)
     assert tiles.tile_loss(model)
     measured = allocator_peak(lambda: model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward())
@@ -402,8 +399,9 @@ def test_feed_forwards_in_tiles_take_what_is_planned():
     """
     wide = {"intermediate_size": 2048, "vocab_size": 100}
     model_config = transformers.LlamaConfig(**(SMALL | wide))
-    options = {"dtype": torch.float32, "attention": "flash", "seq_len": 256, "batches": (2,)}
-    (plain,), (tiled,) = (trace_training(model_config, **options, tiled_mlp=tiles) for tiles in (False, True))
+    blueprint = meta_model(model_config, dtype=torch.float32, attention="flash")
+    options = {"attention": "flash", "seq_len": 256, "batch": 2}
+    plain, tiled = (trace_training(blueprint, **options, tiled_mlp=tiles) for tiles in (False, True))
     assert traced_peak(tiled, True) < traced_peak(plain, True) / 3
     model, ids_BT = real_model("sdpa", checkpointing=True, **wide), torch.zeros(2, 256, dtype=torch.long)
     assert tile_feed_forwards(model)
@@ -428,8 +426,8 @@ def saved_by_autograd(model: torch.nn.Module) -> int:
 
 def test_saved_bytes_are_what_autograd_packs_of_a_real_run():
     """torch's own CPU attention kernel, counted by torch's own hooks: nothing of the trace takes part."""
-    options = {"batches": (1,), "seq_len": 512, "dtype": torch.float32, "attention": "flash"}
-    (traced,) = trace_training(transformers.LlamaConfig(**SMALL), **options)
+    blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=torch.float32, attention="flash")
+    traced = trace_training(blueprint, batch=1, seq_len=512, attention="flash")
     head = 512 * (4 * 3000 + 3 * 4 * 64)  # log-softmax; input, normalised and output of the last norm
     assert saved_by_autograd(real_model("sdpa")) == pytest.approx(
         traced["once"] + sum(traced["layers_saved"]) + head, rel=0.01
@@ -439,8 +437,8 @@ def test_saved_bytes_are_what_autograd_packs_of_a_real_run():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_saved_bytes_of_adapters_as_they_are_built_are_those_that_are_planned(dtype):
     """ZeRO-3 leaves adapters the dtype that they are built in: in fp32 over bf16 a layer saved 1.6 times as much."""
-    options = {"batches": (1,), "seq_len": 512, "dtype": dtype, "attention": "flash", "adapters": ADAPTERS}
-    (traced,) = trace_training(transformers.LlamaConfig(**SMALL), **options)
+    blueprint = meta_model(transformers.LlamaConfig(**SMALL), dtype=dtype, attention="flash", adapters=ADAPTERS)
+    traced = trace_training(blueprint, batch=1, seq_len=512, attention="flash")
     model = add_lora(real_model("sdpa", dtype=dtype), TrainConfig(method="lora", lora_r=16))
     model.enable_input_require_grads()
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
@@ -451,12 +449,16 @@ def test_saved_bytes_of_adapters_as_they_are_built_are_those_that_are_planned(dt
 def test_zero_3_keeps_the_inputs_of_frozen_layers_and_leaves_no_mark_on_other_traces(monkeypatch):
     """zero.Init puts DeepSpeed's linear layer in the place of torch's for as long as the process lives."""
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=["q_proj", "v_proj"])
-    options = {"batches": (1,), "seq_len": 512, "dtype": torch.float32, "attention": "flash", "adapters": adapters}
-    config, ways = transformers.LlamaConfig(**SMALL), (False, True)
-    before = [trace_training(config, **options, zero_3=zero_3) for zero_3 in ways]
+    how = {"dtype": torch.float32, "attention": "flash", "adapters": adapters}
+    options = {"batch": 1, "seq_len": 512, "attention": "flash"}
+
+    def traces():
+        blueprint = meta_model(transformers.LlamaConfig(**SMALL), **how)
+        return [trace_training(blueprint, **options, zero_3=zero_3) for zero_3 in (False, True)]
+
+    plain, sharded = before = traces()
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-    assert [trace_training(config, **options, zero_3=zero_3) for zero_3 in ways] == before
-    (plain,), (sharded,) = before
+    assert traces() == before
     assert sum(sharded["layers_saved"]) > 1.1 * sum(plain["layers_saved"])
     model = add_lora(
         real_model("sdpa"), TrainConfig(method="lora", lora_r=16, lora_target_modules=["q_proj", "v_proj"])
@@ -471,7 +473,7 @@ def test_evaluation_takes_what_is_predicted():
     model = real_model("sdpa").eval()
     ids_BT = torch.randint(3000, (8, 512))
     size = model_size(empty_model(model_config), TrainConfig(model="made here"))
-    predicted = evaluation_activations(size, model_config, dtype="float32", attention="flash", seq_len=512)
+    predicted = Job(size=size, model_config=model_config, dtype="float32", seq_len=512).evaluation_activations
     with torch.no_grad():
         head = ChunkedHead(model, VOCAB_TILE["cpu"])
         measured = allocator_peak(lambda: score([head], {"input_ids": ids_BT, "targets": ids_BT}))
@@ -536,8 +538,7 @@ def test_ranks_that_share_sequences_hold_their_share_and_what_they_exchange(key_
 def test_layers_that_are_not_checkpointed_keep_what_they_saved_and_offloaded_inputs_lie_in_host_memory():
     model_config = transformers.LlamaConfig(**SMALL | {"vocab_size": 64, "num_hidden_layers": 5})
     size = model_size(empty_model(model_config), TrainConfig(model="made here"))
-    options = {"dtype": "float32", "attention": "flash", "loss": "hf", "seq_len": 64}
-    traced = training_activations(size, model_config, **options)
+    traced = Job(size=size, model_config=model_config, dtype="float32", seq_len=64).activations
     plain, every_layer, every_other = ({term.name: term for term in traced.terms(64, how)} for how in (0, 1, 2))
     inputs, saved = "layer inputs (checkpointing)", "saved activations"
     assert inputs not in plain and saved not in every_layer
@@ -590,8 +591,11 @@ def test_frozen_layers_are_a_kind_of_their_own_and_keep_less():
     config, frozen = transformers.LlamaConfig(**SMALL), ((), (r"layers\.0\.", "embed_tokens"))
     kinds = layer_kinds(meta_model(config, dtype=torch.bfloat16, attention="flash", patterns=frozen))
     assert kinds == [[0], [1, 2]]
-    options = {"batches": (1,), "seq_len": 64, "dtype": torch.bfloat16, "attention": "flash"}
-    ((whole,), (part,)) = (trace_training(config, **options, **changes) for changes in ({}, {"patterns": frozen}))
+    blueprints = (
+        meta_model(config, dtype=torch.bfloat16, attention="flash", patterns=patterns)
+        for patterns in (((), ()), frozen)
+    )
+    whole, part = (trace_training(each, batch=1, seq_len=64, attention="flash") for each in blueprints)
     assert 0 < part["layers_saved"][0] < part["layers_saved"][1] == whole["layers_saved"][1]
 
 

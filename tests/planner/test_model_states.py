@@ -13,9 +13,10 @@ from dsft.config.deepspeed import compose, known_names, read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
-from dsft.planner.activations import training_activations
+from dsft.planner.activations import Job
 from dsft.planner.states import GONE_AFTER_STEP, late_bytes, load_terms, sample_terms, state_terms
-from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, describe_layout, peak_bytes, resolve_auto
+from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, ZeroLayout, peak_bytes, resolve_auto
+from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
 MODEL = {
@@ -155,16 +156,25 @@ def sizes(tmp_path_factory):
     return sizes
 
 
+def machine_of(ranks: int, *, ranks_per_node: int = RANKS_PER_NODE, device_bytes: int = 10**15, has_gpu: bool = True):
+    return Machine(
+        nodes=max(1, ranks // ranks_per_node),
+        ranks_per_node=ranks_per_node,
+        num_ranks=ranks,
+        device_bytes=device_bytes,
+        host_bytes=10**15,
+        has_gpu=has_gpu,
+    )
+
+
 def predict(name: str, sizes, function=state_terms):
     """Terms of one rank, of both places together: what is offloaded lies in the same memory here."""
     case = CASES[name]
-    layout = describe_layout(
+    layout = ZeroLayout(
         sizes[case["model"]["tie_word_embeddings"], case["lora_r"]],
         case["config"],
-        world_size=case["ranks"],
-        ranks_per_node=RANKS_PER_NODE,
+        machine_of(case["ranks"], has_gpu=False),
         dtype=case["dtype"],
-        has_gpu=False,
     )
     terms = function(layout)
     return [
@@ -234,9 +244,10 @@ BESIDE = {
 def test_gradients_come_as_activations_go(name, measured, sizes):
     case = BESIDE[name]
     size, config = sizes[case["model"]["tie_word_embeddings"], 0], LlamaConfig(**case["model"])
-    about = {"world_size": case["ranks"], "ranks_per_node": RANKS_PER_NODE, "dtype": case["dtype"], "has_gpu": False}
-    layout = describe_layout(size, case["config"], **about)
-    traced = training_activations(size, config, dtype=case["dtype"], attention="eager", loss="hf", seq_len=COLUMNS)
+    about = {"machine": machine_of(case["ranks"], has_gpu=False), "dtype": case["dtype"]}
+    layout = ZeroLayout(size, case["config"], **about)
+    job = Job(size=size, model_config=config, dtype=case["dtype"], attention="eager", seq_len=COLUMNS)
+    traced = job.activations
     states = state_terms(layout)
     activations = traced.terms(ROWS * COLUMNS, 0)
     terms = states + traced.as_gradients_come(activations, late_bytes(layout, states))
@@ -244,7 +255,7 @@ def test_gradients_come_as_activations_go(name, measured, sizes):
     predicted = peak_bytes(terms, "device") + on_host // RANKS_PER_NODE
     assert 1 <= predicted / measured[name]["compute"]["total"] <= 1.03
     assert layout.accumulates is False
-    summed = describe_layout(size, case["config"] | {"gradient_accumulation_steps": 2}, **about)
+    summed = ZeroLayout(size, case["config"] | {"gradient_accumulation_steps": 2}, **about)
     assert late_bytes(summed, state_terms(summed)) == 0
 
 
@@ -351,9 +362,8 @@ def test_auto_is_filled_as_transformers_fills_it(stage, sizes):
     assert ours["sub_group_size"] == 10**9 and ours["overlap_comm"] is (stage == 3)  # DeepSpeed's defaults
 
 
-def on_16_ranks(size, config: dict, **others):
-    placed = {"world_size": 16, "ranks_per_node": 8, "dtype": "bfloat16", "has_gpu": True}
-    return describe_layout(size, config, **placed | others)
+def on_16_ranks(size, config: dict, *, optimizer: str | None = None, **machine):
+    return ZeroLayout(size, config, machine_of(16, **machine), dtype="bfloat16", optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", known_names())
@@ -370,7 +380,7 @@ def test_host_memory_holds_no_weights_while_a_gpu_loads_them_but_where_it_has_no
     weights = 2 * size.num_params
 
     def host(config: dict, device_bytes: int) -> int:
-        terms = load_terms(on_16_ranks(size, {"zero_optimization": config}), device_bytes=device_bytes)
+        terms = load_terms(on_16_ranks(size, {"zero_optimization": config}, device_bytes=device_bytes))
         return peak_bytes((term for term in terms if term.name != "processes"), "host")
 
     for stage in (0, 1, 2):

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from dsft.config.deepspeed import compose
 from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
-from dsft.planner.activations import StorageLog
 from dsft.planner.candidates import unmodelled
 from dsft.planner.step_time import speeds_of
+from dsft.planner.traced_model import StorageLog
 from dsft.planner.zero_layout import (
     DEEPSPEED_OPTIMIZERS,
     DEFAULT_OPTIMIZER,

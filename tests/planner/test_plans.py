@@ -27,8 +27,9 @@ from dsft.errors import UserError
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner import calibration
+from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate
-from dsft.planner.candidates import NAMES, Job, candidate_names, fit_nvme_buffers, settings, unmodelled
+from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, settings, unmodelled
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
@@ -434,7 +435,7 @@ def test_a_single_rank_overlaps_no_communication(configs):
 def test_gradients_go_to_one_rank_where_links_are_slow_and_shares_large(configs):
     def is_reduced_to_all(machine: Machine, zero: str = "2", **options) -> bool:
         job = paper_job(TrainConfig(model=configs["8b"], **options))
-        section = next(settings(zero, None, job, machine))["zero_optimization"]
+        section = next(settings(zero, None, job, machine))[0]["zero_optimization"]
         return section.get("use_multi_rank_bucket_allreduce", True)
 
     assert not is_reduced_to_all(gpus(nodes=2)) and not is_reduced_to_all(gpus(nodes=2), "1")
@@ -448,7 +449,7 @@ def test_gradients_go_to_one_rank_where_links_are_slow_and_shares_large(configs)
 def test_sub_groups_fill_a_power_of_two(configs):
     job = paper_job(TrainConfig(model=configs["70b"]))
     for world_size in (1, 8, 16):
-        elements = next(settings("3", None, job, gpus(world_size)))["zero_optimization"]["sub_group_size"]
+        elements = next(settings("3", None, job, gpus(world_size)))[0]["zero_optimization"]["sub_group_size"]
         largest = elements + math.ceil(128256 * 8192 / world_size)  # the group that the embedding's shard closes
         assert math.log2(largest) == int(math.log2(largest)) and elements > 0.7 * largest
 

@@ -17,8 +17,8 @@ from transformers import LlamaConfig
 from dsft.config.options import TrainConfig
 from dsft.models.size import empty_model, model_size
 from dsft.models.trained import adapters_of
-from dsft.planner.activations import Cost, TrainingActivations
-from dsft.planner.candidates import Job, candidate_names
+from dsft.planner.activations import Cost, Job, TrainingActivations
+from dsft.planner.candidates import candidate_names
 from dsft.planner.plans import PASSED_OVER, ROOMY, WORTH_IT, all_plans, choose, faster_with, reason, shortage
 from dsft.planner.step_time import GPUS, speeds_of
 from dsft.runtime.hardware import Machine

@@ -5,8 +5,7 @@ Where an engine differs from dsft's (its own optimizer states, logits kept throu
 the test adds it.
 """
 
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 from dsft.config.options import TrainConfig
 from dsft.models.size import empty_model, model_size
 from dsft.models.trained import adapters_of
-from dsft.planner.activations import training_activations
-from dsft.planner.plans import FRAGMENTATION, HOST_SHARE, MEMORY_ERROR, RESERVE_BYTES, add_up, with_room
+from dsft.planner.activations import Job
+from dsft.planner.plans import FRAGMENTATION, HOST_SHARE, MEMORY_ERROR, RESERVE_BYTES, Needs, add_up, with_room
 from dsft.planner.states import quantised_room, state_terms
 from dsft.planner.step_time import ASSUMED, OutsideMemory
-from dsft.planner.zero_layout import Term, describe_layout, peak_bytes
+from dsft.planner.zero_layout import Term, ZeroLayout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
 
@@ -289,16 +288,10 @@ def predicted(run: Published) -> list[Term]:
     model = empty_model(run.model)
     adapters = adapters_of(config, model)
     size = model_size(model, config, adapters=adapters)
-    activations = training_activations(
-        size,
-        run.model,
-        dtype="bfloat16",
-        attention="flash",
-        loss="fused" if run.liger else run.loss,
-        liger=run.liger,
-        adapters=adapters,
-        seq_len=run.seq_len,
-    )
+    job = Job(size=size, model_config=run.model, adapters=adapters, seq_len=run.seq_len, liger=run.liger)
+    activations = replace(job, tiled_loss=run.loss == "tiled").activations
+    if run.loss == "fused":  # a kernel like Liger's, without its norms
+        activations = replace(activations, head=replace(job, liger=True).activations.head)
     tokens = run.micro_batch * run.seq_len
     if run.zero is None:
         states = [
@@ -309,13 +302,11 @@ def predicted(run: Published) -> list[Term]:
             )
         ]
     else:
-        layout = describe_layout(
+        layout = ZeroLayout(
             size,
             {"zero_optimization": run.zero, "gradient_accumulation_steps": run.accumulation},
-            world_size=run.gpus,
-            ranks_per_node=run.gpus,
+            Machine(nodes=1, ranks_per_node=run.gpus, device_bytes=80 * GiB, host_bytes=10**12, has_gpu=True),
             dtype="bfloat16",
-            has_gpu=True,
             optimizer=run.optimizer,
         )
         states = state_terms(layout)
@@ -404,9 +395,9 @@ def test_what_ran_is_accepted_and_what_failed_is_refused(run, gpu_bytes, fits):
 def test_plans_that_leave_room_go_before_those_that_fit_without():
     machine = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GiB, host_bytes=10**12, has_gpu=True)
 
-    def needs(gib: float, *, stage: int, outside: OutsideMemory = ASSUMED) -> SimpleNamespace:
+    def needs(gib: float, *, stage: int, outside: OutsideMemory = ASSUMED) -> Needs:
         terms = [Term(name="states", num_bytes=int(gib * GiB), formula="")]
-        return SimpleNamespace(**add_up(terms, machine, outside, communicators=2, stage=stage))
+        return Needs(**add_up(terms, machine, outside, communicators=2, stage=stage))
 
     # 80 GiB = (1 + 3 %) of 75 + 2.7 outside; 0.5 must stay free, and under ZeRO-3 should 4 % more of 75
     assert [needs(gib, stage=2).fits for gib in (74, 75)] == [True, False]
@@ -414,7 +405,7 @@ def test_plans_that_leave_room_go_before_those_that_fit_without():
     assert needs(76, stage=3).limiting_resource == "GPU memory" and not needs(76, stage=3).low_headroom
     measured = OutsideMemory(context_bytes=2**28, communicators_bytes=(2**28, 2**29, 2**30), measured=True)
     assert not needs(76, stage=2, outside=measured).limiting_resource
-    tight, roomy, none = (SimpleNamespace(fits=fits, low_headroom=tight) for fits, tight in ((1, 1), (1, 0), (0, 0)))
+    tight, roomy, none = (needs(gib, stage=3) for gib in (72, 71, 76))
     assert with_room([none, tight, roomy]) == [roomy] and with_room([none, tight]) == [tight]
 
 

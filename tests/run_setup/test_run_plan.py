@@ -16,7 +16,8 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.planner.candidates import NAMES, SEQUENCES_PER_RANK, Job
+from dsft.planner.activations import Job
+from dsft.planner.candidates import NAMES, SEQUENCES_PER_RANK
 from dsft.planner.zero_layout import Term
 from dsft.run_setup.arguments import step_limit_decision
 from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan

@@ -146,14 +146,16 @@ SMALL_MIXTURE = Qwen3MoeConfig(
 
 
 def test_a_traced_mixture_in_fp32_takes_no_grouped_products():
-    with traced_model(meta_model(SMALL_MIXTURE, dtype=torch.float32, attention="eager")) as model:
+    with traced_model(meta_model(SMALL_MIXTURE, dtype=torch.float32, attention="eager"), [0]) as model:
         ids_BT = torch.zeros(1, 8, dtype=torch.long)
         assert model(input_ids=ids_BT, use_cache=False).logits.shape == (1, 8, 64)
 
 
 def test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_autocast():
     experts = LoraConfig(task_type="CAUSAL_LM", target_parameters=["mlp.experts.down_proj"])
-    with traced_model(meta_model(SMALL_MIXTURE, dtype=torch.bfloat16, attention="sdpa", adapters=experts)) as model:
+    with traced_model(
+        meta_model(SMALL_MIXTURE, dtype=torch.bfloat16, attention="sdpa", adapters=experts), [0]
+    ) as model:
         ids_BT = torch.zeros(1, 8, dtype=torch.long)
         loss = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), labels=ids_BT, use_cache=False).loss
         loss.backward()
