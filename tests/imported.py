@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 
 # What DeepSpeed and torch import late, in the middle of a training; with Muon's optimizer also TorchInductor.
+import cpuinfo
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.muon.muon_optimizer
@@ -21,6 +22,7 @@ from deepspeed.ops.op_builder.cpu.cpu_adam import CPUAdamBuilder
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import dsft.api
+import dsft.errors
 import dsft.eval_ppl
 import dsft.perplexity.evaluation
 import dsft.train
@@ -34,6 +36,11 @@ name_owners_of_operator_locks()  # else the lock of a test that was killed while
 for operator in (CPUAdamBuilder(), ShareMemCommBuilder()):
     operator.load(verbose=False)
 
+# No launcher of these ranks kills all as soon as one has ended: the others need not wait for rank 0 to print first.
+dsft.errors.RANK_0_SECONDS = 0.5
+# Each of DeepSpeed's optimizers on a CPU asks a program that measures the clock for a second.
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+cpuinfo.get_cpu_info()
 # A training asks dozens of times for versions of packages: to read them all was a quarter of a short one's seconds.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 versions(), numeric_versions(), untested_versions()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.launch
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory) -> Path:
-    """What the quickstart's commands leave on forked ranks, where a training ends after 6 steps."""
+    """What the quickstart's commands leave on forked ranks, where a training ends after 6 steps and a quarter
+    of the held-out rows is evaluated; all of them lie in `whole` beside the folder.
+    """
     folder = tmp_path_factory.mktemp("short") / "quickstart"
     entries = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
     for command in quickstart.STEPS.values():
@@ -32,14 +35,20 @@ def short(tmp_path_factory) -> Path:
         else:
             result = run_entry("dsft.cli.main", [name, *words])
         assert result.returncode == 0, result.stderr
+        if name == "demo-data":
+            for file in folder.glob("*/held_out.jsonl"):
+                shutil.copytree(file.parent, folder.parent / "whole" / file.parent.name)
+                rows = file.read_text().splitlines(keepends=True)
+                file.write_text("".join(rows[: len(rows) // 4]))
         if name == "eval":
             quickstart.write_answers(folder)
     return folder
 
 
 def test_no_held_out_module_was_trained_on(short):
+    whole = short.parent / "whole"
     rows = {
-        split: [json.loads(line) for line in (short / "instructions" / f"{split}.jsonl").open()]
+        split: [json.loads(line) for line in (whole / "instructions" / f"{split}.jsonl").open()]
         for split in ("train", "held_out")
     }
     assert len(rows["train"]) > 2000 and 100 < len(rows["held_out"]) < len(rows["train"])
@@ -48,8 +57,8 @@ def test_no_held_out_module_was_trained_on(short):
     assert 0.5 * HELD_OUT_PERCENT < 100 * len(held_out) / len(modules) < 2 * HELD_OUT_PERCENT
     for column in ("prompt", "completion"):
         assert not {row[column] for row in rows["train"]} & {row[column] for row in rows["held_out"]}
-    text = (short / "corpus" / "train.jsonl").read_text()
-    held_out = [json.loads(line)["text"] for line in (short / "corpus" / "held_out.jsonl").open()]
+    text = (whole / "corpus" / "train.jsonl").read_text()
+    held_out = [json.loads(line)["text"] for line in (whole / "corpus" / "held_out.jsonl").open()]
     assert len(held_out) > 20 and not [
         part
         for part in [row["completion"] for row in rows["held_out"]] + "\n\n".join(held_out).split("\n\n")

@@ -108,7 +108,8 @@ class Job:
         return errors[0]
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.exhaustive  # on one machine: watchdog/test_watchdog.py, and launch/test_supervise.py of the launch
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_rank_ends_both_hosts_and_is_named(hosts, folder, number):
     job = Job(hosts, folder, f"killed-{number}", DEEPSPEED if number == 0 else LAUNCH)
     job.hosts[number].kill(job.rank(number))

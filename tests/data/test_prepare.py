@@ -470,7 +470,7 @@ def _waits(path: str, cache: str, model: str, seconds: float) -> int:
 
 def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(tiny, tmp_path):
     path = str(write_texts(tmp_path / "a.jsonl", 50))
-    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 8.0)
+    lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 6.0)
     assert lengths[0] == lengths[1] > 0
 
 

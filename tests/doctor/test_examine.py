@@ -751,7 +751,7 @@ def test_the_interface_of_the_first_node_is_known_by_whichever_name_ranks_reach_
 
 
 @pytest.mark.launch
-def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp_path):
+def test_this_machine_is_examined_measured_and_its_run_planned(options, tmp_path):
     """Also where a notebook's own process group, of one rank, has left its variables and holds the port."""
     with socket.socket() as notebook:
         notebook.bind(("", 0))
@@ -763,11 +763,8 @@ def test_this_machine_is_examined_measured_and_its_run_planned(run, options, tmp
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(notebook.getsockname()[1]),
         }
-        result = run(
-            ["dsft", "doctor", "--num_gpus", "2", "--json", *flags(options(tmp_path / "run"))],
-            XDG_CACHE_HOME=str(tmp_path),
-            **variables,
-        )
+        words = ["doctor", "--num_gpus", "2", "--json", *flags(options(tmp_path / "run"))]
+        result = run_entry("dsft.cli.main", words, folder=ROOT, XDG_CACHE_HOME=str(tmp_path), **variables)
     report = json.loads(result.stdout)
     assert report["ok"] and result.returncode == 0, report["findings"]
     assert "commit_together" in report["patches"]["deepspeed"]

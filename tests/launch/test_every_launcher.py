@@ -37,7 +37,7 @@ def single(jobs, tmp_path_factory):
     return folder
 
 
-# deepspeed starts the quick tests of cluster/ and of test_launchers.py, which also have its exit codes.
+# deepspeed starts the ranks of the quick test of cluster/test_launch.py; its exit codes are those of test_supervise.py.
 @pytest.mark.parametrize("launcher", grid(LAUNCHERS, ["torchrun"]))
 def test_evaluates_trains_and_refuses_bad_input_alike(run, jobs, single, tmp_path, launcher):
     (tmp_path / "jobs.json").write_text(json.dumps(jobs(tmp_path)))

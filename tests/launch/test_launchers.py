@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, flags, read_json
+from conftest import ROOT, flags, grid, read_json
 from ranks import ranks_below, train_all
 
 from dsft.cli.main import main
@@ -536,6 +537,12 @@ def kill(process: subprocess.Popen) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def the_rank_of(launch: int) -> int:
+    """The one rank that a launch has as a process of its own."""
+    (rank,) = [pid for pid in descendants(launch) if b"dsft.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return rank
+
+
 def all_end(pids: list[int]) -> bool:
     until = time.monotonic() + 120
     while time.monotonic() < until and any(start_time(pid) for pid in pids):
@@ -581,8 +588,10 @@ def test_a_run_that_is_asked_to_end_saves_and_ends_with_the_code_to_requeue(job,
 
 
 @pytest.mark.launch
-def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_saves_when_it_is_asked_to_end(job):
-    process, log, folder = job("--max_restarts", "1", "--no_preflight")
+@pytest.mark.parametrize("ranks", grid([1, 2], [1]))
+def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_saves_when_it_is_asked_to_end(job, ranks):
+    """A single rank is a process of the launch itself; DeepSpeed's launcher starts two."""
+    process, log, folder = job("--max_restarts", "1", "--no_preflight", "--num_gpus", str(ranks))
 
     def wait_for(condition) -> None:
         until = time.monotonic() + 300
@@ -590,7 +599,8 @@ def test_a_run_whose_rank_is_killed_starts_again_from_its_last_checkpoint_and_sa
             time.sleep(0.05)
 
     wait_for((folder / "checkpoint-2" / "trainer_state.json").exists)
-    os.kill(ranks_below(process.pid)[1], signal.SIGKILL)
+    last_rank = ranks_below(process.pid)[1] if ranks > 1 else the_rank_of(process.pid)
+    os.kill(last_rank, signal.SIGKILL)
     wait_for(lambda: "step " in log.read_text().partition("resuming from")[2])
     process.send_signal(signal.SIGUSR1)
     assert process.wait(600) == 75, log.read_text()

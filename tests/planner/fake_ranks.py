@@ -1,12 +1,11 @@
 """One rank of a world of 16, in one process: unmodified DeepSpeed over torch's fake process group, its bytes counted.
 
-Run as a program by `measure` (it changes the process: accelerator, process group); one forked child per configuration.
+Run as a program by `measure` (it changes the process: process group, variables); one forked child per configuration.
 What the fake collectives return is not data: the sizes are DeepSpeed's own, the losses mean nothing.
 """
 
 import json
 import os
-import subprocess
 import sys
 import weakref
 from collections import Counter
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import run_entry
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -163,21 +163,11 @@ def dimensions(parameter: torch.nn.Parameter) -> int:
     return len(parameter.ds_shape) if hasattr(parameter, "ds_shape") else parameter.dim()
 
 
-def measure(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """`run_case` of every case, in a process of its own."""
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_SIZE": str(RANKS_PER_NODE),
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve())],
-        input=json.dumps(cases),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+def measure(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """`run_case` of every case, in a process of its own, which reads them in `folder`."""
+    file = folder / "cases.json"
+    file.write_text(json.dumps(cases))
+    done = run_entry("fake_ranks", [file], LOCAL_SIZE=str(RANKS_PER_NODE))
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -208,16 +198,5 @@ def _in_child(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    import deepspeed  # noqa: F401
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
-    from dsft.runtime.disk import name_owners_of_operator_locks
-
-    name_owners_of_operator_locks()  # else a killed compilation's lock is waited for without end
-    torch.set_num_threads(1)
-    print(json.dumps({name: _in_child(case) for name, case in json.load(sys.stdin).items()}))
-
-
-if __name__ == "__main__":
-    main()
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    print(json.dumps({name: _in_child(case) for name, case in cases.items()}))

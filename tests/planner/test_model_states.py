@@ -137,10 +137,10 @@ QUICK = ("0", "2 accumulating, fp32 sums", "3 lora", "3 offload both")
 
 
 @pytest.fixture(scope="module")
-def measured(request):
-    """In one process, whose start takes longer than most cases."""
+def measured(request, tmp_path_factory):
     needed = needed_cases(request)
-    return measure({name: case for name, case in (CASES | BESIDE).items() if name in needed})
+    cases = {name: case for name, case in (CASES | BESIDE).items() if name in needed}
+    return measure(cases, tmp_path_factory.mktemp("measured"))
 
 
 @pytest.fixture(scope="module")

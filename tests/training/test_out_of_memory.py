@@ -2,6 +2,7 @@
 
 import errno
 import re
+from contextlib import ExitStack
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed
 import transformers
 from conftest import flags, grid, read_json
-from ranks import run_entry
+from ranks import run_entry, started_entry
 from tiny import GATED, write_texts
 
 from dsft.config.options import TrainConfig
@@ -53,6 +54,32 @@ PHASES = {
 }
 
 
+AT_ONCE = 4
+"""So many trainings, for they wait most of the time."""
+
+
+@pytest.fixture(scope="module")
+def failed(request, options, tiny, tmp_path_factory):
+    """(phase, ZeRO, rank) -> (what was printed, the exit codes, the run's folder) of each selected case."""
+    items = [item for item in request.session.items if item.path == request.path and "failed" in item.fixturenames]
+    cases = [tuple(item.callspec.params[name] for name in ("phase", "zero", "rank")) for item in items]
+    results = {}
+    for first in range(0, len(cases), AT_ONCE):
+        with ExitStack() as stack:
+            started = {}
+            for phase, zero, rank in cases[first : first + AT_ONCE]:
+                run = tmp_path_factory.mktemp("failed") / "run"
+                words = options(run, zero=zero, save_strategy="steps", save_steps=2, lost_timeout=60)
+                words |= {"eval_data": str(tiny / "held_out.jsonl"), "eval_strategy": "steps", "eval_steps": 1}
+                environment = {"FAILING_RANK": str(rank), "FAILING_PHASE": phase}
+                start = started_entry("workers.failing_rank", flags(words), world=2, folder=run.parent, **environment)
+                started[phase, zero, rank] = run, stack.enter_context(start)
+            for case, (run, wait) in started.items():
+                seen, codes = wait()
+                results[case] = seen.stderr, codes, run
+    return results
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("phase", "zero", "rank"),
@@ -62,20 +89,15 @@ PHASES = {
         quick=[("loading", "3", 1), ("save", "3", 0)],  # in training it is the test above
     ),
 )
-def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(options, tiny, tmp_path, phase, zero, rank):
+def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(failed, phase, zero, rank):
     """No collective in the explanation, which no other rank would join: the watchdog's limits are half an hour."""
-    words = options(tmp_path / "run", zero=zero, save_strategy="steps", save_steps=2, lost_timeout=60)
-    words |= {"eval_data": str(tiny / "held_out.jsonl"), "eval_strategy": "steps", "eval_steps": 1}
-    codes: list[int] = []
-    environment = {"FAILING_RANK": str(rank), "FAILING_PHASE": phase}
-    seen = run_entry("workers.failing_rank", flags(words), world=2, folder=tmp_path, codes=codes, **environment)
-    said = seen.stderr
+    said, codes, run = failed[phase, zero, rank]
     (line,) = [line for line in said.splitlines() if "out of memory" in line and "dsft: error" in line]
     assert f"out of memory {PHASES[phase]} (this rank has no memory left): the plan is ZeRO {zero}" in line
     assert "smaller plan" in line and "no progress" not in said and "Traceback" not in said
     assert ("less with --per_device_eval_batch_size 1, here 8; " in line) == (phase == "evaluation")
     assert (f"rank {rank} on" in line) == (rank != 0) and codes[rank] == 2, (codes, said[-3000:])
-    content = read_json(tmp_path / "run" / "run.json")
+    content = read_json(run / "run.json")
     assert (
         content["status"] == "failed" and f"rank {rank} on" in content["error"] and "out of memory" in content["error"]
     )
