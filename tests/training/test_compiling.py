@@ -3,17 +3,33 @@
 import json
 
 import pytest
+import torch
 from conftest import read_json
 from ranks import on_ranks, train
 
+from dsft.runtime import distributed
 from dsft.training import callbacks, metrics
 from dsft.watchdog import client
 
 pytestmark = pytest.mark.launch
 
 
-def training_with_phases(options: dict) -> tuple[list[str], list[float]]:
-    """The phases that the watchdog hears of, and the seconds that are left out of speeds."""
+NEXT = "the next training begins"
+
+
+def trainings_with_phases(cases: list[dict]) -> list[tuple[list[str], list[float]]]:
+    """Of each the phases that the watchdog hears of, and the seconds that are left out of speeds."""
+    heard = []
+    for options in cases:
+        torch.compiler.reset()  # or the third finds what the second has compiled
+        if distributed.rank() == 0:
+            print(NEXT, flush=True)
+        with pytest.MonkeyPatch.context() as patches:
+            heard.append(training_with_phases(options, patches))
+    return heard
+
+
+def training_with_phases(options: dict, patches: pytest.MonkeyPatch) -> tuple[list[str], list[float]]:
     phases, left_out = [], []
     set_phase, leave_out = client.set_phase, metrics.Work.leave_out
 
@@ -25,28 +41,27 @@ def training_with_phases(options: dict) -> tuple[list[str], list[float]]:
         left_out.append(seconds)
         leave_out(work, seconds)
 
-    client.set_phase, metrics.Work.leave_out = noting, leaving
-    callbacks.AGAIN_SECONDS = 0.05
+    patches.setattr(client, "set_phase", noting)
+    patches.setattr(metrics.Work, "leave_out", leaving)
+    patches.setattr(callbacks, "AGAIN_SECONDS", 0.05)
     train(options)
     return phases, left_out
 
 
 @pytest.fixture(scope="module")
 def runs(options, tmp_path_factory):
-    """Name -> (losses, [phases, seconds] of each rank, screen)."""
+    """Name -> (losses, [phases, seconds] of each rank, screen). All on the same ranks, which import Dynamo once."""
     folder = tmp_path_factory.mktemp("compiled")
     compiled = {"torch_compile": True, "torch_compile_backend": "eager", "tiled_loss": False}
+    changes = {"eager": {}, "compiled": compiled, "beyond": compiled | {"compile_timeout": 0.01}}
+    cases = [options(folder / name, max_steps=4, logging_steps=1, zero="2", **changes[name]) for name in changes]
+    heard = on_ranks(2, trainings_with_phases, cases, log=folder / "log")
+    screens = (folder / "log").read_text().split(NEXT)[1:]
     runs_by_name = {}
-    for name, changes in (
-        ("eager", {}),
-        ("compiled", compiled),
-        ("beyond", compiled | {"compile_timeout": 0.01}),
-    ):
-        case = options(folder / name, max_steps=4, logging_steps=1, zero="2", **changes)
-        heard = on_ranks(2, training_with_phases, case, log=folder / f"{name}.log")
+    for name, heard_by_ranks, screen in zip(changes, zip(*heard, strict=True), screens, strict=True):
         log = read_json(folder / name / "run.json")["results"]["log"]
         losses = [entry["loss"] for entry in log if "loss" in entry]
-        runs_by_name[name] = losses, heard, (folder / f"{name}.log").read_text()
+        runs_by_name[name] = losses, heard_by_ranks, screen
     return runs_by_name
 
 
