@@ -7,9 +7,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from conftest import KERNEL, ROOT, grid
+from conftest import KERNEL, ROOT, grid, needed_cases
 from test_environment import SSH
 
 from dsft.launch.launchers import MODULES, build_command, read_launch
@@ -71,26 +72,58 @@ time.sleep(1000)
 """
 
 
-@pytest.fixture
-def launch(tmp_path, monkeypatch):
-    """Starts a launch, in a process of its own, of one rank that does this; gives it once the rank is `ready`."""
-    monkeypatch.setenv("FOLDER", str(tmp_path))
-    started = []
+GOES_ON = "\nwhile not os.path.exists(os.environ['FOLDER'] + '/go'):\n    time.sleep(0.1)\n"
+ASKED = """
+signal.signal(signal.SIGUSR1, lambda *_: say('asked')); start(); wait_until_tied(); say('ready')
+while True: time.sleep(9)
+"""
+WORKS = {
+    "ends in order": (
+        "start(); wait_until_tied(); client.connect([client.endpoint()]); mine = sidecars()[0]; client.close(0)\n"
+        "looks = mine.num_ctx_switches().voluntary\n"
+        "while mine.num_ctx_switches().voluntary < looks + 6:\n    time.sleep(0.1)\n"
+        f"assert mine.is_running() and is_tied(); say('ready'){GOES_ON}"
+    ),
+    "before its sidecar": "say('ready'); time.sleep(1000)",
+    "before the ranks meet": WAITS,
+    "on another host": "to_another_host()" + WAITS,
+    "comes late": f"to_another_host(); say('ready'){GOES_ON}start(); time.sleep(1000)",
+    "saves": WAITS,
+    "asked twice, True": ASKED,
+    "asked twice, False": ASKED,
+}
+"""What a rank does, with a name."""
 
-    def start(work: str) -> subprocess.Popen:
+
+@pytest.fixture(scope="module")
+def launched(request, tmp_path_factory):
+    """Name -> (a launch, in a process of its own, of one rank that does this; the rank's folder). All at once, for they
+    wait most of the time.
+    """
+    started = {}
+    for name in sorted(needed_cases(request)):
+        folder = tmp_path_factory.mktemp("launched")
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, RANK + work], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", LAUNCH, RANK + WORKS[name]],
+            cwd=ROOT,
+            env=os.environ | {"FOLDER": str(folder)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        started.append(process)
-        wait_until((tmp_path / "ready").exists)
-        return process
-
-    yield start
-    with suppress(FileNotFoundError, ProcessLookupError):  # one on "another host"
-        os.kill(int((tmp_path / "ready").read_text()), signal.SIGKILL)
-    for process in started:
+        started[name] = process, folder
+    yield started
+    for process, folder in started.values():
+        with suppress(FileNotFoundError, ProcessLookupError):  # one on "another host"
+            os.kill(int((folder / "ready").read_text()), signal.SIGKILL)
         for pid in (*descendants(process.pid), process.pid) if process.poll() is None else ():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def when_ready(started: tuple[subprocess.Popen, Path]) -> subprocess.Popen:
+    """The launch, once its rank is `ready`."""
+    wait_until((started[1] / "ready").exists)
+    return started[0]
 
 
 def wait_until(condition) -> None:
@@ -172,9 +205,9 @@ KINDS = [
 """One of each kind, for the quick tests."""
 
 
-@pytest.fixture(scope="module")
-def ended(request) -> dict[str, tuple[int, str]]:
-    """(exit code, what was printed) of a launch for each selected one of ENDS; all at once, for they wait most of the
+@pytest.fixture(scope="module", autouse=True)
+def launches(request):
+    """A launch for each selected one of ENDS; all at once, and beside the tests of this file: they wait most of the
     time.
     """
     items = [item for item in request.session.items if item.path == request.path and "ended" in item.fixturenames]
@@ -189,40 +222,36 @@ def ended(request) -> dict[str, tuple[int, str]]:
         for name, (work, _, _) in ENDS.items()
         if name in selected
     }
+    yield launches
+    for process in launches.values():
+        for pid in (*descendants(process.pid), process.pid) if process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def ended(launches) -> dict[str, tuple[int, str]]:
+    """(exit code, what was printed) of each."""
     printed = {name: process.communicate(timeout=300)[1] for name, process in launches.items()}
     return {name: (process.returncode, printed[name]) for name, process in launches.items()}
 
 
-@pytest.mark.parametrize("name", grid(ENDS, KINDS))
-def test_a_launch_has_the_exit_code_and_the_message_of_how_its_ranks_ended(ended, name):
-    _, code, said = ENDS[name]
-    assert ended[name][0] == code and said in ended[name][1], ended[name]
-
-
-def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launch, tmp_path):
+@pytest.mark.cases("ends in order")
+def test_the_end_of_a_rank_in_order_counts_once_it_has_exited(launched):
     """Not because it said so."""
-    wait = "while not os.path.exists(os.environ['FOLDER'] + '/go'):\n    time.sleep(0.1)\n"
-    process = launch(
-        "start(); wait_until_tied(); client.connect([client.endpoint()]); mine = sidecars()[0]; client.close(0)\n"
-        "looks = mine.num_ctx_switches().voluntary\n"
-        "while mine.num_ctx_switches().voluntary < looks + 6:\n    time.sleep(0.1)\n"
-        f"assert mine.is_running() and is_tied(); say('ready')\n{wait}"
-    )
-    (tmp_path / "go").touch()
+    _, folder = launched["ends in order"]
+    process = when_ready(launched["ends in order"])
+    (folder / "go").touch()
     assert process.wait(120) == 0
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        pytest.param("say('ready'); time.sleep(1000)", id="before its sidecar"),
-        pytest.param(WAITS, id="before the ranks meet", marks=pytest.mark.exhaustive),
-        pytest.param("to_another_host()" + WAITS, id="on another host"),
-    ],
-)
-def test_a_killed_launch_leaves_nothing_before_the_ranks_have_met(launch, work, tmp_path):
-    process = launch(work)
-    family = {*descendants(process.pid), int((tmp_path / "ready").read_text())}
+KILLED = ["before its sidecar", "before the ranks meet", "on another host"]
+
+
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", grid(KILLED, [KILLED[0], KILLED[2]]))
+def test_a_killed_launch_leaves_nothing_before_the_ranks_have_met(launched, name):
+    process = when_ready(launched[name])
+    family = {*descendants(process.pid), int((launched[name][1] / "ready").read_text())}
     assert len(family) >= 2
     process.kill()
     process.wait()
@@ -256,38 +285,41 @@ def test_ending_a_launch_ends_no_other_job_on_its_nodes(tmp_path, monkeypatch):
     assert "deepspeed.launcher.launch" in call and "pkill" not in call
 
 
-def test_a_rank_that_comes_after_its_launch_was_killed_ends(launch, tmp_path):
-    wait = "\nwhile not os.path.exists(os.environ['FOLDER'] + '/go'):\n    time.sleep(0.1)\n"
-    process = launch(f"to_another_host(); say('ready'){wait}start(); time.sleep(1000)")
+@pytest.mark.cases("comes late")
+def test_a_rank_that_comes_after_its_launch_was_killed_ends(launched):
+    _, folder = launched["comes late"]
+    process = when_ready(launched["comes late"])
     process.kill()
     process.wait()
-    (tmp_path / "go").touch()
-    rank = int((tmp_path / "ready").read_text())
+    (folder / "go").touch()
+    rank = int((folder / "ready").read_text())
     wait_until(lambda: start_time(rank) is None)
     assert "was started by a dsft launch that is gone" in process.stderr.read()
 
 
-def test_ctrl_c_asks_the_ranks_to_save_and_a_second_one_ends_them_at_once(launch):
-    process = launch(WAITS)
+@pytest.mark.cases("saves")
+def test_ctrl_c_asks_the_ranks_to_save_and_a_second_one_ends_them_at_once(launched):
+    process = when_ready(launched["saves"])
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 75
     asked = "dsft: Ctrl-C: asked the ranks to save and exit; a second one terminates them at once\n"
     assert process.stderr.read() == asked
 
 
+@pytest.mark.cases("asked twice, {is_stopped}")
 @pytest.mark.parametrize("is_stopped", grid([False, True], [True]))
-def test_a_second_ctrl_c_ends_the_ranks_at_once(launch, tmp_path, is_stopped):
+def test_a_second_ctrl_c_ends_the_ranks_at_once(launched, is_stopped):
     """Also one that is stopped, and cannot follow the first."""
-    notes = "signal.signal(signal.SIGUSR1, lambda *_: say('asked')); start(); wait_until_tied(); say('ready')"
-    process = launch(f"{notes}\nwhile True: time.sleep(9)")
+    _, folder = launched[f"asked twice, {is_stopped}"]
+    process = when_ready(launched[f"asked twice, {is_stopped}"])
     family = descendants(process.pid)
     if is_stopped:
-        os.kill(int((tmp_path / "ready").read_text()), signal.SIGSTOP)
+        os.kill(int((folder / "ready").read_text()), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     if is_stopped:
         assert "a second one terminates them at once" in process.stderr.readline()
     else:
-        wait_until((tmp_path / "asked").exists)
+        wait_until((folder / "asked").exists)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 130
     wait_until(lambda: not any(start_time(pid) for pid in family))
@@ -325,3 +357,10 @@ def test_a_check_before_the_start_ends_with_its_launch(tmp_path, monkeypatch, nu
     process.send_signal(number)
     process.wait(60)
     wait_until(lambda: start_time(pid) is None)
+
+
+# Last: their launches have ended meanwhile.
+@pytest.mark.parametrize("name", grid(ENDS, KINDS))
+def test_a_launch_has_the_exit_code_and_the_message_of_how_its_ranks_ended(ended, name):
+    _, code, said = ENDS[name]
+    assert ended[name][0] == code and said in ended[name][1], ended[name]
