@@ -91,7 +91,8 @@ def options_of(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_launch.py has healthy hosts, and the test of other files below measures its links
+@pytest.mark.parametrize("number", [2, 4])
 def test_healthy_hosts_have_no_errors_are_planned_and_measured_in_half_a_minute(number, hosts, run_files, tmp_path):
     start = time.monotonic()
     report, _ = doctor(hosts, [1] * number, tmp_path, *options_of(run_files))
@@ -262,7 +263,10 @@ def test_other_files_and_folders_are_named_and_a_name_on_loopback_and_another_mt
         ("disk", "node-3"),
         ("output-not-shared", "node-3"),
     } == errors(report), report["findings"]
-    assert {("own-name", "node-1"), ("mtu", "node-2")} <= places and report["links"]
+    assert {("own-name", "node-1"), ("mtu", "node-2")} <= places
+    pairs = report["links"]["pairs"]  # a ring
+    assert len(pairs) == 4 and all(pair["bytes_per_second"] > 1e6 and 0 < pair["seconds"] < 1 for pair in pairs)
+    assert not list(runs.iterdir()), "a probe was left"
 
 
 @pytest.mark.exhaustive
