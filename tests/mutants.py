@@ -53,7 +53,7 @@ ROOMS_ELSEWHERE = {
     "eval_ppl.py": ["perplexity", "cli"],
     "quickstart": ["test_quickstart.py"],
     "train.py": ["training", "cli"],
-    "units.py": ["test_errors.py", "report"],
+    "units.py": ["test_units.py", "test_errors.py", "report"],
 }
 """Parts of the package without a folder of tests of their name -> where their tests are."""
 

@@ -21,6 +21,7 @@ from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from safetensors.torch import load_file, save_file
 
+from dsft.cli.doctor import COLUMNS
 from dsft.doctor import phases
 from dsft.doctor.examine import Report, examine, machine_of, plan_on
 from dsft.doctor.findings import (
@@ -781,6 +782,7 @@ def test_faults_of_a_run_are_found_without_starting_it(options, tmp_path):
     words = ["doctor", "--num_gpus", "99", *flags(bad), "--quick"]
     result = run_entry("dsft.cli.main", words, folder=ROOT, XDG_CACHE_HOME=str(tmp_path))
     assert result.returncode == 2 and "slots=99" in result.stdout and "[data-missing]" in result.stdout, result.stdout
+    assert all(name in result.stdout for name in COLUMNS)
     words = ["doctor", "--json", *flags(options(tmp_path / "run", learning_rate=-1, zero="7"))]
     full = run_entry("dsft.cli.main", words, folder=ROOT, XDG_CACHE_HOME=str(tmp_path))
     messages = {entry["code"]: entry["message"] for entry in json.loads(full.stdout)["findings"]}

@@ -134,6 +134,8 @@ def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
     of_one_set = {"gptq-ptb-new", "gptq-c4-new", "lm-eval-wikitext-2.0"}
     assert set(NAMED_BY["protocol"]) - set(REFERENCES) == of_one_set
     assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
+    print_together(evaluations[:1])
+    assert capsys.readouterr().out == ""
 
 
 def test_a_result_has_one_perplexity(measured):

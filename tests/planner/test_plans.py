@@ -1068,6 +1068,8 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     }
     assert printed["8b"]["zero"] == "0" and printed["70b"]["zero"] == "3" and not printed["405b"]["fits"]
     assert printed["8b"]["weight_bytes"] == 2 * 8_030_261_248
+    # A token takes as many operations as there are weights, twice, and some of attention.
+    assert 7 < printed["8b"]["tokens_per_second"] / printed["70b"]["tokens_per_second"] < 10
 
 
 def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_path, capsys):

@@ -19,6 +19,7 @@ from dsft.runtime.launcher_env import (
     launcher_variables,
     map_launcher_variables,
     own_addresses,
+    ssh_problem,
 )
 
 # As slurmd of 22.05 sets them for task 3 of `srun -N2 -n3`, the second node holding two.
@@ -232,6 +233,19 @@ def test_every_entry_says_it_in_one_line(monkeypatch):
             result, _ = wait()
             assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
             assert f"{name}={variables[name]} in the environment" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "code"),
+    [
+        (f"env: '{sys.executable}': No such file or directory", 1, "no-python"),
+        ("env: nothing more", 127, "no-python"),
+        (f"{sys.executable}: Segmentation fault", 139, "ssh-failed"),
+        ("data.jsonl: No such file or directory", 1, "ssh-failed"),
+    ],
+)
+def test_a_missing_python_is_told_from_other_ends_of_a_node_s_command(text, exit_code, code):
+    assert ssh_problem("n1", text, exit_code).code == code
 
 
 def test_other_machines_never_get_this_ones_loopback_address():
