@@ -475,8 +475,8 @@ class Collator:
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, Any]:
         groups = items if self.packed else [[each] for each in sequences_in(items)]
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
-        filled = torch.tensor([sum(row) for row in lengths])
-        shape = len(groups), replace(self.rules, multiple=self.part.size).width(int(filled.max()))
+        filled = [sum(row) for row in lengths]
+        shape = len(groups), replace(self.rules, multiple=self.part.size).width(max(filled))
         batch = {
             "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.long),
             "labels": torch.full(shape, IGNORED, dtype=torch.long),
@@ -496,15 +496,16 @@ class Collator:
         batch["is_token"] = is_token_BT
 
         if self.packed:
-            rests = (shape[1] - filled).tolist()
-            lengths = [[*row, rest] if rest else row for row, rest in zip(lengths, rests, strict=True)]
+            lengths = [
+                [*row, shape[1] - end] if end < shape[1] else row for row, end in zip(lengths, filled, strict=True)
+            ]
             if self.flash:
                 flat = {name: each.view(1, -1) for name, each in batch.items()}
                 batch = flat | positions([*chain(*lengths)], flash=True)
             elif any(len(row) > 1 for row in lengths):
                 batch["position_ids"] = torch.cat([positions(row)["position_ids"] for row in lengths])
-        elif self.masked and filled.min() < shape[1]:
-            batch["attention_mask"] = (torch.arange(shape[1]) < filled[:, None]).long()
+        elif self.masked and min(filled) < shape[1]:
+            batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(filled)[:, None]).long()
 
         shifted = ""
         if self.part.size > 1:
