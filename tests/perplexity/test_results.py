@@ -158,6 +158,7 @@ def test_the_report_names_the_machine_of_the_whole_job(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     (report,) = read_json(tmp_path / "perplexity.json")["results"]
     assert report["machine"].startswith("1 node x 3 CPU ranks") and report["ranks"] == 3
+    assert done.stdout.count(f"{report['perplexity']:,.4f}") == 1
 
 
 def test_the_table_of_a_result_names_how_it_was_computed(tiny):

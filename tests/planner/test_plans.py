@@ -30,6 +30,7 @@ from dsft.planner import calibration
 from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, settings, unmodelled
+from dsft.planner.evaluation_plan import evaluation_section
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
@@ -1081,6 +1082,13 @@ def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_p
         assert [plan["chosen"]["zero"]] == [each["zero"] for each in plan["candidates"]] == [zero]
         assert plan["chosen"]["reason"].startswith(f"zero={zero} (requested): ")
     assert plans["3"]["chosen"]["weight_bytes"] < plans["0"]["chosen"]["weight_bytes"]
+
+
+@pytest.mark.parametrize("zero", ["2-offload", "3", "3-offload", "3-nvme"])
+def test_an_evaluation_has_no_optimizer_and_nothing_that_is_filled_in_later(configs, zero):
+    section = evaluation_section(zero, paper_job(TrainConfig(model=configs["8b"])).size, ranks=2)
+    assert section["stage"] == int(zero[0])
+    assert "auto" not in section.values() and "offload_optimizer" not in section
 
 
 def test_windows_that_are_spread_over_more_ranks_may_be_longer(configs, capsys):

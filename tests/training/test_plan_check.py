@@ -29,7 +29,7 @@ class Clock:
         self.done = self.asked
 
 
-def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkeypatch):
+def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkeypatch, capsys):
     clock, waits = Clock(), []
     monkeypatch.setattr(callbacks, "has_gpu", lambda: True)
     monkeypatch.setattr(callbacks, "mark", clock.mark)
@@ -64,3 +64,4 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
         assert figures["host memory of a node"]["predicted"] == 0, "loading is left out"
         errors = {name: figure["error"] for name, figure in figures.items() if name.startswith("GPU")}
         assert list(errors.values()) == [1.0, -0.5, 0.0], errors
+    assert "time of a step 2 s (predicted 3, +50%)" in capsys.readouterr().out
