@@ -1,10 +1,12 @@
 import io
+import os
+import subprocess
 import sys
 
 import pytest
 
 from dsft.runtime import console
-from dsft.runtime.console import _Both
+from dsft.runtime.console import LOGS, _Both
 
 
 class Terminal(io.StringIO):
@@ -56,3 +58,14 @@ def test_the_narrowest_terminal_is_wide_enough(monkeypatch, columns, is_command)
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
     console.show_text("dsft train --seed 1", is_command=is_command)
     assert screen.getvalue().replace("\\", "").split() == ["dsft", "train", "--seed", "1"]
+
+
+def test_the_log_of_a_killed_rank_has_its_last_line(tmp_path):
+    """Of rank 1, whose screen is its file: nothing is left in a buffer."""
+    code = (
+        "import os, signal; from dsft.runtime.console import log_to_files; log_to_files(os.environ['FOLDER'],"
+        " append=False); print('last words'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "FOLDER": str(tmp_path), "PYTHONUNBUFFERED": ""}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | rank, stdout=subprocess.DEVNULL, check=False)
+    assert (tmp_path / LOGS / "rank_1.log").read_text().splitlines()[1:] == ["last words"]
