@@ -317,7 +317,13 @@ def _from_template(row: Row, rules: FormatRules, has_template: bool) -> Text | P
         for name in template_columns(rules)
     }
     completion = rules.completion_template.format(**values)
-    return _pair(rules.prompt_template.format(**values), completion) if rules.prompt_template else Text(text=completion)
+    if rules.prompt_template:
+        return _pair(rules.prompt_template.format(**values), completion)
+    if not (row.starts_document and row.ends_document):  # around a text in pieces the template's words stand once
+        around = rules.completion_template.format(**dict.fromkeys(values, "\0"))
+        completion = completion.removeprefix("" if row.starts_document else around.partition("\0")[0])
+        completion = completion.removesuffix("" if row.ends_document else around.rpartition("\0")[2])
+    return Text(text=completion)
 
 
 def template_columns(config: DataFields | FormatRules) -> set[str]:

@@ -63,7 +63,7 @@ weighted_tokens are trained ones of a weight other than 1.
 """
 MOST_SOURCES = 100  # each has a loss of its own in every line of the log
 TOO_MANY_SOURCES = f"source_column: it has more than {MOST_SOURCES:,} values; name another column"
-VERSION = 9  # of the folders; a change of code that changes tokens raises it
+VERSION = 10  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.

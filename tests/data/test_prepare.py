@@ -501,8 +501,10 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
 def test_a_text_file_is_one_document_in_a_template_too(tokenizer, tmp_path, config):
     text = "the model\n" * 4000  # read in several pieces, each of which was a document with an end token
     (tmp_path / "a.txt").write_text(text)
-    made = config(data=[str(tmp_path / "a.txt")], completion_template="{text}")
-    assert loaded(made, tokenizer).counts["tokens"] == len(tokenizer(text)["input_ids"]) + 1
+    for template in ("{text}", "big {text}small\n"):  # words of the template stand around the document, not each piece
+        made = config(data=[str(tmp_path / "a.txt")], completion_template=template)
+        whole = tokenizer(template.format(text=text))["input_ids"]
+        assert loaded(made, tokenizer).items.stores[0].tokens.tolist() == [*whole, tokenizer.eos_token_id]
 
 
 def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
