@@ -494,8 +494,8 @@ def check_files(
 
     def copied(path: str, node: str) -> str:
         """The command that puts it at the same place there."""
-        # Without -R a folder would end inside the one of its name.
-        return f"rsync -aR {os.path.abspath(path)} {node}:/"
+        # Without -R a folder would end inside the one of its name; the folders above keep their owners and modes there.
+        return f"rsync -aR --no-implied-dirs {os.path.abspath(path)} {node}:/"
 
     read = {node: answer.config for node, answer in reached.items() if answer.config is not None}
     if files.config and read:  # a file that is on no node is reported by the reader of options

@@ -23,6 +23,19 @@ from typing import Any, Literal
 from dsft.errors import UserError
 
 
+@functools.cache  # many patches are of one file
+def _definitions(file: Path) -> dict[str, str]:
+    """The source lines of a module's functions and classes by name, and of what its classes have: `Class.method`."""
+    text, found = file.read_text(encoding="utf-8"), {}
+    lines, inner = text.split("\n"), [("", ast.parse(text))]
+    for path, node in inner:
+        for each in node.body:
+            if name := getattr(each, "name", ""):
+                found.setdefault(path + name, "\n".join(lines[each.lineno - 1 : each.end_lineno]))
+                inner += [(f"{path}{name}.", each)] if isinstance(each, ast.ClassDef) else []
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """One replacement in a library."""
@@ -54,13 +67,9 @@ class Patch:
             file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
             if not file.is_file():
                 return ""
-            text = file.read_text(encoding="utf-8")
-            node: Any = ast.parse(text)
-            for name in path.split("."):
-                node = next((each for each in node.body if getattr(each, "name", None) == name), None)
-                if node is None:
-                    return ""
-            sources += ast.get_source_segment(text, node).split()
+            if (source := _definitions(file).get(path)) is None:
+                return ""
+            sources += source.split()
         return hashlib.sha256("".join(sources).encode()).hexdigest()[:12]
 
     @property

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from dsft.errors import one_line
 
@@ -68,7 +69,7 @@ def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
     return [
         f"{name} {installed[name]} (tested: {oldest[name]} to {newest[name]})"
         for name, specifier in tested.items()
-        if not specifier.contains(installed[name], prereleases=True)
+        if not specifier.contains(Version(installed[name]).base_version)  # 2.13.0a0+nv25.9 and 2.13.0.post1 are 2.13.0
     ]
 
 

@@ -115,9 +115,7 @@ class Coordinator:
             if rank in self.members:  # the place of a rank is taken once
                 connection.close()
                 continue
-            self.members[rank] = self.sidecars[connection] = Member(rank, str(hello.get("host")))
-            self.poller.add(connection)
-            connection.send("end" if self.state is JobState.ENDING else "heartbeat")  # it has come to the right place
+            self.join(connection, rank, str(hello.get("host")))
             self._read(connection, now)
         for source in self.poller.ready():
             if source in self.sidecars:
@@ -152,6 +150,12 @@ class Coordinator:
         if now - self.last_sent > heartbeat_seconds(self.lost_timeout):
             self.last_sent = now
             self._tell_all("heartbeat")
+
+    def join(self, connection: Connection, rank: int, host: str) -> None:
+        """Take the sidecar of a rank."""
+        self.members[rank] = self.sidecars[connection] = Member(rank, host)
+        self.poller.add(connection)
+        connection.send("end" if self.state is JobState.ENDING else "heartbeat")  # it has come to the right place
 
     def _read(self, connection: Connection, now: float) -> None:
         member = self.sidecars[connection]

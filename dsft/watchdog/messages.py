@@ -135,7 +135,7 @@ class Connection:
     (monotonic) of its last bytes.
 
     Args:
-        token: proves every line; None for the pair of sockets that a rank shares with its sidecar.
+        token: proves every line; None for a pair of sockets: of a rank and its sidecar, or in rank 0's.
         session: the client's; None on the server's side, where it comes with the first line.
     """
 

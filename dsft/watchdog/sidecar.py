@@ -210,7 +210,13 @@ class Sidecar:
             )
             self.poller.add(self.coordinator.poller)
             self.to_launcher = None
-        self._meet()
+            # Not through its own port: where more ranks than fit wait there, it would wait for itself to accept them.
+            here, there = socket.socketpair()
+            self.to_coordinator = Connection(here)
+            self.poller.add(self.to_coordinator)
+            self.coordinator.join(Connection(there), self.rank, self.host)
+        else:
+            self._meet()
 
     def _meet(self) -> None:
         """Report to the coordinator from now on."""

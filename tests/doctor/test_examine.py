@@ -451,7 +451,7 @@ def test_another_configuration_is_named_with_its_values_and_is_a_note_where_one_
 def test_a_folder_is_copied_to_its_own_place(source):
     """`rsync -a runs/model n3:/here/runs/model` would make a runs/model/model there."""
     for findings in (contents(RunFiles(models=[source]), HERE, OTHER), contents(RunFiles(models=[source]), HERE, None)):
-        assert f"rsync -aR {Path(source).absolute()} n3:/;" in findings[0].fix
+        assert f"rsync -aR --no-implied-dirs {Path(source).absolute()} n3:/;" in findings[0].fix
 
 
 def test_no_finding_fires_on_healthy_nodes():

@@ -39,6 +39,8 @@ def test_the_lower_bounds_of_the_package_are_the_oldest_versions_that_are_tested
 def test_a_version_that_was_never_tested_is_named_with_those_that_were():
     assert untested_versions(OLDEST) == untested_versions(NEWEST) == []
     assert untested_versions(NEWEST | {"torch": f"{NEWEST['torch']}+cu130"}) == [], "PyPI's torch"
+    for suffix in ("a0+nv25.9", ".post301"):
+        assert untested_versions(NEWEST | {"torch": NEWEST["torch"] + suffix}) == [], "of NVIDIA's container, of conda"
     newer = untested_versions(NEWEST | {"deepspeed": "9.0", "torch": "2.13"})
     assert newer == [f"deepspeed 9.0 (tested: {OLDEST['deepspeed']} to {NEWEST['deepspeed']})"]
     older = untested_versions(NEWEST | {"peft": "0.18.1", "datasets": "4.7"})

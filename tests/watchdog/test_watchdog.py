@@ -53,6 +53,26 @@ RANK_1 = WAITING_RANK.replace('"RANK": "0", "WORLD_SIZE": "1"', '"RANK": "1", "W
     "lost_timeout=60))",
     'lost_timeout=60, load_timeout=300)); client.connect(client.Endpoint(int(sys.argv[2]), "secret"))',
 )
+CROWDED_RANK_0 = """
+import os, socket, time
+from types import SimpleNamespace
+from dsft.watchdog import client, messages
+os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+client.listen = lambda: socket.create_server(("127.0.0.1", 0), backlog=0)
+client.start(SimpleNamespace(start_timeout=300, lost_timeout=60, load_timeout=300))
+address, crowd = ("127.0.0.1", client.endpoint().port), [socket.socket() for _ in range(4)]
+for each in crowd:
+    each.setblocking(False)
+    each.connect_ex(address)
+client.connect(client.endpoint())
+rank_1 = messages.connect(address, client.endpoint().token)
+rank_1.send("hello", rank=1, host="node-1")
+while not list(rank_1.read()) and not rank_1.closed:
+    time.sleep(0.05)
+print("answered" if not rank_1.closed else "hung up")
+rank_1.send("close", exit_code=0, lines=[])
+client.close()
+"""
 LOADING_RANK = """
 import os, pathlib, sys, time
 from types import SimpleNamespace
@@ -458,6 +478,13 @@ def test_a_coordinator_that_cannot_be_reached_is_said_and_leaves_the_rank_alone(
     looks = voluntary_switches(sidecar)
     wait_until(lambda: voluntary_switches(sidecar) > looks + 4)
     assert rank.poll() is None
+
+
+def test_ranks_that_fill_the_queue_of_the_coordinators_port_do_not_keep_rank_0_from_accepting_them():
+    """Its own sidecar waited in that queue for 20 s, and then nobody watched. Older kernels let 128 wait."""
+    words = [sys.executable, "-c", CROWDED_RANK_0]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("answered\n", "")
 
 
 @pytest.mark.parametrize("name", ["dsft", "deepspeed", "accelerate", "torchrun"])
