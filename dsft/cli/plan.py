@@ -138,7 +138,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         if slots and slots != machine.ranks_per_node:
             raise UserError(
                 f"--machine {options.machine}: a plan for {machine.ranks_per_node} ranks; --hostfile"
-                f" {options.hostfile} has {slots} per node"
+                f" {options.hostfile} has at most {slots} per node"
             )
     elif options.gpus or options.gpu_type:
         machine = _on_paper(options, slots)
@@ -184,7 +184,7 @@ def _on_paper(options: PlanOptions, slots: int | None) -> Machine:
     number, word = split_gpus(options.gpus) if options.gpus else (slots or 8, "")
     if slots and number != slots:
         raise UserError(
-            f"--gpus {options.gpus}: --hostfile {options.hostfile} has {slots} per node; make them the same"
+            f"--gpus {options.gpus}: --hostfile {options.hostfile} has at most {slots} per node; make them the same"
         )
     if number > MOST_GPUS_PER_NODE:
         raise UserError(f"--gpus {options.gpus}: no node has more than {MOST_GPUS_PER_NODE} GPUs; use --nodes")

@@ -19,11 +19,10 @@ import yaml
 from dsft.config.deepspeed import stage
 from dsft.config.options import HALF_PRECISION
 from dsft.errors import UserError
-from dsft.planner.activations import exchange_term
+from dsft.planner.activations import Job, exchange_term
 from dsft.planner.candidates import (
     CHECKPOINT_EVERY,
     NO_FP32_SUMS,
-    Job,
     batches,
     candidate_names,
     gradient_types,

@@ -83,7 +83,7 @@ def test_a_card_in_no_table_computes_elsewhere_in_what_was_measured(bits, dtype)
         ({"gpus": "8xH100", "nodes": "1,,2"}, "--nodes 1,,2: write a number"),
         ({"gpus": "8xH100", "gpu_type": "A100-40GB"}, "both name the card; keep one"),
         ({"gpus": "4x80GB", "gpu_type": "H100"}, ""),
-        ({"gpus": "4xH100", "hostfile": "hosts"}, "hosts has 8 per node; make them the same"),
+        ({"gpus": "4xH100", "hostfile": "hosts"}, "hosts has at most 8 per node; make them the same"),
         ({"gpus": "8xH100", "hostfile": "hosts", "nodes": "2"}, "--hostfile hosts has 2; keep one"),
         ({"gpus": "8xH100", "hostfile": "hosts"}, ""),
     ],
