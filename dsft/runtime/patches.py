@@ -26,14 +26,14 @@ from dsft.errors import UserError
 @functools.cache  # many patches are of one file
 def _definitions(file: Path) -> dict[str, str]:
     """The source lines of a module's functions and classes by name, and of what its classes have: `Class.method`."""
-    text, found = file.read_text(encoding="utf-8"), {}
+    text, definitions = file.read_text(encoding="utf-8"), {}
     lines, inner = text.split("\n"), [("", ast.parse(text))]
     for path, node in inner:
         for each in node.body:
             if name := getattr(each, "name", ""):
-                found.setdefault(path + name, "\n".join(lines[each.lineno - 1 : each.end_lineno]))
+                definitions.setdefault(path + name, "\n".join(lines[each.lineno - 1 : each.end_lineno]))
                 inner += [(f"{path}{name}.", each)] if isinstance(each, ast.ClassDef) else []
-    return found
+    return definitions
 
 
 @dataclass(frozen=True, kw_only=True)
