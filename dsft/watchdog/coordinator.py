@@ -144,7 +144,9 @@ class Coordinator:
                     record_failure(self.run_file, self.first_error or reason)
                 self._end_ranks(now)
         if now >= self.deadline and self.state is not JobState.ENDING:
-            if self.state is JobState.COLLECTING:
+            # A rank that printed why it ended explains connections that broke, also those that were reported sooner.
+            is_explained = self.first_error and all(report.is_consequence for report in self.reports)
+            if self.state is JobState.COLLECTING and not is_explained:
                 self._announce_cause()
             self._end_ranks(now)
         if now - self.last_sent > heartbeat_seconds(self.lost_timeout):

@@ -152,6 +152,16 @@ def test_a_rank_that_ends_with_an_error_is_followed_by_the_others(job):
     assert job.is_told(0, "end") and len(job.screen) == 1
 
 
+def test_a_rank_that_said_why_it_ended_explains_a_connection_that_broke_sooner(job):
+    """Its peers may notice its end before its sidecar has."""
+    job.send(0, "failed", failure=Failure.ERROR, text="RuntimeError: Connection closed by peer", log="")
+    assert job.is_in(JobState.COLLECTING)
+    job.send(1, "close", exit_code=2, lines=["out of memory in training"])
+    job.step_until(lambda: job.coordinator.exit_codes)
+    job.after(COLLECT_SECONDS)
+    assert job.screen == ["error: rank 1 on node-1: out of memory in training"] and job.is_told(0, "end")
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_message_that_rank_0_prints_is_not_printed_again(job, order):
     for rank in order:
