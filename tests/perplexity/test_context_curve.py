@@ -60,6 +60,8 @@ def test_each_length_scores_the_same_last_tokens_and_is_kept_and_drawn(tiny, tmp
         ({"context_curve": "1k"}, "at least two lengths"),
         ({"context_curve": "8,16", "protocol": "hf"}, "context_curve=8,16 and protocol=hf are both set"),
         ({"context_curve": "8,16", "mode": "rolling"}, "context_curve=8,16 and mode=rolling are both set"),
+        ({"context_curve": "8,16", "scope": "document"}, "context_curve=8,16 and scope=document are both set"),
+        ({"context_curve": "8,16", "separator": "--"}, "context_curve=8,16 and separator=-- are both set"),
         ({"context_curve": "64,128"}, "use shorter contexts, or longer documents"),
         ({"context_curve": "256,1k"}, "context_curve=1024 is beyond the 256 positions"),
     ],
