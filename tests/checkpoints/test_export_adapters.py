@@ -246,7 +246,11 @@ def of_type(name: str, options: dict):
 
 
 @pytest.mark.parametrize("name", grid(TYPES, quick=["OFTConfig", "IA3Config"]))
-def test_other_adapters_are_merged_by_peft(bases, tmp_path, name):
+def test_other_adapters_are_merged_by_peft(bases, tmp_path, monkeypatch, name):
+    # peft sets both, and leaves them where BOFT's kernel cannot be compiled (boft/layer.py, patch_environment). Later
+    # launches of this process would compile DeepSpeed's operators again, by another compiler than the other ones.
+    for variable in ("CC", "CXX"):
+        monkeypatch.setenv(variable, "gcc")
     write_adapter(tmp_path / "adapter", bases / "llama", of_type(name, TYPES[name]))
     assert_as_in_peft(tmp_path / "adapter", bases / "llama", tmp_path / "out")
 
