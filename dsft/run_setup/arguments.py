@@ -289,11 +289,14 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     """Lists what dsft cannot do of an explicit `zero`, or this machine."""
     zero = options.zero
     problems = check_nvme(zero_file, zero) if machine.measured else []
-    over = min(get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
+    over = get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1
+    if over > 1 and not zero.endswith(".json"):
+        over = machine.ranks_per_node  # as `compose` sets it in a named configuration
+    over = min(over, machine.world_size)
     if stage(zero_file) == 3 and machine.world_size % over:  # groups.py, _create_zero_param_parallel_group, asserts it
         problems.append(
             f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; use"
-            f" {machine.ranks_per_node}, the ranks of a node"
+            f" {math.gcd(machine.world_size, machine.ranks_per_node)} (in a DeepSpeed JSON of yours), or zero 3"
         )
     if options.method == "qlora" and (stage(zero_file) == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).

@@ -298,6 +298,7 @@ def test_candidates_are_those_that_make_sense(configs):
     job = paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16"))
     assert candidate_names(job, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
     assert "3-hpz" not in candidate_names(job, gpus(8)) and "3-nvme" not in candidate_names(job, gpus(8))
+    assert "3-hpz" not in candidate_names(job, gpus(8, nodes=2, num_ranks=12)), "nodes of 8 and 4"
     quantised = dataclasses.replace(job.size, quantization=FORMATS["nf4"])
     assert candidate_names(dataclasses.replace(job, size=quantised), gpus(8)) == ["0", "1", "2"]
     assert candidate_names(dataclasses.replace(job, fp32_accumulation=True), gpus(1))[:2] == ["2", "3"]

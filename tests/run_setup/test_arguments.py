@@ -12,6 +12,7 @@ from ranks import on_ranks
 from transformers import TrainingArguments
 
 from dsft.checkpoints.manifest import MANIFEST
+from dsft.config.deepspeed import offloads, read_zero_file
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
@@ -28,7 +29,8 @@ from dsft.run_setup.arguments import (
     training_arguments,
     with_defaults,
 )
-from dsft.runtime.hardware import has_gpu
+from dsft.runtime.hardware import Machine, has_gpu
+from dsft.units import GB
 
 SIZE = SimpleNamespace(unadapted_expert_params=0)
 PLAN = SimpleNamespace(
@@ -266,6 +268,15 @@ def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
     problems = check_zero_file(config, TrainConfig(zero="ds.json", training=training), machine)
     assert len(problems) == len(expected)
     assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "uneven", "refusal"), [(4, 3, 0, ""), (4, 2, 6, "; use 2 (in a")])
+def test_hpz_of_dsft_s_own_configuration_spans_a_node_whatever_number_its_file_has(ranks, nodes, uneven, refusal):
+    """8 stands in ds_configs/zero3_hpz.json."""
+    about = {"device_bytes": 80 * GB, "host_bytes": 1000 * GB, "has_gpu": True, "num_ranks": uneven}
+    machine = Machine(nodes=nodes, ranks_per_node=ranks, **about)
+    problems = check_zero_file(read_zero_file("3-hpz", []), TrainConfig(zero="3-hpz"), machine)
+    assert len(problems) == bool(refusal) and all(refusal in problem for problem in problems), problems
 
 
 def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypatch):
