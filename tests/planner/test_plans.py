@@ -1085,10 +1085,11 @@ def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_p
     assert plans["3"]["chosen"]["weight_bytes"] < plans["0"]["chosen"]["weight_bytes"]
 
 
-@pytest.mark.parametrize("zero", ["2-offload", "3", "3-offload", "3-nvme"])
+@pytest.mark.parametrize("zero", ["2-offload", "3", "3-hpz", "3-offload", "3-nvme"])
 def test_an_evaluation_has_no_optimizer_and_nothing_that_is_filled_in_later(configs, zero):
-    section = evaluation_section(zero, paper_job(TrainConfig(model=configs["8b"])).size, ranks=2)
+    section = evaluation_section(zero, paper_job(TrainConfig(model=configs["8b"])).size, ranks=12, ranks_per_node=4)
     assert section["stage"] == int(zero[0])
+    assert section.get("zero_hpz_partition_size") == (4 if zero == "3-hpz" else None), "the ranks of a node"
     assert "auto" not in section.values() and "offload_optimizer" not in section
 
 
