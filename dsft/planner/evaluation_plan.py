@@ -139,7 +139,8 @@ def plan_evaluation(
         other = job if taken == job.attention else dataclasses.replace(job, attention=taken, seq_len=window)
         return any(plan.fits for plan in plans_with(window, other))
 
-    plans = plans_with(batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu))
+    tokens = batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu)
+    plans = plans_with(max(padded_width(seq_len), tokens))  # a longer window is a batch of its own
     if fitting := with_room(plans):
         chosen = fitting[0]
         how = f"shards over all ranks (zero {chosen.zero})" if chosen.zero != "0" else "one copy of the model per rank"

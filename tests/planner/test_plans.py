@@ -30,7 +30,7 @@ from dsft.planner import calibration
 from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, settings, unmodelled
-from dsft.planner.evaluation_plan import evaluation_section
+from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
@@ -1083,6 +1083,16 @@ def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_p
         assert [plan["chosen"]["zero"]] == [each["zero"] for each in plan["candidates"]] == [zero]
         assert plan["chosen"]["reason"].startswith(f"zero={zero} (requested): ")
     assert plans["3"]["chosen"]["weight_bytes"] < plans["0"]["chosen"]["weight_bytes"]
+
+
+def test_a_window_that_is_longer_than_the_batches_is_planned_whole(configs, cheap_traces):
+    """As lm-eval's windows have all of the model's positions, whatever batch_tokens is."""
+    facts = measure_model(TrainConfig(model=configs["8b"]), scored=True)
+    peaks = [
+        plan_evaluation(facts, gpus(), dtype="bfloat16", seq_len=8192, batch_tokens=number).plan.activation_bytes
+        for number in (512, 8192, 16384)
+    ]
+    assert peaks[0] == peaks[1] < peaks[2]
 
 
 @pytest.mark.parametrize("zero", ["2-offload", "3", "3-hpz", "3-offload", "3-nvme"])
