@@ -1153,6 +1153,8 @@ def test_sequences_that_ranks_share_may_be_longer_and_count_once(tmp_path, capsy
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "has at most 8 per node"),
         (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
+        (["--perplexity", "--longest", "--gpus", "8x80GB"], "questions of their own; leave out --longest"),
+        (["--largest", "--longest", "--gpus", "8x80GB"], "questions of their own; leave out --largest"),
         (["--perplexity", "--gpus", "8x80GB", "--sequence_parallel", "3"], "use 1, 2, 4 or 8"),
         (["--perplexity", "--gpus", "8x80GB", "--zero", "2"], "shards of stage 3, not of stage 2"),
         (
