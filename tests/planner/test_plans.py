@@ -1,5 +1,6 @@
 """The choice of a configuration: laws that hold for every plan, choices that are known to be right, and the command."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -781,8 +782,9 @@ def test_measured_memory_outside_of_torch_takes_the_place_of_the_assumed(tmp_pat
     assert outside.context_bytes == 100 and outside.communicators_bytes == assumed.outside.communicators_bytes
 
 
-def run_plan(capsys, *words: str) -> str:
-    main(["plan", *words])
+def run_plan(capsys, *words: str, fits: bool = True) -> str:
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match="^1$"):
+        main(["plan", *words])
     return capsys.readouterr().out
 
 
@@ -1004,7 +1006,7 @@ def test_the_longest_sequence_and_window_have_the_mask_of_a_sliding_window(tmp_p
     assert 1024 < window < 2**17
     for length, fits in ((window, True), (window + 1024, False)):
         asked = ("--perplexity", "--seq_len", str(length), "--batch_tokens", str(length))
-        candidates = json.loads(run_plan(capsys, *words, *asked))["candidates"]
+        candidates = json.loads(run_plan(capsys, *words, *asked, fits=fits))["candidates"]
         assert any(candidate["fits"] for candidate in candidates) == fits, length
 
 
@@ -1062,10 +1064,9 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     rows = json.loads(run_plan(capsys, "--model", configs["8b"], "--gpus", "8x80GB", "--nodes", "1,2,8", "--json"))
     assert [row["nodes"] for row in rows] == [1, 2, 8] and rows[0]["tokens_per_second"] < rows[2]["tokens_per_second"]
     assert rows[0]["gpu_hours_per_1e9_tokens"] == pytest.approx(1e9 / rows[0]["tokens_per_second"] * 8 / 3600)
+    words = ["--perplexity", "--gpus", "8x80GB", "--json", "--model"]
     printed = {
-        name: json.loads(run_plan(capsys, "--model", configs[name], "--perplexity", "--gpus", "8x80GB", "--json"))[
-            "chosen"
-        ]
+        name: json.loads(run_plan(capsys, *words, configs[name], fits=name != "405b"))["chosen"]
         for name in ("8b", "70b", "405b")
     }
     assert printed["8b"]["zero"] == "0" and printed["70b"]["zero"] == "3" and not printed["405b"]["fits"]
@@ -1093,6 +1094,13 @@ def test_a_window_that_is_longer_than_the_batches_is_planned_whole(configs, chea
         for number in (512, 8192, 16384)
     ]
     assert peaks[0] == peaks[1] < peaks[2]
+
+
+@pytest.mark.parametrize("asked", [["--perplexity"], ["--nodes", "1,2"]], ids=str)
+def test_nothing_that_fits_ends_with_1_whatever_is_asked(configs, capsys, cheap_traces, asked):
+    words = ["--model", configs["405b"], "--gpus", "1xL4", "--host_memory", "32GB", *asked]
+    assert "no: GPU memory" in run_plan(capsys, *words, fits=False)
+    assert json.loads(run_plan(capsys, *words, "--json", fits=False))
 
 
 @pytest.mark.parametrize("zero", ["2-offload", "3", "3-hpz", "3-offload", "3-nvme"])
