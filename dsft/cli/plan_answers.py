@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.deepspeed import stage
+from dsft.config.deepspeed import get_value, read_zero_file, stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
@@ -417,9 +417,10 @@ def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> 
     """One line: what was asked, with the options that change it."""
     shape = options.adapter or f"rank {job.size.lora_r}"
     how = "full finetuning" if options.method == "full" else f"{options.method} of {shape}"
+    brought = get_value(read_zero_file(options.zero, []), "optimizer.type")
     return (
         f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
-        f" {job.optimizer} (--optim)"
+        f" {f'{brought} (--zero)' if brought else f'{job.optimizer} (--optim)'}"
     )
 
 
