@@ -374,6 +374,13 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
     return options
 
 
+def flagged_dtype(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns (the dtype that bf16 and fp16 among the options of a training ask for, that flag); None without."""
+    if flag := next((name for name in HALF_PRECISION if options.get(name)), None):
+        return HALF_PRECISION[flag], f"{flag}=true"
+    return ("float32", "bf16=false") if options.get("dtype", "auto") == "auto" and "bf16" in options else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Evaluation: what is scored, and how. Each entry of `data` is a data set of its own."""

@@ -36,6 +36,7 @@ from dsft.config.options import (
     LoraFields,
     TrainConfig,
     decide,
+    flagged_dtype,
 )
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.build import resolve_dtype
@@ -127,15 +128,9 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
 
 def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
     """Makes `dtype` and the flags bf16 and fp16 one decision. `auto_dtype` is what `auto` is on the run's devices."""
-    training = options.training
-    flag = next((name for name in HALF_PRECISION if training.get(name)), None)
-    if flag:
-        dtype, reason = HALF_PRECISION[flag], f"{flag}=true"
-    elif options.dtype == "auto" and "bf16" in training:
-        dtype, reason = "float32", "bf16=false"
-    else:
-        dtype = auto_dtype if options.dtype == "auto" else options.dtype
-        reason = "auto is bfloat16 on a GPU that computes in it, else float32"
+    dtype = auto_dtype if options.dtype == "auto" else options.dtype
+    by_default = dtype, "auto is bfloat16 on a GPU that computes in it, else float32"
+    dtype, reason = flagged_dtype({"dtype": options.dtype, **options.training}) or by_default
     return [Decision("dtype", dtype, reason)] + [
         Decision(name, dtype == flagged, f"dtype={dtype}") for name, flagged in HALF_PRECISION.items()
     ]
