@@ -91,7 +91,8 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     if job.compiled:
         notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
     if job.size.unadapted_expert_params:
-        notes.append(f"{job.size.unadapted_expert_params / 1e9:,.1f} B parameters of experts get no adapters.")
+        number = f"{job.size.unadapted_expert_params:,} parameters of experts"
+        notes.append(f"{number} get no adapters: lora_target_modules does not reach them.")
     aio, devices = (
         deepspeed_config.get("aio"),
         {get_value(deepspeed_config, f"zero_optimization.{part}.device") for part in OFFLOADED_PARTS},
