@@ -14,7 +14,7 @@ from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, f
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import adapter_base, base_revision, is_read_pickle, missing
+from dsft.models.model_folder import adapter_base, base_revision, is_read_pickle, missing, step_folder
 from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
@@ -48,7 +48,9 @@ def show_checkpoints(options: FolderOptions) -> None:
         if not errors:
             newest, ranks = folder, manifest.get("world_size")
     show_table(table)
-    if newest and ranks:
+    if newest and step_folder(newest) is None:  # of save_only_model
+        show_text(f"dsft: {newest} holds weights alone; --resume_weights_only starts from them, in a new output_dir")
+    elif newest and ranks:
         show_text(
             f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
             f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
