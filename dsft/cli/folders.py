@@ -6,6 +6,7 @@ is called written.
 
 import contextlib
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def chat(options: ChatOptions) -> None:
         from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.size import max_positions
-        from dsft.models.tokenizer import generate, load_tokenizer
+        from dsft.models.tokenizer import generate_ids, load_tokenizer
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
         model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
@@ -126,7 +127,8 @@ def chat(options: ChatOptions) -> None:
         model.generation_config = GenerationConfig.from_pretrained(source)  # what its answers stop at
     positions = max_positions(model.config.get_text_config())
 
-    def answer(messages: list[dict[str, str]]) -> str:
+    def answer(messages: list[dict]) -> dict:
+        """Prints an answer; returns it as the message that the next turn is asked with."""
         try:
             ids = chat_ids(tokenizer, messages)
         except TEMPLATE_ERRORS as error:
@@ -136,9 +138,17 @@ def chat(options: ChatOptions) -> None:
             raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; {way_out}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         how = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
-        return generate(model, tokenizer, ids, streamer=streamer, **how)
+        made = generate_ids(model, tokenizer, ids, streamer=streamer, **how)
+        message = {"role": "assistant", "content": tokenizer.decode(made, skip_special_tokens=True)}
+        # Reasoning is no content of later turns. gpt-oss' tokenizer has no response_template.
+        if tokenizer.response_template and not options.chat_template:
+            with contextlib.suppress(ValueError):  # of an answer that lacks what the template asks for
+                message = {"content": ""} | tokenizer.parse_response(made, prefix=ids)
+        elif "<|channel|>" in (text := tokenizer.decode(made)):
+            message["content"] = re.sub(r"<\|\w+\|>$", "", text.partition("<|channel|>final<|message|>")[2])
+        return message
 
-    def begun(system: str | None) -> list[dict[str, str]]:
+    def begun(system: str | None) -> list[dict]:
         return [{"role": "system", "content": system}] if system else []
 
     system = options.system
@@ -168,7 +178,7 @@ def chat(options: ChatOptions) -> None:
         elif line:
             turn = {"role": "user", "content": line}
             try:
-                messages += [turn, {"role": "assistant", "content": answer([*messages, turn])}]
+                messages += [turn, answer([*messages, turn])]
             except UserError as error:
                 show_text(f"dsft: {error}")
             except KeyboardInterrupt:
