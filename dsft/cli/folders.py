@@ -20,9 +20,7 @@ from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
 
-CHAT_HELP = (
-    "/system TEXT tells the model something first, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
-)
+CHAT_HELP = "/system TEXT is given to the model first, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
 
 
 def show_checkpoints(options: FolderOptions) -> None:
