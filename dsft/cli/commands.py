@@ -162,7 +162,7 @@ class ChatOptions:
     prompt: str | None = None
     """One turn: the answer is printed, and nothing else."""
     system: str | None = None
-    """What the model is told before the first turn, where its template has a place for it."""
+    """The system message before the first turn, where the template has a place for it."""
     max_new_tokens: int = 512
     """Longest answer, in tokens."""
     temperature: float = 0.0

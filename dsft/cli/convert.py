@@ -25,7 +25,6 @@ from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfi
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_text, read_yaml, training_types
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
-from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime.console import show_text
 
 SAME = {name: each for each in SAME_NAME for name in each.names.split()}
@@ -167,9 +166,9 @@ class Converted:
         if not self.values.get("eval_data") and not self.values.get("eval_fraction"):
             for option in [each for each in self.values if each in ("eval_strategy", "eval_steps")]:
                 self._drop(option, "no held-out data is given")
-        problems = []
-        make_config(TrainConfig, self.values, problems)
-        self.problems = [each for each in problems if not each.startswith(NOT_NEEDED[2])]
+        self.problems: list[str] = []
+        """What is left to do: what a training would refuse of the options."""
+        make_config(TrainConfig, self.values, self.problems)
 
     def _add(self, name: str, value: Any, *, is_default: bool = False) -> None:
         """Translate one option; a default takes the place of none that is given."""

@@ -6,6 +6,7 @@ is called written.
 
 import contextlib
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -14,14 +15,12 @@ from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, f
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import adapter_base, base_revision, is_read_pickle, missing
+from dsft.models.model_folder import adapter_base, base_revision, is_read_pickle, missing, step_folder
 from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
 
-CHAT_HELP = (
-    "/system TEXT tells the model something first, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
-)
+CHAT_HELP = "/system TEXT is given to the model first, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
 
 
 def show_checkpoints(options: FolderOptions) -> None:
@@ -48,7 +47,9 @@ def show_checkpoints(options: FolderOptions) -> None:
         if not errors:
             newest, ranks = folder, manifest.get("world_size")
     show_table(table)
-    if newest and ranks:
+    if newest and step_folder(newest) is None:  # of save_only_model
+        show_text(f"dsft: {newest} holds weights alone; --resume_weights_only starts from them, in a new output_dir")
+    elif newest and ranks:
         show_text(
             f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
             f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
@@ -108,7 +109,7 @@ def chat(options: ChatOptions) -> None:
         from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.size import max_positions
-        from dsft.models.tokenizer import generate, load_tokenizer
+        from dsft.models.tokenizer import generate_ids, load_tokenizer
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
         model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
@@ -124,7 +125,8 @@ def chat(options: ChatOptions) -> None:
         model.generation_config = GenerationConfig.from_pretrained(source)  # what its answers stop at
     positions = max_positions(model.config.get_text_config())
 
-    def answer(messages: list[dict[str, str]]) -> str:
+    def answer(messages: list[dict]) -> dict:
+        """Prints an answer; returns it as the message that the next turn is asked with."""
         try:
             ids = chat_ids(tokenizer, messages)
         except TEMPLATE_ERRORS as error:
@@ -134,9 +136,17 @@ def chat(options: ChatOptions) -> None:
             raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; {way_out}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         how = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
-        return generate(model, tokenizer, ids, streamer=streamer, **how)
+        made = generate_ids(model, tokenizer, ids, streamer=streamer, **how)
+        message = {"role": "assistant", "content": tokenizer.decode(made, skip_special_tokens=True)}
+        # Reasoning is no content of later turns. gpt-oss' tokenizer has no response_template.
+        if tokenizer.response_template and not options.chat_template:
+            with contextlib.suppress(ValueError):  # of an answer that lacks what the template asks for
+                message = {"content": ""} | tokenizer.parse_response(made, prefix=ids)
+        elif "<|channel|>" in (text := tokenizer.decode(made)):
+            message["content"] = re.sub(r"<\|\w+\|>$", "", text.partition("<|channel|>final<|message|>")[2])
+        return message
 
-    def begun(system: str | None) -> list[dict[str, str]]:
+    def begun(system: str | None) -> list[dict]:
         return [{"role": "system", "content": system}] if system else []
 
     system = options.system
@@ -166,7 +176,7 @@ def chat(options: ChatOptions) -> None:
         elif line:
             turn = {"role": "user", "content": line}
             try:
-                messages += [turn, {"role": "assistant", "content": answer([*messages, turn])}]
+                messages += [turn, answer([*messages, turn])]
             except UserError as error:
                 show_text(f"dsft: {error}")
             except KeyboardInterrupt:

@@ -38,6 +38,8 @@ CONFLICTS = [
     ("cheapest prices", "gpus gpu_type nodes hostfile machine", "--cheapest tries machines of its own"),
     ("cheapest prices", f"{QUESTIONS} explain", "--cheapest is a question of its own"),
     ("cheapest prices", "write calibrate dollars_per_gpu_hour", "--cheapest is of many machines and their prices"),
+    ("perplexity", "longest largest", f"{ALONE} are questions of their own"),
+    ("longest", "largest", f"{ALONE} are questions of their own"),
     (QUESTIONS, "write explain", f"{ALONE} make no plan of a training"),
     (QUESTIONS, "several_nodes", f"{ALONE} take one number of nodes"),
     ("several_nodes", "write explain", "--write and --explain take one number of nodes"),

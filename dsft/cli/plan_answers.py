@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.deepspeed import stage
+from dsft.config.deepspeed import get_value, read_zero_file, stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
 from dsft.data.batches import Sequences
@@ -67,7 +67,8 @@ NARROW = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
 
 def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], *, words: tuple[str, ...]) -> None:
     """Print the answer for one machine or several. Args: `training`: as it was asked for, without decisions; `words`:
-    those of the command line that `training` was read from. Raises UserError with every problem of the model.
+    those of the command line that `training` was read from. Ends with NOTHING_FITS where nothing does. Raises UserError
+    with every problem of the model.
     """
     machine = machines[0]
     if options.calibrate:
@@ -80,21 +81,23 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
             print_note(f"other programs hold {in_gib(others)} of a GPU: its memory outside of torch was not measured")
     if options.largest:
         rows = largest_models(training, machine, attention=options.attention)
+        fits = any(row.plan for row in rows)
         if options.json:
-            return print_json([dataclasses.asdict(row) for row in rows])
-        show_text(f"{machine}, {training.seq_len:,} tokens per sequence")
-        for row in rows:
-            if row.plan:
+            print_json([dataclasses.asdict(row) for row in rows])
+        else:
+            show_text(f"{machine}, {training.seq_len:,} tokens per sequence")
+            for row in rows:
                 beyond = f"; not {row.too_large[0]}" if row.too_large else ""
-                show_text(
-                    f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed_text(row.plan, machine)}){beyond}"
-                )
-            else:
-                show_text(f"{row.method}: none fits, from {row.too_large[0]} on")
+                if row.plan:
+                    speed = speed_text(row.plan, machine)
+                    show_text(f"{row.method}: up to {row.fits[-1]} ({row.plan.label}{speed}){beyond}")
+                else:
+                    show_text(f"{row.method}: none fits, from {row.too_large[0]} on")
     elif options.perplexity:
-        _perplexity(options, training, machine)
+        fits = _perplexity(options, training, machine)
     elif options.longest:
         longest = longest_sequence(_decided(options, training, machine))
+        fits = longest is not None
         if options.json:
             print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
         elif longest:
@@ -102,12 +105,12 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
             show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
         else:
             show_text("no sequence fits, however short")
-        if not longest:
-            raise SystemExit(NOTHING_FITS)
     elif len(machines) > 1:
-        _scale(options, training, machines)
+        fits = _scale(options, training, machines)
     else:
-        _training(options, training, machine, words)
+        fits = _training(options, training, machine, words)
+    if not fits:
+        raise SystemExit(NOTHING_FITS)
 
 
 def empty_table(columns: Iterable[str], **options: Any) -> Table:
@@ -158,8 +161,10 @@ def _decided(
     return offline
 
 
-def _training(options: PlanOptions, training: TrainConfig, machine: Machine, words: tuple[str, ...]) -> None:
-    """One machine: the chosen plan beside its candidates, its terms, cost and files, or what else would fit."""
+def _training(options: PlanOptions, training: TrainConfig, machine: Machine, words: tuple[str, ...]) -> bool:
+    """One machine: the chosen plan beside its candidates, its terms, cost and files, or what else would fit; whether it
+    fits.
+    """
     offline = _decided(options, training, machine)
     job = offline.job
     choice = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False)
@@ -242,8 +247,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         for way, command in zip(ways, commands, strict=True):
             show_text(f"  {command}", is_command=True)
             show_text(f"    {way.plan.label}{speed_text(way.plan, way.machine)}")
-    if not plan.fits:
-        raise SystemExit(NOTHING_FITS)
+    return plan.fits
 
 
 def describe_machine(machine: Machine, *, dtype: str) -> dict[str, Any]:
@@ -413,14 +417,15 @@ def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> 
     """One line: what was asked, with the options that change it."""
     shape = options.adapter or f"rank {job.size.lora_r}"
     how = "full finetuning" if options.method == "full" else f"{options.method} of {shape}"
+    brought = get_value(read_zero_file(options.zero, []), "optimizer.type")
     return (
         f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
-        f" {job.optimizer} (--optim)"
+        f" {f'{brought} (--zero)' if brought else f'{job.optimizer} (--optim)'}"
     )
 
 
-def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> None:
-    """How speed, memory and cost move with the number of nodes."""
+def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> bool:
+    """How speed, memory and cost move with the number of nodes, and whether one of them is enough."""
     smallest = min(machines, key=lambda machine: machine.world_size)
     offline = _decided(options, training, smallest)
     job = offline.job
@@ -437,13 +442,15 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
         taken = plan.time.tokens_per_step // job.seq_len
         if taken != grown:
             print_note(f"{machine.world_size} ranks cannot share {grown} sequences evenly: {taken} per step")
+    fits = any(plan.fits for _, plan, _ in rows)
     if options.json:
-        return print_json(
+        print_json(
             [
                 {"nodes": machine.nodes, "gpu_hours_per_1e9_tokens": gpu_hours} | as_dict(plan)
                 for machine, plan, gpu_hours in rows
             ]
         )
+        return fits
     columns = ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits")
     table = empty_table(columns, caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens")
     for machine, plan, gpu_hours in rows:
@@ -462,10 +469,11 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
     is_weak = options.scaling == "weak"
     batch = "grows with the nodes (weak scaling)" if is_weak else "stays (strong scaling)"
     show_text(f"the global batch {batch}; --scaling {'strong' if is_weak else 'weak'} for the other")
+    return fits
 
 
-def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> None:
-    """The ways to hold a model while scoring; speeds where they are more than rules of thumb."""
+def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> bool:
+    """The ways to hold a model while scoring, and whether one fits; speeds where they are more than rules of thumb."""
     plain = dataclasses.replace(training, global_batch_size=None, batch_tokens=None, zero="auto", packing=False)
     problems: list[str] = []
     zero_file = read_scoring_file(training.zero, problems) if training.zero not in ("auto", "0") else {}
@@ -484,13 +492,14 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
         zero=training.zero,
     )
     if options.json:
-        return print_json(
+        print_json(
             {
                 "chosen": dataclasses.asdict(choice.plan) | {"reason": choice.reason},
                 "candidates": [dataclasses.asdict(plan) for plan in choice.candidates],
                 "longest_window": choice.longest_window,
             }
         )
+        return choice.plan.fits
     columns = ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits")
     table = empty_table(columns, caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node")
     for plan in choice.candidates:
@@ -509,6 +518,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
     if choice.longest_window:
         ranks = plural(training.sequence_parallel, "rank")
         show_text(f"longest window that fits: {choice.longest_window:,} tokens on {ranks}")
+    return choice.plan.fits
 
 
 def describe_model(size: ModelSize) -> str:

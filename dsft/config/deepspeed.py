@@ -154,20 +154,20 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
         if theirs is None or theirs == AUTO:
             continue
         ours = decide(options, decisions).value(name)
-        said = f"{options.zero} says {key}={get_value(deepspeed_config, key)}"
+        held = f"{options.zero} has {key}={get_value(deepspeed_config, key)}"
         if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
             filled = f"batch_tokens={options.batch_tokens} fills a batch with what fits"
-            problems.append(f"{said}, but {filled}; {way_out}")
+            problems.append(f"{held}, but {filled}; {way_out}")
         elif ours is None:
-            decisions.append(Decision(name, theirs, said))
+            decisions.append(Decision(name, theirs, held))
         elif ours != theirs:
-            problems.append(f"{said}, but {name}={ours}; {way_out}")
+            problems.append(f"{held}, but {name}={ours}; {way_out}")
     for section, dtype in HALF_PRECISION.items():
         enabled = get_value(deepspeed_config, f"{section}.enabled")
         contradicts = options.dtype not in ("auto", dtype) if enabled is True else options.dtype == dtype
         if isinstance(enabled, bool) and contradicts:
-            said = f"{options.zero} says {section}.enabled={json.dumps(enabled)}"
-            problems.append(f"{said}, but dtype={options.dtype}; {way_out}")
+            held = f"{options.zero} has {section}.enabled={json.dumps(enabled)}"
+            problems.append(f"{held}, but dtype={options.dtype}; {way_out}")
     return decisions, problems
 
 

@@ -62,7 +62,7 @@ REFUSED_ARGUMENTS = {
 """Fields of TrainingArguments that would do nothing, or something else than they say -> why. None is taken."""
 _IGNORED = {
     "use_cpu remove_unused_columns": "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)",
-    "do_train do_eval": "dsft train always trains; eval_strategy says when it evaluates",
+    "do_train do_eval": "dsft train always trains; eval_strategy decides when it evaluates",
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend": "DeepSpeed"
     " reduces gradients, not torch's DistributedDataParallel",
     "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics"
@@ -180,7 +180,7 @@ class DataFields:
     """Your own function as module:function: it gets each row, a dict by column, and returns the row to use, or None to
     leave it out. See docs/python.md."""
     source_column: str | None = None
-    """Column that says which source a row is of, such as domain; by default each entry of data is one. A training
+    """Column that names the source of a row, such as domain; by default each entry of data is one. A training
     reports the loss of each; in an evaluation --group_by source splits results by it."""
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
@@ -198,8 +198,8 @@ class DataFields:
     """Train chats of which the chat template leaves out a part (reasoning, a name, tools) without it, which are
     counted, and rows with a column that cannot be trained (images, say) without that. Else they are bad rows."""
     too_long: Literal["drop", "truncate", "split", "error"] = "drop"
-    """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json. A truncated
-    answer teaches a model not to stop."""
+    """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json. A model
+    that learns from truncated answers does not learn to stop."""
     bad_rows: Literal["error", "drop"] = "error"
     """What happens to a row that cannot be used (no text, two messages of one role in a row ...); dropped ones are
     counted in run.json."""
@@ -372,6 +372,13 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
                 training[decision.name] = decision.value
             options = dataclasses.replace(options, training=training)
     return options
+
+
+def flagged_dtype(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns (the dtype that bf16 and fp16 among the options of a training ask for, that flag); None without."""
+    if flag := next((name for name in HALF_PRECISION if options.get(name)), None):
+        return HALF_PRECISION[flag], f"{flag}=true"
+    return ("float32", "bf16=false") if options.get("dtype", "auto") == "auto" and "bf16" in options else None
 
 
 @dataclass(frozen=True, kw_only=True)

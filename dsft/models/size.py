@@ -227,7 +227,7 @@ def _check_files(model: str) -> None:
     def note(pairs: list[tuple[str, Any]]) -> None:
         for name, value in pairs:
             if re.search(r"(layer|expert)s?$", name) and type(value) is int and value > MOST_MODULES:
-                too_many.append(f"{path} says {name}={value}; dsft builds at most {MOST_MODULES:,} of a kind")
+                too_many.append(f"{path} has {name}={value}; dsft builds at most {MOST_MODULES:,} of a kind")
 
     if path.suffix == ".json" and path.is_file():
         with contextlib.suppress(ValueError):  # of what is no JSON transformers' own error says more

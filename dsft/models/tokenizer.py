@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +139,13 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
-def generate(
+def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], **how: Any) -> str:
+    """Returns the text of `generate_ids`, without special tokens."""
+    made = generate_ids(model, tokenizer, ids, **how)
+    return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def generate_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: list[int],
@@ -146,7 +153,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
-) -> str:
+) -> list[int]:
     """Continues a prompt, as long as the model has positions for it.
 
     Args:
@@ -176,7 +183,7 @@ def generate(
         streamer=streamer,
         **sampling,
     )
-    return tokenizer.decode(output_BT[0, len(ids) :], skip_special_tokens=True)
+    return output_BT[0, len(ids) :].tolist()
 
 
 def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:

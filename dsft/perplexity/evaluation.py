@@ -394,7 +394,8 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
         else:
             import deepspeed
 
-            zero_file, section = read_zero_file(zero, []), evaluation_section(zero, size, distributed.world_size())
+            zero_file, ranks = read_zero_file(zero, []), (distributed.world_size(), distributed.ranks_per_node())
+            section = evaluation_section(zero, size, *ranks)
             with contextlib.ExitStack() as stack:
                 if path := nvme_path({"zero_optimization": section}):
                     # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and

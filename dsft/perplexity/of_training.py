@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_run
-from dsft.config.options import HALF_PRECISION, EvalConfig, TrainConfig, shuffle_seed
+from dsft.config.options import EvalConfig, TrainConfig, flagged_dtype, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
 from dsft.errors import UserError, nearest
 from dsft.perplexity.modes import mode_problems
@@ -94,9 +94,8 @@ def evaluation_config(
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
     """Return what an evaluation must share of a training; relative paths of a run start where that was started."""
     shared = {name: options[name] for name in SHARED if options.get(name) not in (None, "")}
-    for flag, dtype in HALF_PRECISION.items():
-        if options.get(flag):
-            shared["dtype"] = dtype
+    if flagged := flagged_dtype(options):
+        shared["dtype"] = flagged[0]
     if run_folder:
         shared |= {name: path_of(shared[name], run_folder) for name in PATHS if name in shared}
     return shared

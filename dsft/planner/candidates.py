@@ -91,7 +91,8 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     if job.compiled:
         notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
     if job.size.unadapted_expert_params:
-        notes.append(f"{job.size.unadapted_expert_params / 1e9:,.1f} B parameters of experts get no adapters.")
+        number = f"{job.size.unadapted_expert_params:,} parameters of experts"
+        notes.append(f"{number} get no adapters: lora_target_modules does not reach them.")
     aio, devices = (
         deepspeed_config.get("aio"),
         {get_value(deepspeed_config, f"zero_optimization.{part}.device") for part in OFFLOADED_PARTS},
@@ -119,7 +120,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
         # There is nothing to shard. 1 is 2 with fewer buffers, and without fp32 sums; in fp32 it has a second copy of
         # the weights.
         left_out |= {"1", "2"} if job.dtype == "float32" else {"0"}
-    if machine.nodes == 1 or machine.ranks_per_node == 1:
+    if machine.nodes == 1 or machine.ranks_per_node == 1 or machine.num_ranks:  # uneven nodes are cut by no one number
         left_out.add("3-hpz")
     if not machine.has_gpu:
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.config.deepspeed import read_zero_file
+from dsft.config.deepspeed import compose, read_zero_file
 from dsft.errors import UserError
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
@@ -62,11 +62,12 @@ def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
     return max(padded_width(seq_len), DEFAULT_BATCH_TOKENS[has_gpu])
 
 
-def evaluation_section(zero: str, size: ModelSize, ranks: int) -> dict[str, Any]:
+def evaluation_section(zero: str, size: ModelSize, ranks: int, ranks_per_node: int) -> dict[str, Any]:
     """The section zero_optimization that scoring gets: that of training without its optimizer, with DeepSpeed's
     defaults where it has "auto", and with buffers for the model on so many ranks where it names NVMe.
     """
-    section = read_zero_file(zero, []).get("zero_optimization", {"stage": 0})
+    hpz_ranks = None if zero.endswith(".json") else ranks_per_node
+    section = compose(read_zero_file(zero, []), hpz_ranks=hpz_ranks)["zero_optimization"]
     fit_nvme_buffers(section, size, ranks)
     return {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"}
 
@@ -138,7 +139,8 @@ def plan_evaluation(
         other = job if taken == job.attention else dataclasses.replace(job, attention=taken, seq_len=window)
         return any(plan.fits for plan in plans_with(window, other))
 
-    plans = plans_with(batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu))
+    tokens = batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu)
+    plans = plans_with(max(padded_width(seq_len), tokens))  # a longer window is a batch of its own
     if fitting := with_room(plans):
         chosen = fitting[0]
         how = f"shards over all ranks (zero {chosen.zero})" if chosen.zero != "0" else "one copy of the model per rank"
@@ -165,7 +167,7 @@ def _plan(
 ) -> EvaluationPlan:
     layout = ZeroLayout(
         job.size,
-        {"zero_optimization": evaluation_section(zero, job.size, machine.world_size)},
+        {"zero_optimization": evaluation_section(zero, job.size, machine.world_size, machine.ranks_per_node)},
         machine,
         dtype=job.dtype,
     )

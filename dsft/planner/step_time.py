@@ -295,7 +295,7 @@ def speeds_of(machine: Machine, *, dtype: str, products: float = 0.0) -> Speeds:
     network_gbps = UNREAD_NETWORK_GBPS if machine.exists else ASSUMED_NETWORK_GBPS
     links = machine.interconnect or "interconnect assumed"
     if machine.nodes > 1 and not re.search(NETWORK, machine.interconnect.lower()):
-        links += f", {8 * network_gbps:g} Gbit/s between nodes assumed (--interconnect says otherwise)"
+        links += f", {8 * network_gbps:g} Gbit/s between nodes assumed (--interconnect names others)"
     source = f"{name} by {'published products' if gpu.matmul_tflops else 'its data sheet'}, {links}"
     if not is_known:
         source = f"{machine.gpu_type or 'this GPU'} is in no table"

@@ -36,6 +36,7 @@ from dsft.config.options import (
     LoraFields,
     TrainConfig,
     decide,
+    flagged_dtype,
 )
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.build import resolve_dtype
@@ -47,8 +48,7 @@ from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.planner.plans import Plan
-from dsft.planner.traced_model import LIGER_MODELS
-from dsft.planner.zero_layout import OPTIMIZERS, optimizer_memory, sums_in_fp32
+from dsft.planner.zero_layout import optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
@@ -127,15 +127,9 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
 
 def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
     """Makes `dtype` and the flags bf16 and fp16 one decision. `auto_dtype` is what `auto` is on the run's devices."""
-    training = options.training
-    flag = next((name for name in HALF_PRECISION if training.get(name)), None)
-    if flag:
-        dtype, reason = HALF_PRECISION[flag], f"{flag}=true"
-    elif options.dtype == "auto" and "bf16" in training:
-        dtype, reason = "float32", "bf16=false"
-    else:
-        dtype = auto_dtype if options.dtype == "auto" else options.dtype
-        reason = "auto is bfloat16 on a GPU that computes in it, else float32"
+    dtype = auto_dtype if options.dtype == "auto" else options.dtype
+    by_default = dtype, "auto is bfloat16 on a GPU that computes in it, else float32"
+    dtype, reason = flagged_dtype({"dtype": options.dtype, **options.training}) or by_default
     return [Decision("dtype", dtype, reason)] + [
         Decision(name, dtype == flagged, f"dtype={dtype}") for name, flagged in HALF_PRECISION.items()
     ]
@@ -289,11 +283,14 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     """Lists what dsft cannot do of an explicit `zero`, or this machine."""
     zero = options.zero
     problems = check_nvme(zero_file, zero) if machine.measured else []
-    over = min(get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
+    over = get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1
+    if over > 1 and not zero.endswith(".json"):
+        over = machine.ranks_per_node  # as `compose` sets it in a named configuration
+    over = min(over, machine.world_size)
     if stage(zero_file) == 3 and machine.world_size % over:  # groups.py, _create_zero_param_parallel_group, asserts it
         problems.append(
             f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; use"
-            f" {machine.ranks_per_node}, the ranks of a node"
+            f" {math.gcd(machine.world_size, machine.ranks_per_node)} (in a DeepSpeed JSON of yours), or zero 3"
         )
     if options.method == "qlora" and (stage(zero_file) == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
@@ -512,8 +509,10 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     ]
 
 
-def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
-    """Reports each option that was set but has no, or another, effect in this configuration, with the reason."""
+def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any]) -> list[str]:
+    """Reports each option that was set but has no, or another, effect in this configuration, with the reason. What the
+    plan does not count, `unmodelled` of planner/candidates.py reports.
+    """
     training, defaults, notes = options.training, LoraFields(), []
     changed = ", ".join(
         field.name
@@ -543,22 +542,14 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         notes.append(f"fp32_accumulation: ignored, because {'dtype is float32' if is_fp32 else cannot}")
     if not has_gpu() and checkpointing_kwargs(options).get("offload"):
         notes.append("activation_checkpointing_kwargs.offload: ignored, since all lies in host memory on CPU ranks")
-    if "optim" in training and training["optim"] not in OPTIMIZERS:
-        notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
-    if training.get("use_liger_kernel") and size.model_type not in LIGER_MODELS:
-        notes.append(f"use_liger_kernel: ignored, because Liger has no kernels for {size.model_type}")
     brought = "ignored, because the DeepSpeed configuration brings"
     if "optimizer" in deepspeed_config and "optim" in training:
-        notes.append(f"optim: {brought} {deepspeed_config['optimizer'].get('type')}, which offload needs")
+        needed = ", which offload needs" * offloads(deepspeed_config)
+        notes.append(f"optim: {brought} {deepspeed_config['optimizer'].get('type')}{needed}")
     if "optimizer" in deepspeed_config and training.get("weight_decay"):
         notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
     if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
         notes.append(f"lr_scheduler_type: {brought} {deepspeed_config['scheduler'].get('type')}")
-    if size.unadapted_expert_params:
-        notes.append(
-            f"{size.unadapted_expert_params:,} parameters of experts get no adapter: peft's"
-            f" {', '.join(options.lora_target_modules)} does not reach them in this architecture"
-        )
     return notes
 
 

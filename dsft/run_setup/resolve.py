@@ -234,7 +234,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         given, taken = get_value(run.zero_file or {}, place), get_value(config, place)
         if on_nvme and given not in (None, AUTO, taken):
             run.notes.append(f"{place}: {taken:,} instead of {given:,}, since {why}")
-    run.notes += arguments.ignored_options(run.options, config, run.model.size)
+    run.notes += arguments.ignored_options(run.options, config)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
         run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")

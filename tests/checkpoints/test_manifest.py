@@ -331,6 +331,13 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "no: model.safetensors is missing" in out and f"to resume from {tmp_path}/checkpoint-5" in out
     shutil.rmtree(broken)
+    staged = write_staged(tmp_path, 15)
+    shutil.rmtree(staged / "global_step15")  # as of save_only_model
+    alone = publish(staged, {"step": 15, "world_size": 1, "files": {}})
+    main(["checkpoints", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"{alone} holds weights alone" in out and "auto" not in out and "--resume_weights_only" in out
+    shutil.rmtree(alone)
     shutil.copytree(checkpoint_folder(tmp_path, 5), tmp_path / "final")
     main(["verify", str(tmp_path)])
     assert capsys.readouterr().out.count(" is complete: 3 files") == 2

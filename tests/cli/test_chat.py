@@ -1,6 +1,7 @@
 """`dsft chat` answers as plain transformers does, in the model's own chat template."""
 
 import io
+import shutil
 import sys
 
 import pytest
@@ -62,6 +63,44 @@ def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
         assert answer in rest
         rest = rest.partition(answer)[2]
     assert rest == "\n"
+
+
+def test_reasoning_that_a_response_template_finds_is_no_content_of_the_next_turn(tiny, tmp_path, capsys, monkeypatch):
+    """Here all of an answer is reasoning."""
+    folder = shutil.copytree(tiny / "chat", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    fields = {"thinking": {"content": "text"}}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "assistant", "fields": fields}
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the loss\na rank"))
+    turns = [user("the loss"), {"role": "assistant", "content": ""}, user("a rank")]
+    assert chat(capsys, folder).splitlines()[-1] == expected(folder, turns).splitlines()[-1]
+    assert expected(folder, turns) != expected(
+        folder, [turns[0], turns[1] | {"content": expected(folder, turns[:1])}, turns[2]]
+    )
+
+
+def test_the_analysis_of_gpt_oss_is_no_content_of_the_next_turn(tiny, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(tiny / "chat", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    forms = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
+    tokenizer.add_tokens(list(forms), special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    thought = "<|channel|>analysis<|message|>a big loss"
+    answers = iter([f"{thought}<|end|><|start|>assistant<|channel|>final<|message|>a rank<|return|>", thought, ""])
+    prompts = []
+
+    def generated(model, tokenizer, ids, **how):
+        prompts.append(ids)
+        return tokenizer(next(answers), add_special_tokens=False).input_ids
+
+    monkeypatch.setattr("dsft.models.tokenizer.generate_ids", generated)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the loss\na rank\nthe end"))
+    chat(capsys, folder)
+    roles, texts = ("user", "assistant", "user", "assistant", "user"), ("the loss", "a rank", "a rank", "", "the end")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompts[-1] == asked
 
 
 @pytest.mark.parametrize(

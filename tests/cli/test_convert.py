@@ -217,3 +217,10 @@ def test_the_trainer_may_be_named(folder):
     values, _ = convert(folder, theirs, "--from", "llamafactory")
     assert values["lora_alpha"] == 16 and values["lora_modules_to_save"] == ["embed_tokens", "lm_head"]
     assert "lora_alpha" not in convert(folder, {"model_name_or_path": "m"}, "--from", "trl")[0]
+
+
+@pytest.mark.parametrize("given", [{"activation_offloading": True}, {"gradient_checkpointing": "offload"}], ids=str)
+def test_activations_that_a_trainer_offloads_are_offloaded(folder, given):
+    values, text = convert(folder, {"base_model": "m", "gradient_checkpointing": True} | given)
+    assert values["gradient_checkpointing"] is True, text
+    assert values["activation_checkpointing_kwargs"] == {"offload": True}

@@ -274,7 +274,7 @@ def test_a_json_whose_precision_contradicts_dtype_is_refused(enabled, dtype, con
 def test_a_json_s_number_of_sequences_contradicts_batch_tokens(key):
     decisions, problems = adopt({key: 4, "gradient_accumulation_steps": 2}, TrainConfig(zero="a.json", batch_tokens=64))
     assert [decision.name for decision in decisions] == ["gradient_accumulation_steps"]
-    assert len(problems) == 1 and problems[0].startswith(f"a.json says {key}=4, but batch_tokens=64")
+    assert len(problems) == 1 and problems[0].startswith(f"a.json has {key}=4, but batch_tokens=64")
     assert adopt({key: "auto"}, TrainConfig(zero="a.json", batch_tokens=64)) == ([], [])
 
 

@@ -111,6 +111,17 @@ def test_a_protocol_keeps_its_own_length_beside_that_of_a_training(tmp_path):
         assert lengths("--protocol", "gptq", "--seq_len", "64") == [64], words
 
 
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [("bf16: true", "bfloat16"), ("bf16: false", "float32"), ("dtype: float16\nbf16: false", "float16"), ("", "auto")],
+)
+def test_an_evaluation_computes_in_what_the_flags_of_its_training_ask_for(tmp_path, given, dtype):
+    values = f"model: m\ndata: d.jsonl\neval_data: e.jsonl\noutput_dir: {tmp_path}\nmax_steps: 1\n{given}\n"
+    (tmp_path / "run.yaml").write_text(values)
+    config = read_evaluation(["--config", str(tmp_path / "run.yaml")], problems := [])
+    assert (config.dtype, problems) == (dtype, [])
+
+
 def test_what_is_read_of_a_training(runs, tiny, tmp_path):
     values = yaml.safe_load((runs / "templates.yaml").read_text()) | {"output_dir": str(tmp_path / "new")}
 

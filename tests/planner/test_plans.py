@@ -1,5 +1,6 @@
 """The choice of a configuration: laws that hold for every plan, choices that are known to be right, and the command."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -30,7 +31,7 @@ from dsft.planner import calibration
 from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, settings, unmodelled
-from dsft.planner.evaluation_plan import evaluation_section
+from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
 from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
@@ -298,6 +299,7 @@ def test_candidates_are_those_that_make_sense(configs):
     job = paper_job(TrainConfig(model=configs["8b"], dtype="bfloat16"))
     assert candidate_names(job, gpus(8, nodes=2, nvme_bytes=4 * 10**12)) == list(NAMES)
     assert "3-hpz" not in candidate_names(job, gpus(8)) and "3-nvme" not in candidate_names(job, gpus(8))
+    assert "3-hpz" not in candidate_names(job, gpus(8, nodes=2, num_ranks=12)), "nodes of 8 and 4"
     quantised = dataclasses.replace(job.size, quantization=FORMATS["nf4"])
     assert candidate_names(dataclasses.replace(job, size=quantised), gpus(8)) == ["0", "1", "2"]
     assert candidate_names(dataclasses.replace(job, fp32_accumulation=True), gpus(1))[:2] == ["2", "3"]
@@ -780,8 +782,9 @@ def test_measured_memory_outside_of_torch_takes_the_place_of_the_assumed(tmp_pat
     assert outside.context_bytes == 100 and outside.communicators_bytes == assumed.outside.communicators_bytes
 
 
-def run_plan(capsys, *words: str) -> str:
-    main(["plan", *words])
+def run_plan(capsys, *words: str, fits: bool = True) -> str:
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match="^1$"):
+        main(["plan", *words])
     return capsys.readouterr().out
 
 
@@ -1003,7 +1006,7 @@ def test_the_longest_sequence_and_window_have_the_mask_of_a_sliding_window(tmp_p
     assert 1024 < window < 2**17
     for length, fits in ((window, True), (window + 1024, False)):
         asked = ("--perplexity", "--seq_len", str(length), "--batch_tokens", str(length))
-        candidates = json.loads(run_plan(capsys, *words, *asked))["candidates"]
+        candidates = json.loads(run_plan(capsys, *words, *asked, fits=fits))["candidates"]
         assert any(candidate["fits"] for candidate in candidates) == fits, length
 
 
@@ -1061,10 +1064,9 @@ def test_the_view_over_nodes_and_the_plan_of_an_evaluation(configs, capsys):
     rows = json.loads(run_plan(capsys, "--model", configs["8b"], "--gpus", "8x80GB", "--nodes", "1,2,8", "--json"))
     assert [row["nodes"] for row in rows] == [1, 2, 8] and rows[0]["tokens_per_second"] < rows[2]["tokens_per_second"]
     assert rows[0]["gpu_hours_per_1e9_tokens"] == pytest.approx(1e9 / rows[0]["tokens_per_second"] * 8 / 3600)
+    words = ["--perplexity", "--gpus", "8x80GB", "--json", "--model"]
     printed = {
-        name: json.loads(run_plan(capsys, "--model", configs[name], "--perplexity", "--gpus", "8x80GB", "--json"))[
-            "chosen"
-        ]
+        name: json.loads(run_plan(capsys, *words, configs[name], fits=name != "405b"))["chosen"]
         for name in ("8b", "70b", "405b")
     }
     assert printed["8b"]["zero"] == "0" and printed["70b"]["zero"] == "3" and not printed["405b"]["fits"]
@@ -1084,10 +1086,28 @@ def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_p
     assert plans["3"]["chosen"]["weight_bytes"] < plans["0"]["chosen"]["weight_bytes"]
 
 
-@pytest.mark.parametrize("zero", ["2-offload", "3", "3-offload", "3-nvme"])
+def test_a_window_that_is_longer_than_the_batches_is_planned_whole(configs, cheap_traces):
+    """As lm-eval's windows have all of the model's positions, whatever batch_tokens is."""
+    facts = measure_model(TrainConfig(model=configs["8b"]), scored=True)
+    peaks = [
+        plan_evaluation(facts, gpus(), dtype="bfloat16", seq_len=8192, batch_tokens=number).plan.activation_bytes
+        for number in (512, 8192, 16384)
+    ]
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+@pytest.mark.parametrize("asked", [["--perplexity"], ["--nodes", "1,2"]], ids=str)
+def test_nothing_that_fits_ends_with_1_whatever_is_asked(configs, capsys, cheap_traces, asked):
+    words = ["--model", configs["405b"], "--gpus", "1xL4", "--host_memory", "32GB", *asked]
+    assert "no: GPU memory" in run_plan(capsys, *words, fits=False)
+    assert json.loads(run_plan(capsys, *words, "--json", fits=False))
+
+
+@pytest.mark.parametrize("zero", ["2-offload", "3", "3-hpz", "3-offload", "3-nvme"])
 def test_an_evaluation_has_no_optimizer_and_nothing_that_is_filled_in_later(configs, zero):
-    section = evaluation_section(zero, paper_job(TrainConfig(model=configs["8b"])).size, ranks=2)
+    section = evaluation_section(zero, paper_job(TrainConfig(model=configs["8b"])).size, ranks=12, ranks_per_node=4)
     assert section["stage"] == int(zero[0])
+    assert section.get("zero_hpz_partition_size") == (4 if zero == "3-hpz" else None), "the ranks of a node"
     assert "auto" not in section.values() and "offload_optimizer" not in section
 
 
@@ -1141,6 +1161,8 @@ def test_sequences_that_ranks_share_may_be_longer_and_count_once(tmp_path, capsy
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--nodes", "3"], "keep one"),
         (["--hostfile", str(ROOT / "hostfiles/2x8"), "--gpus", "4x80GB"], "has at most 8 per node"),
         (["--perplexity", "--nodes", "1,2", "--gpus", "8x80GB"], "one number of nodes"),
+        (["--perplexity", "--longest", "--gpus", "8x80GB"], "questions of their own; leave out --longest"),
+        (["--largest", "--longest", "--gpus", "8x80GB"], "questions of their own; leave out --largest"),
         (["--perplexity", "--gpus", "8x80GB", "--sequence_parallel", "3"], "use 1, 2, 4 or 8"),
         (["--perplexity", "--gpus", "8x80GB", "--zero", "2"], "shards of stage 3, not of stage 2"),
         (

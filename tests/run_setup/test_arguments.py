@@ -12,10 +12,10 @@ from ranks import on_ranks
 from transformers import TrainingArguments
 
 from dsft.checkpoints.manifest import MANIFEST
+from dsft.config.deepspeed import offloads, read_zero_file
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
-from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import (
     accelerate_decisions,
     batch_decisions,
@@ -28,9 +28,9 @@ from dsft.run_setup.arguments import (
     training_arguments,
     with_defaults,
 )
-from dsft.runtime.hardware import has_gpu
+from dsft.runtime.hardware import Machine, has_gpu
+from dsft.units import GB
 
-SIZE = SimpleNamespace(unadapted_expert_params=0)
 PLAN = SimpleNamespace(
     micro_batch=3,
     accumulation=2,
@@ -169,9 +169,12 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         (TrainConfig(training={"eval_accumulation_steps": 4}), {}, ["eval_accumulation_steps: ignored", "no logits"]),
         (TrainConfig(training={"skip_memory_metrics": False}), {}, ["skip_memory_metrics: ignored", "peak_host_gib"]),
         (TrainConfig(training={"ddp_backend": "gloo"}), {}, ["ddp_backend: ignored", "DeepSpeed reduces gradients"]),
-        (TrainConfig(training={"optim": "ademamix"}), {}, ["optim=ademamix: its memory", "AdamW's"]),
-        (TrainConfig(training={"optim": "grokadamw"}), {}, ["optim=grokadamw: its memory"]),
-        (TrainConfig(training={"optim": "adamw_torch"}), {"optimizer": {"type": "AdamW"}}, ["optim: ignored", "AdamW"]),
+        (TrainConfig(training={"optim": "sgd"}), {"optimizer": {"type": "Lion"}}, ["optim: ignored", "brings Lion"]),
+        (
+            TrainConfig(training={"optim": "ademamix"}),
+            read_zero_file("2-offload", []),
+            ["optim: ", "which offload needs"],
+        ),
         (TrainConfig(), {"optimizer": {"type": "AdamW"}}, []),
         (TrainConfig(training={"weight_decay": 0.1}), {"optimizer": {"type": "AdamW"}}, ["weight_decay: DeepSpeed's"]),
         (TrainConfig(training={"weight_decay": 0.1}), {}, []),
@@ -183,8 +186,9 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
     ],
 )
 def test_an_option_without_effect_says_why_in_one_note(options, deepspeed_config, parts):
-    notes = ignored_options(options, deepspeed_config, SIZE)
+    notes = ignored_options(options, deepspeed_config)
     assert len(notes) == bool(parts), notes
+    assert ("which offload needs" in "".join(notes)) == offloads(deepspeed_config)
     assert not parts or notes[0].startswith(parts[0])
     assert all(part in notes[0] for part in parts)
 
@@ -268,23 +272,21 @@ def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
     assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
 
 
+@pytest.mark.parametrize(("ranks", "nodes", "uneven", "refusal"), [(4, 3, 0, ""), (4, 2, 6, "; use 2 (in a")])
+def test_hpz_of_dsft_s_own_configuration_spans_a_node_whatever_number_its_file_has(ranks, nodes, uneven, refusal):
+    """8 stands in ds_configs/zero3_hpz.json."""
+    about = {"device_bytes": 80 * GB, "host_bytes": 1000 * GB, "has_gpu": True, "num_ranks": uneven}
+    machine = Machine(nodes=nodes, ranks_per_node=ranks, **about)
+    problems = check_zero_file(read_zero_file("3-hpz", []), TrainConfig(zero="3-hpz"), machine)
+    assert len(problems) == bool(refusal) and all(refusal in problem for problem in problems), problems
+
+
 def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:  # of the job whose variables a shell or notebook inherited
         job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in (job | {"MASTER_PORT": str(taken.getsockname()[1])}).items():
             monkeypatch.setenv(name, value)
         assert check_training_arguments(TrainConfig(training={"output_dir": "x"})) == []
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_of_the_planner_needs_no_note(optimizer):
-    assert ignored_options(TrainConfig(training={"optim": optimizer}), {}, SIZE) == []
-
-
-def test_experts_that_get_no_adapter_are_counted():
-    size = SimpleNamespace(unadapted_expert_params=1234)
-    (note,) = ignored_options(TrainConfig(method="lora", lora_target_modules=["q_proj"]), {}, size)
-    assert note.startswith("1,234 parameters of experts get no adapter") and "q_proj" in note
 
 
 MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"

@@ -198,7 +198,7 @@ def test_a_config_of_a_billion_modules_is_refused_before_they_are_built(problems
     (folder / "config.json").write_text(json.dumps(content | {number: 10**9}))
     for model in (folder, folder / "config.json"):
         (problem,) = problems_of(model=str(model))
-        assert f"{folder}/config.json says {number}=1000000000; dsft builds at most 10,000 of a kind" in problem
+        assert f"{folder}/config.json has {number}=1000000000; dsft builds at most 10,000 of a kind" in problem
 
 
 @pytest.mark.parametrize("code", ["def x(:\n", "nowhere\n", "import nowhere\n", "1 / 0\n"])
@@ -361,7 +361,7 @@ def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
     assert checked.problems == []
     assert checked.options.value("per_device_train_batch_size") == 3 and checked.options.value("max_grad_norm") == 0.5
     reasons = {decision.name: decision.reason for decision in checked.decisions}
-    assert reasons["per_device_train_batch_size"] == f"{path} says train_micro_batch_size_per_gpu=3"
+    assert reasons["per_device_train_batch_size"] == f"{path} has train_micro_batch_size_per_gpu=3"
     assert "max_grad_norm" not in config.training, "the options that were given stay as they are"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -138,6 +139,13 @@ def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has
         run = resolve_offline(make_config(TrainConfig, asked(method="lora", **changes), []), EIGHT_GPUS)
         assert run.job.size.lora_r == rank
         assert describe_question(run.options, run.job, ["bfloat16"]).startswith(named)
+
+
+def test_the_question_names_the_optimizer_that_trains(tmp_path):
+    (brings := tmp_path / "own.json").write_text('{"optimizer": {"type": "Lion"}}')
+    job = SimpleNamespace(seq_len=32, optimizer="sgd", size=SimpleNamespace(lora_r=0))
+    for zero, optimizer in (("auto", "sgd (--optim)"), ("2", "sgd (--optim)"), (str(brings), "Lion (--zero)")):
+        assert describe_question(TrainConfig(zero=zero), job, ["bfloat16"]).endswith(optimizer)
 
 
 def test_auto_is_what_the_card_computes_in():
