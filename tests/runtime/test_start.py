@@ -140,8 +140,9 @@ def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, tmp_p
     monkeypatch.setattr(distributed, "_set_threads", taken.append)
     monkeypatch.setenv("LOCAL_SIZE", str(1 + len(others)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(bound))
-    of_ranks = [(socket.gethostname(), frozenset(cores)) for cores in (bound, *others)]
-    monkeypatch.setattr(distributed, "from_all", lambda _: [*of_ranks, ("elsewhere", frozenset(range(64)))])
+    of_ranks = [(distributed.this_node(), frozenset(cores)) for cores in (bound, *others)]
+    elsewhere = (socket.gethostname(), "a machine of the same name"), frozenset(range(64))
+    monkeypatch.setattr(distributed, "from_all", lambda _: [*of_ranks, elsewhere])
     distributed.use_bound_cores(chooses_threads=True)
     distributed.use_bound_cores(chooses_threads=False)
     assert taken == ([threads] if threads else [])
