@@ -314,8 +314,8 @@ SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
 
 
 def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[str]:
-    """A command on a host, in this folder and with these variables."""
-    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+    """A command on a host, in this folder and with these variables, as they stand between double quotes."""
+    exports = "".join(f'export {name}="{value}"; ' for name, value in variables.items())
     return [*SSH, host, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 
