@@ -42,9 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     say("loading PyTorch, transformers and DeepSpeed")
     set_up_screen()
     with quick_imports():
-        distributed.start_ranks(
-            timeouts=config, timeout_seconds=max(1800, config.load_timeout), output_dir=config.output_dir
-        )
+        longest = max(1800, config.load_timeout, config.step_timeout)
+        distributed.start_ranks(timeouts=config, timeout_seconds=longest, output_dir=config.output_dir)
         from dsft.api import evaluate  # loads torch, transformers and DeepSpeed
         from dsft.data.training_data import notes_on_escapes
         from dsft.perplexity.compare import print_together

@@ -65,7 +65,7 @@ def finetune_with(options: TrainConfig, problems: Sequence[str] = ()) -> "Perple
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     distributed.listen_for_signals()
-    longest = max(1800, options.load_timeout, options.save_timeout)
+    longest = max(1800, options.load_timeout, options.step_timeout, options.save_timeout)
     if options.training.get("torch_compile"):  # ranks wait in a collective for one that compiles
         longest = max(longest, options.compile_timeout + options.step_timeout)
     with quick_imports():

@@ -263,7 +263,7 @@ class StagedSave:
             status = None
             with contextlib.suppress(OSError):
                 status = os.stat(self.staged)
-            folders = distributed.from_all([status and (socket.gethostname(), status.st_dev, status.st_ino)])
+            folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])
             readers = [number for number, folder in enumerate(folders) if folder == folders[0]]
             # By rank 0's view: another node of a network file system may know a file's size later.
             shares = distributed.on_rank_0(

@@ -41,8 +41,9 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     is_launched = False
     if not options.hostfile:
         map_launcher_variables()
-        # srun, mpirun, torchrun, deepspeed or accelerate started this process as one of several.
-        is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        # srun, mpirun, torchrun, deepspeed or accelerate started this process as one of several. Kubernetes counts pods
+        # in WORLD_SIZE, and sets no LOCAL_RANK.
+        is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
     problems: list[str] = []
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions), "config"]  # a preflight may be of either run
     flags = read_flags(run_words, problems)

@@ -21,7 +21,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import queue
 import re
 import resource
@@ -48,7 +47,7 @@ import yaml
 
 from dsft.errors import one_line
 from dsft.models.model_folder import CHECKPOINT
-from dsft.runtime.disk import existing_parent, free_bytes
+from dsft.runtime.disk import existing_parent, free_bytes, user_cache
 from dsft.runtime.hardware import active_ports, cpu_count, free_host_bytes, host_memory_bytes, read_interconnect
 from dsft.runtime.launcher_env import outgoing_address, port_owner
 from dsft.runtime.software import (
@@ -58,6 +57,7 @@ from dsft.runtime.software import (
     compile_error,
     compiler_words,
     git_commit,
+    numeric_versions,
     version_of,
 )
 from dsft.units import MiB
@@ -303,7 +303,7 @@ def facts(
         devices=list(devices),
         ranks=list(ranks),
         versions={
-            "python": platform.python_version(),
+            **numeric_versions(),  # those that a training compares
             **{name: version_of(name, missing="missing") for name in PACKAGES},
             "dsft commit": git_commit() or "no checkout",
             "dsft code": code_hash(),
@@ -356,7 +356,7 @@ def facts(
 
 def cache_folders() -> dict[str, str]:
     data = os.environ.get("HF_DATASETS_CACHE") or os.path.join(constants.HF_HOME, "datasets")
-    operators = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
+    operators = os.environ.get("TORCH_EXTENSIONS_DIR") or str(user_cache().with_name("torch_extensions"))
     folders = {"hub": constants.HF_HUB_CACHE, "data sets": data, "operators": operators}
     return {name: os.path.expanduser(folder) for name, folder in folders.items()}
 

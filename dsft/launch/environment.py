@@ -28,7 +28,7 @@ FORWARDED = re.compile(
 )
 OF_ONE_START = (VARIABLE, processes.VARIABLE)  # variables of a launcher's process and its own ranks
 OF_ONE_LAUNCH = (*OF_ONE_START, LAUNCH, WORDS, JOB, SENT_FILES)  # a file of accelerate's may hold an earlier one's
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
+SECRET = re.compile(r"TOKEN(?!IZERS)|(?<!IB_P)KEY|SECRET|PASSW|CREDENTIAL")  # NCCL_IB_PKEY numbers a partition
 """In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
 PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 SAVE_TOKEN = (
@@ -59,13 +59,20 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 def is_secret(name: str, value: str) -> bool:
     """Whether a variable may not stand in a command line: by its name, or as it holds an address with a password."""
-    by_name = SECRET.search(name) and name != "TOKENIZERS_PARALLELISM"
-    return bool(by_name or PASSWORD_IN_URL.search(value))
+    return bool(SECRET.search(name) or PASSWORD_IN_URL.search(value))
 
 
 def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that `dsft launch --hostfile` and `dsft doctor --hostfile` set on the other nodes."""
-    return forwarded(environment) | accelerator() | _own_lines()
+    """The variables that `dsft doctor --hostfile` sets on the other nodes, as `dsft launch --hostfile` does."""
+    return _in_double_quotes(forwarded(environment))
+
+
+def _in_double_quotes(variables: Mapping[str, str]) -> dict[str, str]:
+    """Text between double quotes, by name: `variables`, which a node's shell reads as they are here, and the user's own
+    lines, which it reads itself ($HOME in one is that of each node).
+    """
+    quoted = {name: re.sub(r"([\\\"$`])", r"\\\1", value) for name, value in variables.items()}
+    return quoted | _own_lines()
 
 
 def accelerator() -> dict[str, str]:
@@ -132,9 +139,12 @@ def launcher_environment(
 
         with ThreadPoolExecutor(min(len(nodes), MOST_SESSIONS)) as pool:
             list(pool.map(send, nodes))
-    added = link.variable(addresses, token_file=token_file) | accelerator() | launcher.variables
+    added = link.variable(addresses, token_file=token_file) | launcher.variables
     added[processes.VARIABLE] = ",".join(launcher.processes)
     environment = os.environ | added
+    # Not for other nodes, which may have GPUs where a login node has none: srun and accelerate hand on all variables.
+    if launcher.is_local or launcher.is_given_on_every_node or (nodes and not launcher.exports_everything):
+        environment |= accelerator()
     if not (nodes or launcher.exports_everything):
         return environment, None
     if nodes:  # DeepSpeed writes MLFLOW_TRACKING_PASSWORD, accelerate every variable into the command lines of pdsh
@@ -153,12 +163,11 @@ def _own_lines() -> dict[str, str]:
 
 def write_env_file(variables: Mapping[str, str]) -> Path:
     """A temporary file for DeepSpeed's DS_ENV_FILE, for what a launcher appends to it would stay in the working folder:
-    `variables`, which a node's shell reads as they are here, and the user's own lines, which it reads itself ($HOME in
-    one is that of each node). It stays open as long as this process: later launches see that it is needed.
+    `variables` and the user's own lines. It stays open as long as this process: later launches see that it is needed.
     """
     # DeepSpeed puts a value between double quotes (`add_export` in multinode_runner.py); pdsh writes the host for %h.
-    quoted = {name: re.sub(r"([\\\"$`])", r"\\\1", value).replace("%", "%%") for name, value in variables.items()}
+    lines = _in_double_quotes({name: value.replace("%", "%%") for name, value in variables.items()})
     descriptor, path = tempfile.mkstemp(prefix=ENV_FILE)
     with open(descriptor, "w", closefd=False) as file:
-        file.writelines(f"{name}={value}\n" for name, value in (quoted | _own_lines()).items())
+        file.writelines(f"{name}={value}\n" for name, value in lines.items())
     return Path(path)

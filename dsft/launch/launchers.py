@@ -25,7 +25,16 @@ import yaml
 from dsft.config.reader import read_file_and_flags, read_flags, read_options
 from dsft.errors import UserError, one_line, raise_if_any, shown_command
 from dsft.runtime.hardware import default_ranks, has_gpu
-from dsft.runtime.launcher_env import LOOPBACK, SINGLE_PROCESS_ENV, Node, first_host, free_port, port_of_job, read_hosts
+from dsft.runtime.launcher_env import (
+    DEFAULT_PORT,
+    SINGLE_PROCESS_ENV,
+    Node,
+    first_host,
+    free_port,
+    port_of_job,
+    read_hosts,
+)
+from dsft.units import plural
 from dsft.watchdog import processes
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
@@ -74,6 +83,11 @@ def hosts_of(options: HostFields) -> list[Node]:
     )
 
 
+def included(nodes: Sequence[Node]) -> str:
+    """The --include that names these nodes and GPUs of a host file."""
+    return "@".join(f"{node.name}:{','.join(map(str, node.devices))}" for node in nodes)
+
+
 @dataclass(kw_only=True)
 class LaunchOptions(HostFields):
     """Launch: how the ranks are started; without hostfile, nodes, slurm or accelerate on all GPUs of this machine."""
@@ -120,7 +134,7 @@ class Launcher:
 
     options: LaunchOptions
 
-    ranks = None  # their number, where all are on this machine and it is known before they start
+    ranks = None  # their number on this machine, where it is known before they start
     processes = ()  # programs and modules of its processes above a rank, as `processes.LAUNCHERS` has them
     is_local = False  # all ranks run on this machine: it has the run's files, and its launcher sees each rank exit
     exports_everything = False  # it writes all variables of this shell, secrets too, to the file that DS_ENV_FILE names
@@ -213,7 +227,11 @@ class Local(DeepSpeed):
 
     is_local = True
     is_given_on_every_node = False
-    is_examined_by_ranks = False
+    has_port_beside = False  # each launch takes a free one
+
+    @property
+    def is_examined_by_ranks(self) -> bool:
+        return self.ranks is None  # DeepSpeed alone knows which GPUs a filter leaves
 
     @cached_property
     def visible(self) -> list[str] | None:
@@ -244,6 +262,8 @@ class Local(DeepSpeed):
             return [sys.executable, "-u", "-m", module, *script]
         flags: dict[str, Any] = {}  # DeepSpeed takes no --num_nodes, not even 1, beside the GPUs of that variable
         if self.ranks and not visible:
+            if has_gpu() and self.ranks > default_ranks():
+                raise UserError(f"--num_gpus {self.ranks}: this machine has {plural(default_ranks(), 'GPU')}; lower it")
             flags = {"num_gpus": self.ranks}
         elif self.ranks:
             given, chosen = ",".join(visible), visible[: self.ranks]
@@ -275,13 +295,14 @@ class HostFile(DeepSpeed):
                     "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here; apt-get install pdsh, or"
                     " give the command on every node with --no_ssh"
                 )
-            runner = RUNNERS["deepspeed"]
-            if len(self.ssh_nodes()) > 1:  # for one node alone DeepSpeed takes neither pdsh nor ssh
-                script = [for_pdsh(word) for word in script]
-                is_plain = PLAIN_PATH.fullmatch(os.getcwd()) and PLAIN_PATH.fullmatch(sys.executable)
-                runner = runner if is_plain else QUOTED_RUNNER
-            port = options.master_port or free_port()
-            return self.start(module, script, runner, master_addr=address, master_port=port)
+            is_plain = PLAIN_PATH.fullmatch(os.getcwd()) and PLAIN_PATH.fullmatch(sys.executable)
+            runner = RUNNERS["deepspeed"] if is_plain else QUOTED_RUNNER
+            place = {
+                "force_multi": len(self.ssh_nodes()) == 1,  # else DeepSpeed starts the ranks of one node here
+                "master_addr": address,
+                "master_port": options.master_port or free_port(),
+            }
+            return self.start(module, [for_pdsh(word) for word in script], runner, **place)
         hosts, name = [node.name for node in hosts_of(options)], socket.gethostname()
         rank = self.node_rank(len(hosts), f"--hostfile {options.hostfile}: {', '.join(hosts)}")
         if rank is None:
@@ -386,7 +407,14 @@ class Accelerate(Launcher):
         if not isinstance(content, dict):
             raise UserError(f"--accelerate {path}: expected `key: value` lines")
         engine, nodes = content.get("deepspeed_config") or {}, content.get("num_machines") or 1
-        return content | {"deepspeed_config": engine, "num_machines": nodes}
+        port = content.get("main_process_port")
+        port = DEFAULT_PORT if port is None else port  # 0: accelerate takes a free one
+        return content | {"deepspeed_config": engine, "num_machines": nodes, "main_process_port": port}
+
+    @property
+    def ranks(self) -> int | None:
+        """On each machine."""
+        return int(self.settings.get("num_processes") or 0) // self.settings["num_machines"] or None
 
     @property
     def runner(self) -> str:
@@ -416,9 +444,9 @@ class Accelerate(Launcher):
             hostfile=engine["deepspeed_hostfile"],
             include=include,
             exclude=exclude,
-            num_gpus=None if include or exclude else (settings.get("num_processes") or 1) // nodes,
+            num_gpus=None if include or exclude else self.ranks,
             master_addr=given.master_addr or settings.get("main_process_ip"),
-            master_port=given.master_port or settings.get("main_process_port"),
+            master_port=given.master_port or settings["main_process_port"] or None,
         )
 
     def command(self, module: str, script: list[str]) -> list[str]:
@@ -448,9 +476,6 @@ class Accelerate(Launcher):
             script = for_torchrun(script)
         return started(RUNNERS["accelerate launch"], flags, str(file), *script)
 
-    def peers(self) -> list[str]:
-        return [self.options.master_addr or os.environ.get("MASTER_ADDR") or LOOPBACK]
-
     def without(self, lost: Sequence[str], words: list[str]) -> str:
         """Not through accelerate, whose file names the nodes: the same run by the host file or by torchrun."""
         if "zero" not in (read_file_and_flags(words[1:], []) or {}):
@@ -459,10 +484,8 @@ class Accelerate(Launcher):
             words = [*words, "--zero", engine_file]
         if hosts := self.ssh_hosts():
             return fewer_hosts(hosts, lost, words)
-        number = self.settings["num_machines"]
-        ranks = int(self.settings.get("num_processes") or 0) // number or self.options.num_gpus
         address = self.options.master_addr or self.settings.get("main_process_ip")
-        return fewer_nodes(number, lost, ranks, address, words)
+        return fewer_nodes(self.settings["num_machines"], lost, self.ranks, address, words)
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {
@@ -502,6 +525,8 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
             problems.append(f"--{name} chooses from a host file; --{options.ways[0]} takes its nodes from elsewhere")
         elif value and isinstance(launcher, Local) and not re.fullmatch(here, str(value)):
             problems.append(f"--{name} {value}: it chooses from a host file; name one with --hostfile")
+    if options.accelerate and options.num_gpus:
+        problems.append(f"--num_gpus {options.num_gpus}: --accelerate takes the ranks from its file (num_processes)")
     if isinstance(launcher, Local) and sum(map(bool, (options.num_gpus, options.include, options.exclude))) > 1:
         problems.append("--num_gpus, --include and --exclude cannot be combined; keep one")
     if options.node_rank is not None and not options.accelerate and not launcher.is_given_on_every_node:
@@ -570,7 +595,7 @@ def fewer_hosts(hosts: HostFields, lost: Sequence[str], words: list[str], *, no_
     if not lost or not left or len(left) != len(nodes) - len(lost):
         return ""
     if hosts.include or hosts.num_nodes or hosts.num_gpus:  # DeepSpeed takes no --exclude beside them
-        filters = {"include": "@".join(f"{node.name}:{','.join(map(str, node.devices))}" for node in left)}
+        filters = {"include": included(left)}
     else:
         filters = {"exclude": "@".join(filter(None, [hosts.exclude, *lost]))}
     flags = flag_words({"hostfile": hosts.hostfile} | filters | {"no_ssh": no_ssh})

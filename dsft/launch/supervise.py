@@ -34,6 +34,8 @@ from dsft.launch.launchers import (
     Launcher,
     LaunchOptions,
     build_command,
+    hosts_of,
+    included,
     read_launch,
     shown,
     started,
@@ -101,7 +103,7 @@ def launch(argv: list[str]) -> int:
         os.environ.update(variables)  # from here they reach the preflight and the ranks
         remove_leftovers()
     examines = not (options.no_preflight or options.dry_run)
-    if examines and subprocess.run(preflight_command(launcher, script), stdin=subprocess.DEVNULL).returncode:
+    if examines and subprocess.run(preflight_command(launcher, name, script), stdin=subprocess.DEVNULL).returncode:
         docs = "above; docs/doctor.md explains each"
         raise UserError([f"the preflight found errors ({docs}); --no_preflight starts all the same"])
     os.environ.pop(LAUNCH, None)
@@ -220,7 +222,8 @@ class LauncherProcess:
                 first_rank = 0
                 for node in self.nodes:  # the start waits in vain for one whose ssh exited before its ranks came
                     code = sessions.get(node.name)
-                    if code is not None and first_rank not in link.sidecars and link.coordinator is None:
+                    ranks = range(first_rank, first_rank + (node.slots or 0))
+                    if code is not None and link.sidecars.keys().isdisjoint(ranks) and link.coordinator is None:
                         sessions.clear()
                         if code == EXIT_USER_ERROR:  # it has said what is wrong
                             link.exit_code = code
@@ -228,7 +231,7 @@ class LauncherProcess:
                             exited = f"ssh exited with code {code}"
                             link.failure = f"{node.name}: {exited} before its ranks connected; see above"
                             say(f"error: {link.failure}")
-                    first_rank += node.slots or 0
+                    first_rank = ranks.stop
                 if (link.failure or link.exit_code) and self._end_at is None:
                     self._end()
                 if self._end_at is not None and time.monotonic() > self._end_at:
@@ -315,21 +318,27 @@ class LauncherProcess:
         process.wait()
 
 
-def preflight_command(launcher: Launcher, script: list[str]) -> list[str]:
+def preflight_command(launcher: Launcher, name: str, script: list[str]) -> list[str]:
     """The command that examines the nodes of a launch before it: `dsft doctor --quick`, started the same way. With a
     host file it goes through ssh; else ranks of the doctor do it, one a node, which the same launcher starts.
     """
-    options, hosts = launcher.options, launcher.ssh_hosts()
+    options, hosts, words = launcher.options, launcher.ssh_hosts(), [*QUICK, *script]
+    if name == "eval":  # whose folder the nodes need not share, as that of a training without checkpoints
+        words += ["--save_strategy", "no"]
     if launcher.is_examined_by_ranks and not hosts:
         port = launcher.port(script) if launcher.has_port_beside else None
         if port:  # beside the launch's own
             port += 1 if port < LARGEST_PORT else -1
-        by_ranks = dataclasses.replace(options, num_gpus=1, master_port=port)
-        command = build_command(by_ranks, DOCTOR, [*QUICK, *script])
+        changes: dict[str, Any] = {} if launcher.is_local else {"num_gpus": 1}
+        if options.hostfile and (options.include or options.exclude):  # beside which DeepSpeed takes no --num_gpus
+            firsts = [dataclasses.replace(node, devices=node.devices[:1]) for node in hosts_of(options)]
+            changes = {"include": included(firsts), "exclude": None}
+        command = build_command(dataclasses.replace(options, master_port=port, **changes), DOCTOR, words)
         show_text("dsft: preflight: " + shown(command), is_command=True)
         return command
-    keys = [field.name for field in dataclasses.fields(HostFields)] if hosts else ["num_gpus"]
-    return started(DOCTOR, {key: getattr(hosts or options, key) for key in keys}, *QUICK, *script)
+    here = {"num_gpus": launcher.ranks, "master_port": options.master_port}
+    named = {field.name: getattr(hosts, field.name) for field in dataclasses.fields(HostFields)} if hosts else here
+    return started(DOCTOR, named, *words)
 
 
 def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> None:
@@ -339,7 +348,7 @@ def wait_until_examined(launcher: Launcher, name: str, script: list[str]) -> Non
     deadline, before = time.monotonic() + launcher.options.wait_for_nodes, ""
     while True:
         result = subprocess.run(
-            preflight_command(launcher, script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            preflight_command(launcher, name, script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
         if result.returncode == 0:
             return

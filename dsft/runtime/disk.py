@@ -225,7 +225,7 @@ class RunLock(HeldFile):
                     until = time.monotonic() + STALE_SECONDS
                     while time.monotonic() < until and _modified(self.path) == beat:
                         time.sleep(0.2)
-                    lives = _modified(self.path) != beat
+                    lives = _modified(self.path) not in (beat, 0.0)  # 0: that run has ended, and removed it
                 if lives:
                     raise UserError(in_use(folder, owner, option=self.option))
                 stale = self.path.with_name(f"{LOCK}.{os.getpid()}")
@@ -234,7 +234,7 @@ class RunLock(HeldFile):
                     if owner_of(stale) != owner:  # it took the lock in between: that is its lock
                         stale.rename(self.path)
                     stale.unlink(missing_ok=True)
-                was_stale = True
+                    was_stale = True
         except OSError:
             return False
         return was_stale

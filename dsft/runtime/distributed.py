@@ -53,6 +53,7 @@ from dsft.runtime.launcher_env import (
 from dsft.runtime.software import code_hash, numeric_versions, untested_versions
 from dsft.watchdog import client as watchdog
 from dsft.watchdog import messages
+from dsft.watchdog.processes import boot_id
 
 if TYPE_CHECKING:
     import torch
@@ -295,14 +296,18 @@ def only_run_on_nvme(folder: str | None) -> Iterator[None]:
         lock.release()
 
 
+def this_node() -> tuple[str, str]:
+    """What tells this node from the job's others, which may have the same host name."""
+    return socket.gethostname(), boot_id()
+
+
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
-    node = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
-    machines = from_all([dataclasses.replace(node, host_names=(socket.gethostname(),))])
-    ranks = Counter(machine.host_names for machine in machines)
-    hosts = {machine.host_names: machine for machine in reversed(machines)}  # by its first rank
-    least = {name: min(getattr(machine, name) for machine in machines) for name in ("device_bytes", "host_bytes")}
-    return job_machine([dataclasses.replace(hosts[host], ranks_per_node=ranks[host], **least) for host in ranks])
+    mine = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
+    of_ranks = from_all([(this_node(), dataclasses.replace(mine, host_names=(socket.gethostname(),)))])
+    ranks, nodes = Counter(node for node, _ in of_ranks), dict(reversed(of_ranks))  # a node's machine by its first rank
+    least = {name: min(getattr(machine, name) for _, machine in of_ranks) for name in ("device_bytes", "host_bytes")}
+    return job_machine([dataclasses.replace(nodes[node], ranks_per_node=ranks[node], **least) for node in ranks])
 
 
 def device() -> "torch.device":
@@ -433,8 +438,8 @@ def use_bound_cores(*, chooses_threads: bool) -> None:
     of its own, divided again, most would lie idle. Not where `chooses_threads` is False: the environment says how many.
     Collective.
     """
-    host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
-    of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
+    here, mine = this_node(), frozenset(os.sched_getaffinity(0))
+    of_node = frozenset().union(*(cores for node, cores in from_all([(here, mine)]) if node == here))
     if chooses_threads and mine != of_node:
         _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
 

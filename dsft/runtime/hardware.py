@@ -351,11 +351,13 @@ def children_bytes() -> int:
 _earlier_peaks: dict[str, int] = {}
 
 
-def set_back_peaks() -> None:
+def set_back_peaks(*, begins_run: bool = False) -> None:
     """Count peaks of this process from now on, in `peak_resident_bytes` and torch; `peak_memory_bytes` keeps those of
-    the full run.
+    the full run, which a process may have several of.
     """
-    _earlier_peaks.update(peak_memory_bytes())
+    kept = {} if begins_run else peak_memory_bytes()
+    _earlier_peaks.clear()
+    _earlier_peaks.update(kept)
     with contextlib.suppress(OSError):  # a container that forbids it: the peak counts from before
         # Sets the peak of resident memory to what is resident now (man 5 proc).
         Path("/proc/self/clear_refs").write_text("5")

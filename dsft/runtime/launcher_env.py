@@ -15,6 +15,7 @@ import shlex
 import socket
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,14 +167,23 @@ def port_of_job(number: int) -> int:
     return 20_000 + number % 10_000
 
 
+_reserved: deque[socket.socket] = deque(maxlen=64)  # ports given away, held until this process ends
+
+
 def free_port() -> int:
     """A TCP port that nothing on this machine uses now; not one of those that the system gives to connections (ip(7),
-    ip_local_port_range: 32768 and above), of which one may begin before the ranks listen.
+    ip_local_port_range: 32768 and above), of which one may begin before the ranks listen. No other launch gets it
+    while this process runs.
     """
     while True:
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("", 20_000 + secrets.randbelow(12_768)))
-            return listener.getsockname()[1]
+        holder = socket.socket()
+        with contextlib.suppress(OSError):
+            holder.bind(("", 20_000 + secrets.randbelow(12_768)))
+            # Such a bind fails there from now on; torch's store, which sets this too, may listen.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _reserved.append(holder)
+            return holder.getsockname()[1]
+        holder.close()
 
 
 def first_host(nodes: str) -> str:
@@ -304,8 +314,8 @@ SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
 
 
 def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[str]:
-    """A command on a host, in this folder and with these variables."""
-    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+    """A command on a host, in this folder and with these variables, as they stand between double quotes."""
+    exports = "".join(f'export {name}="{value}"; ' for name, value in variables.items())
     return [*SSH, host, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 

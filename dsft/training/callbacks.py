@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from dsft.planner.plans import FRAGMENTATION, Plan
 from dsft.planner.states import GONE_AFTER_STEP
 from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, bytes_by_phase, peak_bytes
 from dsft.runtime.console import say
-from dsft.runtime.distributed import from_all
+from dsft.runtime.distributed import from_all, this_node
 from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, set_back_peaks
 from dsft.training.metrics import mark, on_screen, seconds_between
 from dsft.units import GiB, in_digits, plural
@@ -265,10 +264,10 @@ class PlanCheck(TrainerCallback):
             mine["held"] = self.held_bytes
             mine["allocated"] = torch.cuda.max_memory_allocated()
             mine["reserved"] = torch.cuda.max_memory_reserved()
-        ranks = from_all([(socket.gethostname(), peak_resident_bytes() + children_bytes(), mine)])
-        nodes: Counter[str] = Counter()
-        for host, host_bytes, _ in ranks:
-            nodes[host] += host_bytes
+        ranks = from_all([(this_node(), peak_resident_bytes() + children_bytes(), mine)])
+        nodes: Counter[tuple[str, str]] = Counter()
+        for node, host_bytes, _ in ranks:
+            nodes[node] += host_bytes
         largest = {name: max(figures[name] for _, _, figures in ranks) for name in mine}
         plan = self.plan
         terms = [term for term in plan.terms if term.phase != "load"]

@@ -57,6 +57,7 @@ from dsft.runtime.hardware import (
     memory_errors_explained,
     peak_memory_bytes,
     peak_resident_bytes,
+    set_back_peaks,
     wait_for_freed_gpu,
 )
 from dsft.runtime.software import git_commit, versions
@@ -81,6 +82,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     """
     output_dir = options.training.get("output_dir")
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir) as left_lock:
+        set_back_peaks(begins_run=True)
         require_same_start(common_options(options), list(problems))
         if left_lock:
             wait_for_freed_gpu()

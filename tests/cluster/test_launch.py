@@ -222,6 +222,14 @@ def words_in(log: str) -> dict[int, list[str]]:
 
 
 @pytest.mark.exhaustive
+def test_the_rank_of_a_single_node_runs_there_and_not_where_it_is_launched(hosts, tmp_path):
+    hostfile = hosts.hostfile(tmp_path / "hostfile", [1], first=1)
+    command = ["python", "-c", START_WORDS, "--hostfile", hostfile]
+    result = hosts[0].run(command, timeout=SECONDS, PYTHONPATH=str(ROOT / "tests"))
+    assert words_in(result.stdout) == {0: WORDS} and "node-1: words of rank 0" in result.stdout, result.stderr[-3000:]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["ssh", "torchrun", "script of torchrun", "script of mpirun", "slurm"])
 def test_words_that_a_shell_understands_reach_every_rank(way, hosts, tmp_path, tmp_path_factory):
     hostfile = hosts.hostfile(tmp_path / "hostfile", [1, 1])

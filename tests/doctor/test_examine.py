@@ -21,6 +21,8 @@ from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from safetensors.torch import load_file, save_file
 
+from dsft.cli import doctor
+from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor import COLUMNS
 from dsft.doctor import phases
 from dsft.doctor.examine import Report, examine, machine_of, plan_on
@@ -618,18 +620,39 @@ def test_measured_links_feed_plans_of_the_same_hosts_and_no_others(tmp_path, mon
     assert speeds_for(machine, dtype="float32") == assumed
 
 
-def _machine_of_uneven_nodes() -> tuple[int, int, tuple[str, ...]]:
+def _machine_of_uneven_nodes(*names: str) -> tuple[int, int, tuple[str, ...]]:
     import socket
 
-    host = "a" if distributed.rank() == 0 else "b"
-    socket.gethostname = lambda: host  # the only thing about a node that one machine has once
-    os.environ["LOCAL_WORLD_SIZE"] = "1" if host == "a" else "2"
+    place = min(1, distributed.rank())
+    socket.gethostname = lambda: (names or "ab")[place]  # with the next, all that one machine has once
+    os.environ["LOCAL_WORLD_SIZE"] = "12"[place]
     machine = distributed.smallest_machine()
     return machine.nodes, machine.ranks_per_node, machine.host_names
 
 
+def _machine_of_namesakes() -> tuple[int, int, tuple[str, ...]]:
+    distributed.boot_id = lambda: f"of node {min(1, distributed.rank())}"
+    return _machine_of_uneven_nodes("a", "a")
+
+
 def test_uneven_nodes_are_counted_by_host_on_every_rank():
     assert on_ranks(3, _machine_of_uneven_nodes) == [(2, 2, ("a", "b"))] * 3
+
+
+def test_nodes_of_one_name_are_not_counted_as_one():
+    assert on_ranks(3, _machine_of_namesakes) == [(2, 2, ("a",))] * 3
+
+
+def test_a_pod_whose_cluster_counts_pods_examines_itself(monkeypatch):
+    """Kubernetes' training operator sets RANK and WORLD_SIZE in each pod, without a launcher there."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    examined = []
+    monkeypatch.setattr("dsft.doctor.smoke.examine_launched", lambda **_: pytest.fail("as a rank of a launcher"))
+    monkeypatch.setattr(doctor, "examine", lambda nodes, listed, **_: examined.extend(listed) or Report(nodes=[]))
+    doctor.run(DoctorOptions(json=True), [])
+    assert examined == [Node(name="localhost", slots=None)]
 
 
 def test_a_node_that_runs_another_version_of_dsft_is_named():

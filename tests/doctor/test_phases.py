@@ -12,10 +12,12 @@ import threading
 import time
 
 from conftest import ROOT
+from torch.utils.cpp_extension import get_default_build_root
 
 from dsft.doctor import phases
 from dsft.doctor.phases import NodeFacts, file_content, typed
 from dsft.runtime.hardware import cpu_count
+from dsft.runtime.software import numeric_versions
 
 
 def test_file_contents_are_told_apart_by_names_sizes_and_both_ends(tmp_path):
@@ -94,3 +96,17 @@ def test_either_variable_keeps_a_node_from_the_hub_and_a_node_without_its_librar
     # The command that the finding names.
     assert told(HF_HUB_CACHE="/cache", TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="0") == "False /cache\n"
     assert told("huggingface_hub") == f"False {tmp_path}/.cache/huggingface/hub\n"
+
+
+def test_nodes_are_compared_by_the_versions_that_a_training_compares():
+    """The doctor named Python's last digit, which no training refuses, but not another numpy, which each does."""
+    assert phases.facts(contextlib.ExitStack()).versions.items() >= numeric_versions().items()
+
+
+def test_the_disk_of_compiled_operators_is_the_one_that_torch_writes_to(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for folder in ("", str(tmp_path)):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        if not folder:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+        assert phases.cache_folders()["operators"] == get_default_build_root()

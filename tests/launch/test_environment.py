@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dsft.launch.environment import accelerator, forwarded, launcher_environment, remote_environment
 from dsft.launch.launchers import build_command, read_launch
@@ -60,7 +61,8 @@ def shell(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
-    Path(".deepspeed_env").write_text("HF_HOME=/own\nMY_OWN=1\nDSFT_LAUNCHER=10.0.0.1:1:of-an-earlier-launch\n")
+    lines = "HF_HOME=/own\nMY_OWN=$HOME/mine\nDSFT_LAUNCHER=10.0.0.1:1:of-an-earlier-launch\n"
+    Path(".deepspeed_env").write_text(lines)
 
 
 BUILD_FOR_CUDA = """
@@ -114,7 +116,7 @@ def test_the_doctor_sees_the_environment_of_the_ranks_and_no_command_line_of_pds
         for name in REMOTE_SHELL:
             variables.pop(name, None)
     assert ranks == doctor
-    assert ranks["HF_HOME"] == "/own" and ranks["MY_OWN"] == "1" and ranks["DS_ACCELERATOR"] == "cpu"
+    assert ranks["HF_HOME"] == "/own" and ranks["MY_OWN"] == f"{tmp_path}/mine" and ranks["DS_ACCELERATOR"] == "cpu"
     assert ranks["PYTHONPATH"] == f"{os.getcwd()}:/data/lib" and ranks["XDG_CACHE_HOME"] == SET["XDG_CACHE_HOME"]
     assert "HF_TOKEN" not in ranks and "EDITOR" not in ranks
     # Both of the "nodes" are this machine.
@@ -126,13 +128,35 @@ def test_the_doctor_sees_the_environment_of_the_ranks_and_no_command_line_of_pds
     assert not file.exists() and connect_to_launcher(0, "node-0") is None
 
 
+@pytest.mark.parametrize(
+    ("way", "is_told"),
+    [
+        ([], True),
+        (["--nodes", "2"], True),
+        (["--hostfile", "hosts"], True),  # DeepSpeed's runner here, which hands on what its file has
+        (["--slurm"], False),
+        (["--accelerate", "pdsh.yaml"], False),
+    ],
+)
+def test_a_login_node_without_gpus_starts_no_cpu_ranks_on_nodes_that_have_some(way, is_told, shell, monkeypatch):
+    engine = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts"}
+    Path("pdsh.yaml").write_text(yaml.safe_dump({"num_machines": 2, "num_processes": 2, "deepspeed_config": engine}))
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "localhost")
+    launcher = read_launch([*way, "train"])[0].launcher
+    environment, path = launcher_environment(launcher, launcher.ssh_nodes(), link := LauncherLink())
+    link.close()
+    assert (environment.get("DS_ACCELERATOR") == "cpu") == is_told
+    if path:
+        assert "DS_ACCELERATOR" not in path.read_text()
+        path.unlink()
+    assert "DS_ACCELERATOR" not in remote_environment(os.environ)
+
+
 def test_secrets_and_values_of_several_lines_stay_here():
-    environment = {"HF_HOME": "/hf", "HF_TOKEN": "t", "WANDB_API_KEY": "k", "NCCL_DEBUG": "INFO", "HF_X": "a\nb"}
-    assert forwarded(environment | {"EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}) == {
-        "HF_HOME": "/hf",
-        "NCCL_DEBUG": "INFO",
-        "PYTHONPATH": os.getcwd(),
-    }
+    plain = {"HF_HOME": "/hf", "NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "NCCL_IB_PKEY": "0x8001"}
+    others = {"HF_TOKEN": "t", "WANDB_API_KEY": "k", "HF_X": "a\nb", "EDITOR": "vi", "CUDA_VISIBLE_DEVICES": "0"}
+    assert forwarded(plain | others) == plain | {"PYTHONPATH": os.getcwd()}
 
 
 def test_a_token_that_others_could_read_or_have_written_is_none(tmp_path, monkeypatch):
@@ -148,11 +172,10 @@ def test_a_token_that_others_could_read_or_have_written_is_none(tmp_path, monkey
 def test_accelerate_leaves_no_file_of_variables_in_the_working_folder(tmp_path, monkeypatch):
     """It appends every variable, secrets too, to DeepSpeed's file of them."""
     monkeypatch.chdir(tmp_path)
-    Path("config.yaml").touch()
+    Path("config.yaml").write_text("num_processes: 2\n")
     options, _, _ = read_launch(["--accelerate", "config.yaml", "train"])
     environment, path = launcher_environment(options.launcher, [], link := LauncherLink())
     assert environment["DS_ENV_FILE"] == str(path) and path.parent != tmp_path
-    assert not environment["DSFT_LAUNCHER"].startswith("127.")  # its pdsh form starts ranks elsewhere
     path.unlink()
     link.close()
 

@@ -17,6 +17,7 @@ from ranks import ranks_below, train_all
 from dsft.cli.main import main
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.reader import read_file_and_flags, sent_files
+from dsft.doctor.findings import read_run_files
 from dsft.errors import UserError
 from dsft.launch import supervise
 from dsft.launch.environment import forwarded, launcher_environment, shared_environment
@@ -143,6 +144,14 @@ def test_a_host_file_goes_to_deepspeed_with_its_filters_and_everything_else_to_t
     assert words[words.index("--module") :] == f"--module dsft.train {script}".split()
 
 
+@pytest.mark.parametrize(("number", "is_forced"), [("1", True), ("2", False)])
+def test_the_ranks_of_a_single_node_are_started_there(monkeypatch, number, is_forced):
+    """By itself DeepSpeed's launcher starts them on the machine where it is called, whichever the host file names."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    words = command(f"--hostfile hostfiles/2x8 --num_nodes {number} train")
+    assert ("--force_multi" in words[: words.index("--module")]) == is_forced
+
+
 def test_without_options_the_command_takes_this_machine_and_a_free_port():
     first, second = command("train"), command("eval")
     assert first[:3] == ["deepspeed", "--num_gpus", second[2]] and int(first[2]) >= 1
@@ -172,6 +181,15 @@ def test_visible_gpus_that_the_launcher_cannot_take_are_refused(monkeypatch, vis
     monkeypatch.setattr("dsft.launch.launchers.has_gpu", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UserError, match=way_out):
+        command("--num_gpus 3 train")
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_start(monkeypatch):
+    monkeypatch.setattr("dsft.launch.launchers.has_gpu", lambda: True)
+    monkeypatch.setattr("dsft.launch.launchers.default_ranks", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert command("--num_gpus 2 train")
+    with pytest.raises(UserError, match="--num_gpus 3: this machine has 2 GPUs; lower it"):
         command("--num_gpus 3 train")
 
 
@@ -255,8 +273,45 @@ def test_jobs_given_on_every_node_get_an_id_and_a_port_of_their_own(monkeypatch)
 @pytest.mark.parametrize(("port", "beside"), [("29500", "29501"), ("65534", "65535"), ("65535", "65534")])
 def test_the_preflight_meets_at_a_port_beside_the_launchs_own(monkeypatch, port, beside):
     monkeypatch.setenv("MASTER_PORT", port)
-    options, _, script = read_launch(["--nodes", "2", "--master_addr", "node-0", "train", "--model", "m"])
-    assert f"node-0:{beside}" in preflight_command(options.launcher, script)
+    options, name, script = read_launch(["--nodes", "2", "--master_addr", "node-0", "train", "--model", "m"])
+    assert f"node-0:{beside}" in preflight_command(options.launcher, name, script)
+
+
+def preflight(*words: str) -> list[str]:
+    options, name, script = read_launch([*words])
+    return preflight_command(options.launcher, name, script)
+
+
+def value(words: list[str], flag: str) -> str | None:
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+def test_the_preflight_without_ssh_starts_one_rank_on_each_node_that_a_filter_leaves(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["--hostfile", "hostfiles/2x8", "--no_ssh", "--node_rank", "0", "train"]
+    started = preflight("--exclude", "node-1:0", *words)
+    assert value(started, "--include") == "node-0:0@node-1:1" and not {"--exclude", "--num_gpus"} & {*started}
+    assert value(preflight(*words), "--num_gpus") == "1"
+
+
+def test_the_preflight_of_this_machine_looks_at_the_ranks_and_the_port_of_the_launch():
+    started = preflight("--num_gpus", "2", "--master_port", "1234", "train")
+    assert (value(started, "--num_gpus"), value(started, "--master_port")) == ("2", "1234")
+
+
+def test_the_preflight_of_chosen_gpus_of_this_machine_runs_on_these():
+    """On all others it failed where another job has filled one."""
+    started = preflight("--include", "localhost:2,3", "train")
+    assert RUNNERS["deepspeed"] in started and value(started, "--include") == "localhost:2,3"
+    assert value(started, "--module") == "dsft.cli.doctor"
+
+
+@pytest.mark.parametrize(("name", "saves"), [("train", True), ("eval", False)])
+def test_only_a_trainings_folder_must_be_shared(name, saves, monkeypatch):
+    """Each node may have its own of an evaluation, whose launch was refused."""
+    monkeypatch.chdir(ROOT)
+    started = preflight("--hostfile", "hostfiles/2x8", name, "--model", "m", "--output_dir", "out")
+    assert read_run_files(started[started.index("--only_findings") + 1 :]).saves == saves
 
 
 def test_a_restart_that_waits_prints_what_is_found_where_that_has_changed(tmp_path, monkeypatch, capfd):
@@ -317,10 +372,20 @@ def test_accelerates_pdsh_form_sends_and_is_examined_like_a_host_file(tmp_path, 
         assert notes == [] and variables["DSFT_JOB"]
         monkeypatch.setenv("DSFT_FILES", variables.get("DSFT_FILES", ""))
         files[form], hosts[form] = set(sent_files()), [(node.name, node.slots) for node in options.launcher.ssh_nodes()]
-        words = preflight_command(options.launcher, script)
+        words = preflight_command(options.launcher, "train", script)
         assert ("--hostfile" in words) == (form == "_pdsh") and words[-2:] == script
+        assert value(words, "--num_gpus") == "8"
     assert files == {"_pdsh": {str(tmp_path / "run.yaml")}, "": set(), "_nossh": set()}
     assert hosts == {"_pdsh": [("node-0", 8), ("node-1", 8)], "": [], "_nossh": []}
+
+
+@pytest.mark.parametrize(("port", "examined"), [(None, "29500"), (0, None), (1234, "1234")])
+def test_the_port_that_accelerate_takes_is_the_one_that_is_examined(port, examined, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = yaml.safe_load(Path("ds_configs/accelerate/zero3_2x8_pdsh.yaml").read_text())
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"main_process_port": port}))
+    words = preflight("--accelerate", str(tmp_path / "accelerate.yaml"), "train")
+    assert value(words, "--master_port") == examined
 
 
 @pytest.mark.parametrize("content", ["", "a: [", "num_machines: 2\n"])
@@ -436,6 +501,7 @@ def test_accelerate_gets_the_script_and_this_nodes_number():
         ("--include worker-1:0 train", "--include worker-1:0: it chooses from a host file; name one with --hostfile"),
         ("--exclude localhost:0@worker-1 train", "--exclude localhost:0@worker-1: it chooses from a host file"),
         ("--include localhost:0 --num_gpus 1 train", "--num_gpus, --include and --exclude cannot be combined"),
+        ("--accelerate ds_configs/accelerate/zero3_2x8.yaml --num_gpus 2 train", "--num_gpus 2: --accelerate takes"),
         (
             "--hostfile hostfiles/2x8 --no_ssh --node_rank 2 train",
             "node rank 2: nodes are numbered from 0 to 1 (--host",

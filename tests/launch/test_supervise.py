@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,8 +14,10 @@ import pytest
 from conftest import KERNEL, ROOT, grid, needed_cases
 from test_environment import SSH
 
-from dsft.launch.launchers import MODULES, build_command, read_launch
+from dsft.launch.launchers import MODULES, LaunchOptions, build_command, read_launch
 from dsft.launch.supervise import LauncherProcess, check_as_rank_0
+from dsft.runtime.launcher_env import Node
+from dsft.watchdog.messages import Connection
 from dsft.watchdog.processes import descendants, start_time
 
 RANK = """
@@ -283,6 +286,18 @@ def test_ending_a_launch_ends_no_other_job_on_its_nodes(tmp_path, monkeypatch):
     thread.join()
     [call] = calls.read_text().splitlines()
     assert "deepspeed.launcher.launch" in call and "pkill" not in call
+
+
+def test_the_first_rank_of_a_node_is_not_always_the_one_that_connects_to_the_launch(monkeypatch, capfd):
+    """DeepSpeed numbers the second of two uneven nodes from another one: ranks 3 and 4 are local ranks 1 and 0."""
+    ended = "import sys, time; print('pdsh@a: b: ssh exited with exit code 5', file=sys.stderr); time.sleep(1)"
+    launch = LauncherProcess(LaunchOptions(num_gpus=1), [sys.executable, "-c", ended], saves=False)
+    launch.nodes = [Node(name="a", slots=3), Node(name="b", slots=2)]
+    ends = [socket.socketpair() for _ in range(2)]
+    launch.link.sidecars = {rank: Connection(mine) for rank, (mine, _) in zip((0, 4), ends, strict=True)}
+    Connection(ends[1][1]).send("done", exit_code=5)
+    monkeypatch.setattr("dsft.launch.supervise.launcher_environment", lambda *_: (os.environ, None))
+    assert launch.run() == 5 and "before its ranks connected" not in capfd.readouterr().err
 
 
 @pytest.mark.cases("comes late")

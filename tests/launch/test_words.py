@@ -51,11 +51,12 @@ def accelerate_file(tmp_path, form: str, machines: int) -> str:
     return str(tmp_path / "accelerate.yaml")
 
 
-@pytest.mark.parametrize("way", ["hostfile", "accelerate"])
+@pytest.mark.parametrize("way", ["hostfile", "one node", "accelerate"])
 def test_words_reach_the_nodes_through_deepspeeds_pdsh_as_they_were_given(way, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     ways = {
         "hostfile": ["--hostfile", "hostfiles/2x8", "--master_addr", "n"],
+        "one node": ["--hostfile", "hostfiles/2x8", "--num_nodes", "1", "--master_addr", "n"],
         "accelerate": ["--accelerate", accelerate_file(tmp_path, "_pdsh", 2)],
     }
     assert through_deepspeeds_pdsh(given_to_launcher(ways[way], monkeypatch)) == WORDS
@@ -77,12 +78,11 @@ def test_torchrun_fills_nothing_into_the_words(way, monkeypatch, tmp_path):
     assert macros.substitute(given_to_launcher(ways[way], monkeypatch), "3") == WORDS
 
 
-@pytest.mark.parametrize("way", ["this machine", "one node", "no ssh", "accelerate nossh"])
+@pytest.mark.parametrize("way", ["this machine", "no ssh", "accelerate nossh"])
 def test_launchers_that_read_nothing_get_the_words_as_they_are(way, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     ways = {
         "this machine": [],
-        "one node": ["--hostfile", "hostfiles/2x8", "--num_nodes", "1", "--master_addr", "n"],
         "no ssh": ["--hostfile", "hostfiles/2x8", "--no_ssh", "--node_rank", "0"],
         "accelerate nossh": ["--accelerate", accelerate_file(tmp_path, "_nossh", 2)],
     }

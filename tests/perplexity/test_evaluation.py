@@ -14,7 +14,7 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
 from dsft.run_setup.evaluation_checks import candidate_of
-from dsft.runtime import console
+from dsft.runtime import console, hardware
 from dsft.units import in_digits
 
 
@@ -43,6 +43,12 @@ def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evalu
     assert 0 <= report["verified_difference"] < 1e-5
     assert report["tokens_per_second"] == result.fed_tokens / report["seconds"] > 0
     assert report["peak_memory_bytes"]["host"] > 0 and len(report["model_hash"]) == 64
+
+
+def test_peaks_are_those_of_the_model_and_not_of_what_this_process_did_before(evaluated, monkeypatch):
+    """As of a larger model that was evaluated by the same command, or trained in the same notebook."""
+    monkeypatch.setattr(hardware, "_earlier_peaks", {"host": 2**50})
+    assert 0 < evaluated().peak_memory_bytes["host"] < 2**50
 
 
 def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeypatch):

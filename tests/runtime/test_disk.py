@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.utils.cpp_extension as extension
@@ -208,6 +209,14 @@ def test_a_lock_of_another_machine_counts_while_it_beats(tmp_path, monkeypatch):
     lock.acquire()  # it beats no more
     lock.release()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_of_another_machine_that_ends_while_it_is_waited_for_leaves_the_folder(tmp_path, monkeypatch):
+    lock_of_another_machine(tmp_path / "run")
+    ends = {"sleep": lambda _: (tmp_path / "run" / LOCK).unlink()}
+    monkeypatch.setattr(disk, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, **ends))
+    with only_run_in(str(tmp_path / "run")) as was_killed:
+        assert not was_killed and is_held(tmp_path / "run")
 
 
 def test_an_old_or_unreadable_lock_of_another_machine_is_stale_at_once(tmp_path):

@@ -31,11 +31,13 @@ from dsft.runtime.hardware import (
     cpu_computes_bfloat16,
     free_host_bytes,
     host_memory_bytes,
+    peak_memory_bytes,
     read_interconnect,
     read_network,
     read_topology,
     require_kernels,
     require_seen_gpus,
+    set_back_peaks,
     wait_for_freed_gpu,
 )
 from dsft.units import GB, GiB
@@ -394,6 +396,20 @@ def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypat
         monkeypatch.setattr(run, name, lambda *_, **__: None)
     run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
     assert waits == [1] * left_lock
+
+
+def test_a_second_training_of_a_process_has_peaks_of_its_own(tmp_path, monkeypatch):
+    """As in a notebook. Before its steps the peaks of loading are kept."""
+    from dsft.training import run
+
+    for name in ("require_same_start", "resolve_run"):
+        monkeypatch.setattr(run, name, lambda *_, **__: None)
+    for first, second in ((80, 50), (10, 20)):
+        monkeypatch.setattr(hardware, "peak_resident_bytes", lambda taken=first: taken)
+        run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
+        set_back_peaks()
+        monkeypatch.setattr(hardware, "peak_resident_bytes", lambda taken=second: taken)
+        assert peak_memory_bytes() == {"host": max(first, second)}
 
 
 @pytest.mark.parametrize("left_lock", [True, False])

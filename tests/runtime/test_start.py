@@ -1,5 +1,6 @@
 """What keeps ranks from starting is said in one message with its own exit code, and Ctrl-C in one line."""
 
+import importlib
 import os
 import signal
 import socket
@@ -140,8 +141,9 @@ def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, tmp_p
     monkeypatch.setattr(distributed, "_set_threads", taken.append)
     monkeypatch.setenv("LOCAL_SIZE", str(1 + len(others)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(bound))
-    of_ranks = [(socket.gethostname(), frozenset(cores)) for cores in (bound, *others)]
-    monkeypatch.setattr(distributed, "from_all", lambda _: [*of_ranks, ("elsewhere", frozenset(range(64)))])
+    of_ranks = [(distributed.this_node(), frozenset(cores)) for cores in (bound, *others)]
+    elsewhere = (socket.gethostname(), "a machine of the same name"), frozenset(range(64))
+    monkeypatch.setattr(distributed, "from_all", lambda _: [*of_ranks, elsewhere])
     distributed.use_bound_cores(chooses_threads=True)
     distributed.use_bound_cores(chooses_threads=False)
     assert taken == ([threads] if threads else [])
@@ -184,3 +186,25 @@ def test_an_entry_of_tests_that_hangs_is_no_success(tmp_path, monkeypatch):
     (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setattr("ranks.SECONDS", 0.5)
     assert run_entry(str(tmp_path / "hangs.py"), []).returncode == -signal.SIGKILL
+
+
+class Started(Exception):
+    """Raised in the place of the rendezvous, with its options."""
+
+
+@pytest.mark.parametrize("entry", ["train", "eval_ppl"])
+@pytest.mark.parametrize("name", ["load_timeout", "step_timeout"])
+def test_a_collective_lasts_as_long_as_the_watchdog_lets_a_phase_last(entry, name, monkeypatch):
+    """Else torch ends a step that step_timeout allows, where one rank takes long for it."""
+
+    def start_ranks(**options):
+        raise Started(options)
+
+    module = importlib.import_module(f"dsft.{entry}")
+    for function in ("check_before_rendezvous", "set_up_screen"):
+        monkeypatch.setattr(module, function, lambda *_: None)
+    monkeypatch.setattr(distributed, "listen_for_signals", lambda: None)
+    monkeypatch.setattr(distributed, "start_ranks", start_ranks)
+    with pytest.raises(Started) as started:
+        module.main(["--model", "m", "--data", "d", f"--{name}", "7200"])
+    assert started.value.args[0]["timeout_seconds"] >= 7200
