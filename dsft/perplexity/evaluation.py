@@ -122,10 +122,7 @@ def evaluate_models(
             facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
             facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        known = [
-            results and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
-            for job in jobs
-        ]
+        known = [results and results.known(job.about, verified=bool(config.verify), tokens=job.tokens) for job in jobs]
         with contextlib.ExitStack() as stack:
             if not all(known):
                 for each in (candidate, *others):
