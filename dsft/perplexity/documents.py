@@ -54,7 +54,7 @@ class Documents(Preparation):
     """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 5  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 6  # of what is stored for a document; part of the fingerprint, as all fields
 
     @property
     def longest(self) -> float:
@@ -144,8 +144,9 @@ class Texts(Documents):
         given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
         given = [self.joint * (batch.first + index > 0) + text for index, text in enumerate(given)]
         documents = [
-            np.array([*start, *ids, *(end if start or ids else ())], np.int32)
-            for ids in encode(tokenizer, given, special=special)
+            # As a training leaves an empty text out, whatever its tokenizer puts around one.
+            np.array([*start, *ids, *end] if text or self.prefix else [], np.int32)
+            for text, ids in zip(given, encode(tokenizer, given, special=special), strict=True)
         ]
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *documents])
@@ -289,6 +290,7 @@ class Answers(Documents):
             elif (
                 len(ids) == rules.seq_len  # cut off
                 or rules.train_on in ("all", "last")
+                or (answers and rules.train_thinking == "all")  # with empty think blocks
                 # Reasoning may stand in the content too, and be scored or not.
                 or any(each.keys() & BESIDE_CONTENT or "</think>" in each["content"] for each in answers)
             ):  # what is scored is not the text of the answers, but more or less

@@ -55,7 +55,7 @@ HOW_OPTIONS = (
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options of how a result is computed and what is kept of it."""
-SCORING = 8  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 9  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""

@@ -88,8 +88,8 @@ def hf(model, tokenizer) -> float:
 
 
 def dsft(model, tokenizer) -> float:
-    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
-    ids = torch.tensor([token for row in rows for token in ([*row, tokenizer.eos_token_id] if row else [])])
+    rows = [tokenizer(text)["input_ids"] for text in filter(None, TEXTS)]
+    ids = torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)])
     return math.exp(
         torch.cat([losses(model, ids[i : i + L]) for i in range(0, len(ids), L) if i + 1 < len(ids)]).mean()
     )
