@@ -431,7 +431,8 @@ def grouping(
     Raises UserError where the data has no such column or no turns, or a column has too many values.
     """
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
-    column = name if name in columns else config.source_column if name == "source" else None
+    named = config.source_column if name == "source" and name not in columns else name
+    column = named if named in columns else None
     if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
