@@ -27,7 +27,7 @@ from dsft.errors import UserError
 from dsft.models.sequence_parallel import share_of
 from dsft.models.tiles import next_tokens
 from dsft.models.trials import NO_RULES, RowRules, positions
-from dsft.units import IGNORED, describe_value, padded_width
+from dsft.units import IGNORED, describe_value
 
 Sequence = dict[str, np.ndarray]
 """input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1; and
@@ -292,15 +292,16 @@ class EpochSampler(torch.utils.data.Sampler):
     shared_by: int = 1  # both as `repeated` takes them
 
     @property
-    def number(self) -> int:
-        per_step = self.data.per_step
-        return len(self.data.items) // per_step * per_step if self.drop_last else len(self.data)
+    def steps(self) -> int:
+        """Of an epoch."""
+        items, per_step = len(self.data.items), self.data.per_step
+        return items // per_step if self.drop_last else -(-items // per_step)
 
     def __len__(self) -> int:
-        return self.number * self.shared_by
+        return self.steps * self.data.per_step * self.shared_by
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.step() // max(1, self.number // self.data.per_step))
+        order = self.order(self.step() // max(1, self.steps))
         return repeated(order, self.micro_batch, self.shared_by)
 
     def order(self, epoch: int) -> list[int]:
@@ -327,13 +328,14 @@ class EpochSampler(torch.utils.data.Sampler):
                 longest = int(lengths[steps].max(1).argmax())
                 steps[[0, longest]] = steps[[longest, 0]]
             real = np.concatenate([steps.reshape(-1), rest])
-        return [*real.tolist(), *range(len(real), len(self.data))][: self.number]
+        return [*real.tolist(), *range(len(real), len(self.data))][: self.steps * per_step]
 
 
-def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
+def padding_share(order: list[int], lengths: np.ndarray, batch: int, rules: RowRules) -> float:
     """Returns the share of computed positions without a token, in batches of `batch` items that follow in `order`."""
     lengths_of_batches = lengths[order].reshape(-1, batch)
-    widths = padded_width(np.maximum(lengths_of_batches.max(1), 1))
+    longest, of_batches = np.unique(lengths_of_batches.max(1), return_inverse=True)
+    widths = np.array([rules.width(length) for length in longest])[of_batches]
     return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
 
 

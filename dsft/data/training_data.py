@@ -189,9 +189,11 @@ class TrainingData:
                 mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
         elif may_mix or isinstance(self.items, Sequences):
             steps = PaddedToFullSteps(self.items, batch.sequences)
-            order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=self.strategy).order(0)
+            how = {"drop_last": drop_last, "strategy": self.strategy}
+            order = EpochSampler(steps, seed=seed, step=lambda: 0, **how).order(0)
             if isinstance(self.items, Sequences):
-                self.counts["padding_share"] = round(padding_share(order, steps.lengths, batch.micro), 4)
+                share = padding_share(order, steps.lengths, batch.micro, self.rules)
+                self.counts["padding_share"] = round(share, 4)
             longest = self.items.lengths
             if isinstance(self.items, PackedRows):  # those of one group may share a batch
                 lengths = self.items.sequences.lengths
