@@ -27,7 +27,7 @@ from dsft.data.batches import (
     sequences_of,
 )
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
-from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
+from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
 from dsft.data.prepare import FACTS, MOST_SOURCES, TOO_MANY_SOURCES, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
@@ -85,8 +85,7 @@ def check_sources(
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
                 tokenise(replace(batch, rows=rows), rules, tokenizer)
-            grouped_by = (*getattr(config, "group_by", ()), column)  # group_by: of an evaluation
-            unused = tuple(name for name in unused if name not in grouped_by)
+            unused = tuple(name for name in unused if name not in columns_of_groups(config))
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
