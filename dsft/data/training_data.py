@@ -309,6 +309,8 @@ def load_training_data(
             f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
             " plain, or add_tokens: markers, is learnt faster"
         )
+    if config.train_on in ("answers", "last") and (texts := [each.source.name for each in data if each.rules.is_text]):
+        notes.append(f"train_on={config.train_on}: ignored for {', '.join(texts)}: all of a text is trained")
     stops = answer_ends(data, tokenizer)
     if stops and stops != [tokenizer.eos_token_id]:
         notes.append(

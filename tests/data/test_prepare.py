@@ -531,6 +531,14 @@ def test_a_tokenizer_without_an_end_token_is_noted(tiny, tmp_path, config, row):
     assert "has no end token" in note and [*notes.values()] == [[]]
 
 
+def test_an_option_of_answers_is_noted_as_ignored_for_texts(tokenizer, tmp_path, config):
+    paths = [str(write_texts(tmp_path / "a.jsonl", 3)), str(tmp_path / "b.jsonl")]
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
+    notes = {name: loaded(config(data=paths, train_on=name), tokenizer).notes for name in ("auto", "all", "last")}
+    ignored = f"train_on=last: ignored for {paths[0]}: all of a text is trained"
+    assert notes == {"auto": [], "all": [], "last": [ignored]}
+
+
 def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
     with pytest.raises(UserError, match="a.jsonl: 1 rows give no token to train on .*dropped_long.*raise seq_len"):
