@@ -2,11 +2,13 @@
 and what is read from them.
 """
 
+import copy
 import ctypes
 import dataclasses
 import gzip
 import itertools
 import json
+import os
 import pickle
 import re
 import resource
@@ -28,6 +30,7 @@ from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
+from tokenizers.processors import TemplateProcessing
 
 from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
@@ -42,6 +45,7 @@ from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.documents import build_windows
+from dsft.runtime import distributed
 from dsft.units import IGNORED
 
 
@@ -115,7 +119,7 @@ def test_the_memory_of_a_container_bounds_the_processes(tiny, tokenizer, tmp_pat
     assert workers == [1]
 
 
-def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
+def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path, monkeypatch):
     path = write_texts(tmp_path / "texts.jsonl", 5)
     rules = rules_of("messages")
     first = fingerprint(formatted(path, rules), tokenizer)
@@ -133,9 +137,18 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     split = load_tokenizer(TrainConfig(model=str(tiny / "chat")))
     split.split_special_tokens = True  # as tokenizer_config.json may have it, and tokenizer.json has not
     others.add(fingerprint(formatted(path, rules), split))
+    for special in (True, False):  # of a tokenizer in Python, which has no file of all that it does
+        slow = copy.deepcopy(tokenizer)
+        slow.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|user|> $A" if special else "$A",
+            special_tokens=[("<|user|>", tokenizer.convert_tokens_to_ids("<|user|>"))],
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(type(slow), "is_fast", False)
+            others.add(fingerprint(formatted(path, rules), slow))
     path.write_text(path.read_text().replace("the", "THE"))
     others.add(fingerprint(formatted(path, rules), tokenizer))
-    assert len(others | {first}) == 9
+    assert len(others | {first}) == 11
     texts = [fingerprint(formatted(path, rules_of("text", seq_len=length)), tokenizer) for length in (8, 16)]
     assert texts[0] == texts[1]  # windows are cut when they are read
 
