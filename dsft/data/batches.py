@@ -172,17 +172,15 @@ def describe_counts(counts: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def count(sequences: Sequences, stores: list[Store], *, epochs: list[float] | None = None) -> dict[str, Any]:
-    """Counts all sources together for run.json, and the epochs per source where they are mixed."""
+def count(sequences: Sequences) -> dict[str, Any]:
+    """Counts all sources together for run.json."""
+    stores = sequences.stores
     names = stores[0].counts.keys()
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
-    counts["sequences"] = len(sequences)
-    if epochs is None:  # the first token of each window of text is context only
-        texts = [place for place, store in enumerate(stores) if store.is_text]
-        counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
-    else:
-        counts["passes"] = [round(number, 4) for number in epochs]
-    return counts
+    # The first token of each window of text is context only.
+    texts = [place for place, store in enumerate(stores) if store.is_text]
+    counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
+    return counts | {"sequences": len(sequences)}
 
 
 # Which sequences share a row, or a batch, so that it is full
@@ -364,14 +362,14 @@ class Stream(torch.utils.data.IterableDataset):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A digest of what the order depends on, for resuming."""
+        """A digest of what the order depends on."""
         facts = [
             [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
             for formatted in self.sources
         ]
         config = self.config
         order = json.dumps([*facts, config.data_weights, config.packing, config.shuffle_buffer], sort_keys=True)
-        return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
+        return {"content of data": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
         return repeated(self._items(), self.micro_batch, self.shared_by)
@@ -411,7 +409,6 @@ class Stream(torch.utils.data.IterableDataset):
             for batch in source.batches():
                 tokens = tokenise(batch, formatted.rules, self.tokenizer)
                 self.counts += tokens.counts
-                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=int(tokens.trained.sum()))
                 ids, trained, spans = tokens.ids, tokens.trained, list(pairwise([0, *tokens.ends]))
                 if formatted.rules.is_text:
                     ids, trained = np.concatenate([rest, ids]), np.ones(len(rest) + len(ids), bool)
@@ -421,6 +418,9 @@ class Stream(torch.utils.data.IterableDataset):
                     starts = range(spans[-1][1] if spans else 0, len(ids) - seq_len + 1, seq_len)
                     spans += [(start, start + seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
+                first_tokens = len(spans) if formatted.rules.is_text else 0  # of windows of text: context only
+                trained_tokens = int(tokens.trained.sum()) - first_tokens
+                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=trained_tokens)
                 weights = tokens.weights
                 for start, end in spans:
                     made = sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])

@@ -243,13 +243,12 @@ def load_training_data(
     held_out_sequences = held_out_counts = None
     if held_out_stores:
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
-        held_out_counts = count(held_out_sequences, held_out_stores)
+        held_out_counts = count(held_out_sequences)
 
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
     strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
     if config.streaming:
-        distributed.wait_long("prepared")
-        items = Stream(data, tokenizer, config)
+        read = items = Stream(data, tokenizer, config)
         counts = items.counts
     else:
         stores = stores_of(data, share)
@@ -258,7 +257,7 @@ def load_training_data(
                 f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
                 " give eval_data"
             )
-        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing), None
+        sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
         numbers = tuple(np.array([place]) for place in range(len(stores)))
         if config.source_column:
             values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
@@ -267,15 +266,11 @@ def load_training_data(
             names = _names_of(values)
             numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
         sequences = replace(sequences, sources=names, numbers=numbers)
+        counts = count(sequences)
         if config.data_weights:
             sequences, epochs = mix(sequences, config.data_weights, seed=shuffle_seed(config.training))
-        # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
-        distributed.wait_long("prepared")
-        parts = filter(None, (sequences, held_out_sequences))
-        content = " ".join(part.identity["content of data"] for part in parts)
-        require_agreement({SAME_FILES: {"content of data": content}})
-        counts = count(sequences, stores, epochs=epochs)
-        lengths = sequences.lengths
+            counts |= {"sequences": len(sequences), "passes": [round(number, 4) for number in epochs]}
+        read, lengths = sequences, sequences.lengths
         if config.packing:  # sequences that the model computes otherwise stay among themselves
             sides = rules.sides(lengths)
             alike = [np.flatnonzero(sides == side) for side in np.unique(sides)]
@@ -292,6 +287,11 @@ def load_training_data(
         else:
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
+    # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
+    distributed.wait_long("prepared")
+    parts = filter(None, (read, held_out_sequences))
+    content = " ".join(part.identity["content of data"] for part in parts)
+    require_agreement({SAME_FILES: {"content of data": content}})
     collator = Collator(
         tokenizer.pad_token_id,
         NO_RULES if config.packing else rules,

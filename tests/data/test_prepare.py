@@ -369,6 +369,30 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
     assert data.counts["trained_tokens"] == sum(int((item["labels"] != IGNORED).sum()) for item in data.items)
 
 
+def test_an_empty_text_is_left_out_by_a_training_and_by_its_evaluation(tokenizer, tmp_path, config):
+    """Also where the tokenizer begins each text with a token of its own, which was scored then."""
+    begins = copy.deepcopy(tokenizer)
+    begins.bos_token = "<|user|>"
+    special = [("<|user|>", begins.bos_token_id)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=special)
+    path = str(write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("a step", "", "big")]))
+    (store,) = loaded(config(data=[path]), begins).items.stores
+    options = EvalConfig(data=[path], seq_len=32, model=["unused"], data_cache=str(tmp_path / "cache"))
+    windows = build_windows(check_sources([path], options, begins, key="data", problems=[])[0], options, begins)
+    assert windows.tokens.tolist() == store.tokens.tolist() and len(windows.document_ends) == 3
+    assert store.tokens.tolist().count(begins.bos_token_id) == 2
+
+
+def test_trained_tokens_are_counted_alike_of_texts_that_are_mixed_and_streamed(tokenizer, tmp_path, config):
+    """The first token of each window is context only."""
+    paths = [str(write_texts(tmp_path / f"{name}.jsonl", 50, seed=seed)) for seed, name in enumerate("ab")]
+    counts, mixed = (loaded(config(data=paths, **more), tokenizer).counts for more in ({}, {"data_weights": [1, 1]}))
+    assert counts["trained_tokens"] == mixed["trained_tokens"] < counts["tokens"] == mixed["tokens"]
+    sources = check_sources(paths[:1], config(), tokenizer, key="data", problems=[])
+    next(iter(stream := Stream(sources, tokenizer, config(seed=1, shuffle_buffer=1))))
+    assert stream.counts["trained_tokens"] == stream.counts["tokens"] - stream.counts["tokens"] // 32
+
+
 def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
     for name, number in (("a", 300), ("b", 100)):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i} ", "completion": "x"} for i in range(number)])
@@ -485,6 +509,30 @@ def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(ti
     path = str(write_texts(tmp_path / "a.jsonl", 50))
     lengths = on_ranks(2, _waits, path, str(tmp_path / "cache"), str(tiny / "model"), 6.0)
     assert lengths[0] == lengths[1] > 0
+
+
+def _problems_of_streams(folder: str, model: str) -> list[str]:
+    """As on a node with files of its own: what is streamed is another there, what is held out, and nothing."""
+    os.chdir(Path(folder, f"node-{distributed.rank()}"))
+    problems, streamed = [], TrainConfig(streaming=True, seq_len=32, tokenizer=model, data_cache="cache")
+    for data, held_out in (("a.jsonl", []), ("same.jsonl", ["a.jsonl"]), ("same.jsonl", ["same.jsonl"])):
+        options = dataclasses.replace(streamed, data=[data], eval_data=held_out)
+        try:
+            loaded(options, load_tokenizer(options))
+            problems.append("")
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
+def test_nodes_that_stream_other_files_or_hold_out_others_are_told(tiny, tmp_path):
+    for node, number in (("node-0", 9), ("node-1", 8)):
+        (tmp_path / node).mkdir()
+        write_texts(tmp_path / node / "a.jsonl", number)
+        write_texts(tmp_path / node / "same.jsonl", 9)
+    first, second = on_ranks(2, _problems_of_streams, str(tmp_path), str(tiny / "model"))
+    named = [problem.partition(" differs ")[0] for problem in first]
+    assert first == second and named == ["content of data", "content of data", ""]
 
 
 def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, tmp_path, config):
@@ -610,6 +658,7 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
     sources = check_sources([path], config(), tokenizer, key="data", problems=problems)
     stream = Stream(sources, tokenizer, config(packing=pack, seed=1, shuffle_buffer=1))
     flat = (sequence for item in stream for sequence in sequences_in([item]))
+    assert stream.identity["content of data"] != stored.identity["content of data"], "a resume keeps to one of both"
     if kind == "text" and not pack:  # windows run on over the end into the next pass
         passes = [item["input_ids"] for item in islice(flat, 3 * len(stored))]
         tokens = np.concatenate(passes)
