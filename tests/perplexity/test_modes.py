@@ -290,9 +290,6 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
     assert list(disjoint_spans(0, 10, 4, scored_from=3, full=True)) == [(0, 4, 3), (4, 8, 7)]
 
 
-def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
-    pairs = write_pairs(tmp_path / "pairs.jsonl", 3)
-    base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "progress": False}
 def test_answers_are_cut_to_the_length_that_a_protocol_takes(tiny, tmp_path):
     """Here the model's positions, which are fewer than the protocol's tokens and those of the option's default."""
     rows = [{"prompt": "the ", "completion": text} for text in ("big small " * 200, "loss")]
@@ -311,6 +308,9 @@ def test_a_budget_below_the_window_of_a_protocol_is_planned_and_kept_as_that_win
     assert below == window
 
 
+def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 3)
+    base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "progress": False}
     for options, part in (
         ({"protocol": "gptq", "mode": "rolling"}, "protocol=gptq and mode=rolling are both set; keep one"),
         ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* leave it out"),
