@@ -229,7 +229,7 @@ def load_training_data(
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
         part: of every batch, that this rank computes.
     """
-    share, held_out_share = _shares(config)
+    share, held_out_share = shares_of_rows(config)
     cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
@@ -352,7 +352,7 @@ def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer:
     return all(
         (cache_folder(config.data_cache) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
         for each in data
-        for share in _shares(config)
+        for share in shares_of_rows(config)
     )
 
 
@@ -369,7 +369,7 @@ def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _shares(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
+def shares_of_rows(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
     """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
     if not config.eval_fraction or config.eval_data:
         return None, None

@@ -788,6 +788,15 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
     assert len(raised.value.problems) == 2
 
 
+def test_preview_shows_no_row_that_is_held_out(tiny, tokenizer, tmp_path, config, capsys):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(20)])
+    words = ["--model", tiny / "chat", "--data", path, "--seq_len", 32, "--data_cache", tmp_path / "cache"]
+    data_command.run(PreviewOptions(samples=20), [*map(str, words), "--eval_fraction", "0.5"])
+    shown = re.findall(r"(?m)^(\d+) ⟦x", capsys.readouterr().out)
+    items = loaded(config(data=[str(path)], eval_fraction=0.5), tokenizer).items
+    assert sorted(shown) == sorted(tokenizer.decode(item["input_ids"]).split()[0] for item in items)
+
+
 def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out(tiny, tmp_path, capsys):
     ask, answer = {"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}
     rows = [
