@@ -68,12 +68,14 @@ def check_sources(
     sources = []
     for source in find_sources(entries, config, key=key, problems=problems):
         try:
-            batch, column = source.first_batch(), config.source_column
+            batch = source.first_batch()
             rows = batch.rows[:CHECKED_ROWS]
             rules = format_rules(rows, config)
+            if key == "eval_data":  # its sources are not told apart
+                rules = replace(rules, source_column=None)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
             columns = dict.fromkeys(name for row in rows for name in row.values)
-            if column and column not in columns and key == "data" and not rules.keep_all:
+            if (column := rules.source_column) and column not in columns:
                 raise ValueError(
                     f"source_column={column}: there is no such column; there are {', '.join(columns)}"
                     f"{nearest(column, columns)}"

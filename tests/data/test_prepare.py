@@ -411,6 +411,16 @@ def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
     )
 
 
+def test_sources_are_bounded_where_their_losses_are_told_apart_and_not_in_what_is_held_out(tokenizer, tmp_path, config):
+    paths = {number: str(tmp_path / f"{number}.jsonl") for number in (2, 101)}
+    for number, path in paths.items():
+        write_jsonl(Path(path), [{"text": "a", "domain": domain} for domain in range(number)])
+    data = loaded(config(data=[paths[2]], eval_data=[paths[101]], source_column="domain"), tokenizer)
+    assert data.held_out_counts["rows"] == 101 and data.sources == ("0", "1")
+    with pytest.raises(UserError, match="source_column: it has more than 100 values"):
+        loaded(config(data=[paths[101]], source_column="domain"), tokenizer)
+
+
 def test_small_sources_of_a_mix_may_have_nothing_to_hold_out(tokenizer, tmp_path, config):
     paths = [str(write_texts(tmp_path / f"{number}.jsonl", number)) for number in (100, 3)] + [str(tmp_path / "a.txt")]
     (tmp_path / "a.txt").write_text("\ufeff" + "a model reads\n" * 20_000, encoding="utf-8")
