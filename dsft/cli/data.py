@@ -48,7 +48,7 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     with quick_imports():
         from dsft.data.batches import describe_counts
         from dsft.data.prepare import cache_folder
-        from dsft.data.training_data import check_sources, load_training_data
+        from dsft.data.training_data import check_sources, load_training_data, shares_of_rows
         from dsft.models.tokenizer import add_tokens, check_tokenizer
 
     problems = []
@@ -62,6 +62,8 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     raise_if_any(problems)
     data = load_training_data(config, *sources.values(), tokenizer)
     if is_preview:
+        trained, _ = shares_of_rows(config)
+        sources["data"] = [dataclasses.replace(each, held_out=trained) for each in sources["data"]]
         return _preview(sources, tokenizer, data, samples=options.samples)
     show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
     if data.held_out_counts:
@@ -123,7 +125,7 @@ def _preview(
 
     # ---- rows spread over the first of each source, then as many that are left out or trained otherwise
     for formatted in by_row:
-        batch = formatted.source.first_batch()
+        batch = next(batch for batch in formatted.batches() if batch.rows)
         rules = dataclasses.replace(formatted.rules, bad_rows="drop")
         rows = batch.rows[:SHOWN_ROWS]
         made = [tokenise(dataclasses.replace(batch, rows=[row]), rules, tokenizer) for row in rows]

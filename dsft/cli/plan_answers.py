@@ -15,7 +15,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.config.deepspeed import get_value, read_zero_file, stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
-from dsft.data.batches import Sequences
+from dsft.data.batches import EpochSampler, PaddedToFullSteps
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.launch.launchers import flag_words
@@ -267,15 +267,15 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
         return None
     data = load_training_data(options, list(run.data), [], tokenizer)
     tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
-    batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
-    if isinstance(data.items, Sequences):
-        data.describe_batches(batch, seed=shuffle_seed(options.training))
-        fed = tokens / (1 - data.counts["padding_share"])
-    elif options.batch_tokens:
-        fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
-    else:
-        fed = tokens / data.counts["fill_rate"]
-    return tokens, -(-items // batch.sequences), min(options.seq_len, max(1, round(fed / items)))
+    micro = 1 if options.batch_tokens else plan.micro_batch  # a filled batch is one item
+    batch = Batch(micro, plan.accumulation, machine.world_size, options.sequence_parallel)
+    order = {"seed": shuffle_seed(options.training), "drop_last": bool(options.training.get("dataloader_drop_last"))}
+    data.describe_batches(batch, **order)
+    steps = EpochSampler(PaddedToFullSteps(data.items, batch.sequences), step=lambda: 0, **order).steps
+    fed = tokens / data.counts["fill_rate"] if options.packing else tokens / (1 - data.counts["padding_share"])
+    sequences = items * (plan.micro_batch // micro)
+    tokens = tokens * min(items, steps * batch.sequences) // items  # the others are left out
+    return tokens, steps, min(options.seq_len, max(1, round(fed / sequences)))
 
 
 def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: Machine) -> RunCost | None:

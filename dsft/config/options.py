@@ -386,8 +386,8 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Evaluation: what is scored, and how. Each entry of `data` is a data set of its own."""
 
     too_long: Literal["drop", "truncate", "split", "error"] = "truncate"
-    """What happens to a prompt and completion, or a chat, longer than seq_len: drop scores nothing of it, truncate
-    what is left."""
+    """What happens to a prompt and completion, or a chat, longer than seq_len: drop scores nothing of it, truncate and
+    split score what its first seq_len tokens hold."""
 
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step

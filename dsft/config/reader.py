@@ -54,7 +54,7 @@ SCALARS = {
 MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
     shuffle_buffer"""
-AT_LEAST_1 = """lora_r lora_alpha max_documents sequence_parallel ddp_timeout dataloader_prefetch_factor
+AT_LEAST_1 = """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
     early_stopping_patience max_skipped_steps max_new_tokens nodes"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
@@ -550,7 +550,8 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
         for value, times in Counter(getattr(options, name)).items()
         if times > 1
     ]
-    if options.stride is not None and not 0 < options.stride < options.seq_len:
+    # A protocol may have another length, of the model, and then checks it by itself.
+    if not options.protocol and options.stride is not None and options.stride >= options.seq_len:
         problems.append(
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
             " has context"

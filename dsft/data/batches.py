@@ -27,7 +27,7 @@ from dsft.errors import UserError
 from dsft.models.sequence_parallel import share_of
 from dsft.models.tiles import next_tokens
 from dsft.models.trials import NO_RULES, RowRules, positions
-from dsft.units import IGNORED, describe_value, padded_width
+from dsft.units import IGNORED, describe_value
 
 Sequence = dict[str, np.ndarray]
 """input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1; and
@@ -172,17 +172,15 @@ def describe_counts(counts: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def count(sequences: Sequences, stores: list[Store], *, epochs: list[float] | None = None) -> dict[str, Any]:
-    """Counts all sources together for run.json, and the epochs per source where they are mixed."""
+def count(sequences: Sequences) -> dict[str, Any]:
+    """Counts all sources together for run.json."""
+    stores = sequences.stores
     names = stores[0].counts.keys()
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
-    counts["sequences"] = len(sequences)
-    if epochs is None:  # the first token of each window of text is context only
-        texts = [place for place, store in enumerate(stores) if store.is_text]
-        counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
-    else:
-        counts["passes"] = [round(number, 4) for number in epochs]
-    return counts
+    # The first token of each window of text is context only.
+    texts = [place for place, store in enumerate(stores) if store.is_text]
+    counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
+    return counts | {"sequences": len(sequences)}
 
 
 # Which sequences share a row, or a batch, so that it is full
@@ -292,15 +290,16 @@ class EpochSampler(torch.utils.data.Sampler):
     shared_by: int = 1  # both as `repeated` takes them
 
     @property
-    def number(self) -> int:
-        per_step = self.data.per_step
-        return len(self.data.items) // per_step * per_step if self.drop_last else len(self.data)
+    def steps(self) -> int:
+        """Of an epoch."""
+        items, per_step = len(self.data.items), self.data.per_step
+        return items // per_step if self.drop_last else -(-items // per_step)
 
     def __len__(self) -> int:
-        return self.number * self.shared_by
+        return self.steps * self.data.per_step * self.shared_by
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.step() // max(1, self.number // self.data.per_step))
+        order = self.order(self.step() // max(1, self.steps))
         return repeated(order, self.micro_batch, self.shared_by)
 
     def order(self, epoch: int) -> list[int]:
@@ -327,13 +326,14 @@ class EpochSampler(torch.utils.data.Sampler):
                 longest = int(lengths[steps].max(1).argmax())
                 steps[[0, longest]] = steps[[longest, 0]]
             real = np.concatenate([steps.reshape(-1), rest])
-        return [*real.tolist(), *range(len(real), len(self.data))][: self.number]
+        return [*real.tolist(), *range(len(real), len(self.data))][: self.steps * per_step]
 
 
-def padding_share(order: list[int], lengths: np.ndarray, batch: int) -> float:
+def padding_share(order: list[int], lengths: np.ndarray, batch: int, rules: RowRules) -> float:
     """Returns the share of computed positions without a token, in batches of `batch` items that follow in `order`."""
     lengths_of_batches = lengths[order].reshape(-1, batch)
-    widths = padded_width(np.maximum(lengths_of_batches.max(1), 1))
+    longest, of_batches = np.unique(lengths_of_batches.max(1), return_inverse=True)
+    widths = np.array([rules.width(length) for length in longest])[of_batches]
     return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
 
 
@@ -362,14 +362,14 @@ class Stream(torch.utils.data.IterableDataset):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A digest of what the order depends on, for resuming."""
+        """A digest of what the order depends on."""
         facts = [
             [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
             for formatted in self.sources
         ]
         config = self.config
         order = json.dumps([*facts, config.data_weights, config.packing, config.shuffle_buffer], sort_keys=True)
-        return {"stream": hashlib.sha256(order.encode()).hexdigest()[:16]}
+        return {"content of data": hashlib.sha256(order.encode()).hexdigest()[:16]}
 
     def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
         return repeated(self._items(), self.micro_batch, self.shared_by)
@@ -409,7 +409,6 @@ class Stream(torch.utils.data.IterableDataset):
             for batch in source.batches():
                 tokens = tokenise(batch, formatted.rules, self.tokenizer)
                 self.counts += tokens.counts
-                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=int(tokens.trained.sum()))
                 ids, trained, spans = tokens.ids, tokens.trained, list(pairwise([0, *tokens.ends]))
                 if formatted.rules.is_text:
                     ids, trained = np.concatenate([rest, ids]), np.ones(len(rest) + len(ids), bool)
@@ -419,6 +418,9 @@ class Stream(torch.utils.data.IterableDataset):
                     starts = range(spans[-1][1] if spans else 0, len(ids) - seq_len + 1, seq_len)
                     spans += [(start, start + seq_len) for start in starts]
                     rest = ids[spans[-1][1] if spans else 0 :]
+                first_tokens = len(spans) if formatted.rules.is_text else 0  # of windows of text: context only
+                trained_tokens = int(tokens.trained.sum()) - first_tokens
+                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=trained_tokens)
                 weights = tokens.weights
                 for start, end in spans:
                     made = sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])

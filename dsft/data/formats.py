@@ -103,7 +103,7 @@ class FormatRules:
     drop_unrendered: bool = False
     source_column: str | None = None  # of a training
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
-    grouped_by: tuple[str, ...] = ()  # columns that would be refused and that an evaluation reads for its groups
+    grouped_by: tuple[str, ...] = ()  # columns that would be refused and that are read for groups or sources
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
@@ -193,9 +193,14 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
         format=name,
         has_chat_pairs=isinstance(rows[0].values.get("completion"), list),
         keep_all=is_evaluation,
-        grouped_by=tuple(name for name in getattr(config, "group_by", ()) if name in (*PARTS, *PREFERENCES, *VERDICTS)),
+        grouped_by=tuple(name for name in columns_of_groups(config) if name in (*PARTS, *PREFERENCES, *VERDICTS)),
         **{option: getattr(config, option) for option in shared},
     )
+
+
+def columns_of_groups(config: DataFields) -> tuple[str, ...]:
+    """Lists the columns that are read beside the text: as groups of an evaluation, or as sources."""
+    return tuple(filter(None, (*getattr(config, "group_by", ()), config.source_column)))
 
 
 def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:

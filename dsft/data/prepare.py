@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import Chat, FormatRules, FormattedSource
 from dsft.data.sources import Batch
-from dsft.data.tokenization import Tokens, tokenise
+from dsft.data.tokenization import Tokens, encode, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache
@@ -220,7 +220,8 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
     if tokenizer.is_fast:
         backend = tokenizer.backend_tokenizer.to_str()
     else:
-        backend = json.dumps(sorted(tokenizer.get_vocab().items()))
+        # Whether it puts BOS before a text is an option of such a tokenizer, not of its vocabulary.
+        backend = json.dumps([sorted(tokenizer.get_vocab().items()), next(encode(tokenizer, ["a"]))])
     identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
     identity += [type(tokenizer).__name__, backend, tokenizer.split_special_tokens]
     identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template), repr(preparation)]

@@ -27,7 +27,7 @@ from dsft.data.batches import (
     sequences_of,
 )
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
-from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
+from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
 from dsft.data.prepare import FACTS, MOST_SOURCES, TOO_MANY_SOURCES, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
@@ -68,12 +68,14 @@ def check_sources(
     sources = []
     for source in find_sources(entries, config, key=key, problems=problems):
         try:
-            batch, column = source.first_batch(), config.source_column
+            batch = source.first_batch()
             rows = batch.rows[:CHECKED_ROWS]
             rules = format_rules(rows, config)
+            if key == "eval_data":  # its sources are not told apart
+                rules = replace(rules, source_column=None)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
             columns = dict.fromkeys(name for row in rows for name in row.values)
-            if column and column not in columns and key == "data" and not rules.keep_all:
+            if (column := rules.source_column) and column not in columns:
                 raise ValueError(
                     f"source_column={column}: there is no such column; there are {', '.join(columns)}"
                     f"{nearest(column, columns)}"
@@ -85,8 +87,7 @@ def check_sources(
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
                 tokenise(replace(batch, rows=rows), rules, tokenizer)
-            grouped_by = (*getattr(config, "group_by", ()), column)  # group_by: of an evaluation
-            unused = tuple(name for name in unused if name not in grouped_by)
+            unused = tuple(name for name in unused if name not in columns_of_groups(config))
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
@@ -189,9 +190,11 @@ class TrainingData:
                 mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
         elif may_mix or isinstance(self.items, Sequences):
             steps = PaddedToFullSteps(self.items, batch.sequences)
-            order = EpochSampler(steps, seed=seed, step=lambda: 0, strategy=self.strategy).order(0)
+            how = {"drop_last": drop_last, "strategy": self.strategy}
+            order = EpochSampler(steps, seed=seed, step=lambda: 0, **how).order(0)
             if isinstance(self.items, Sequences):
-                self.counts["padding_share"] = round(padding_share(order, steps.lengths, batch.micro), 4)
+                share = padding_share(order, steps.lengths, batch.micro, self.rules)
+                self.counts["padding_share"] = round(share, 4)
             longest = self.items.lengths
             if isinstance(self.items, PackedRows):  # those of one group may share a batch
                 lengths = self.items.sequences.lengths
@@ -228,7 +231,7 @@ def load_training_data(
         limits: lengths beyond which the model computes otherwise (`models/trials.py`).
         part: of every batch, that this rank computes.
     """
-    share, held_out_share = _shares(config)
+    share, held_out_share = shares_of_rows(config)
     cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
@@ -242,13 +245,12 @@ def load_training_data(
     held_out_sequences = held_out_counts = None
     if held_out_stores:
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
-        held_out_counts = count(held_out_sequences, held_out_stores)
+        held_out_counts = count(held_out_sequences)
 
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
     strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
     if config.streaming:
-        distributed.wait_long("prepared")
-        items = Stream(data, tokenizer, config)
+        read = items = Stream(data, tokenizer, config)
         counts = items.counts
     else:
         stores = stores_of(data, share)
@@ -257,7 +259,7 @@ def load_training_data(
                 f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
                 " give eval_data"
             )
-        sequences, epochs = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing), None
+        sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
         numbers = tuple(np.array([place]) for place in range(len(stores)))
         if config.source_column:
             values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
@@ -266,15 +268,11 @@ def load_training_data(
             names = _names_of(values)
             numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
         sequences = replace(sequences, sources=names, numbers=numbers)
+        counts = count(sequences)
         if config.data_weights:
             sequences, epochs = mix(sequences, config.data_weights, seed=shuffle_seed(config.training))
-        # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
-        distributed.wait_long("prepared")
-        parts = filter(None, (sequences, held_out_sequences))
-        content = " ".join(part.identity["content of data"] for part in parts)
-        require_agreement({SAME_FILES: {"content of data": content}})
-        counts = count(sequences, stores, epochs=epochs)
-        lengths = sequences.lengths
+            counts |= {"sequences": len(sequences), "passes": [round(number, 4) for number in epochs]}
+        read, lengths = sequences, sequences.lengths
         if config.packing:  # sequences that the model computes otherwise stay among themselves
             sides = rules.sides(lengths)
             alike = [np.flatnonzero(sides == side) for side in np.unique(sides)]
@@ -291,6 +289,11 @@ def load_training_data(
         else:
             items = sequences
             strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
+    # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
+    distributed.wait_long("prepared")
+    parts = filter(None, (read, held_out_sequences))
+    content = " ".join(part.identity["content of data"] for part in parts)
+    require_agreement({SAME_FILES: {"content of data": content}})
     collator = Collator(
         tokenizer.pad_token_id,
         NO_RULES if config.packing else rules,
@@ -308,6 +311,8 @@ def load_training_data(
             f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
             " plain, or add_tokens: markers, is learnt faster"
         )
+    if config.train_on in ("answers", "last") and (texts := [each.source.name for each in data if each.rules.is_text]):
+        notes.append(f"train_on={config.train_on}: ignored for {', '.join(texts)}: all of a text is trained")
     stops = answer_ends(data, tokenizer)
     if stops and stops != [tokenizer.eos_token_id]:
         notes.append(
@@ -349,7 +354,7 @@ def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer:
     return all(
         (cache_folder(config.data_cache) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
         for each in data
-        for share in _shares(config)
+        for share in shares_of_rows(config)
     )
 
 
@@ -366,7 +371,7 @@ def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _shares(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
+def shares_of_rows(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
     """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
     if not config.eval_fraction or config.eval_data:
         return None, None

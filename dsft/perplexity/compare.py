@@ -397,7 +397,8 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
         return ""
     if base.truncated_documents or other.truncated_documents:
         return f"{names} were cut to seq_len at other places; evaluate both with a larger seq_len"
-    return f"{names} were rendered otherwise, and other text is scored; evaluate both with one chat_template"
+    same = "chat_template, train_on and train_thinking"
+    return f"{names} were rendered otherwise, and other text is scored; evaluate both with the same {same}"
 
 
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:

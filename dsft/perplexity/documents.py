@@ -54,7 +54,7 @@ class Documents(Preparation):
     """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 5  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 6  # of what is stored for a document; part of the fingerprint, as all fields
 
     @property
     def longest(self) -> float:
@@ -144,8 +144,9 @@ class Texts(Documents):
         given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
         given = [self.joint * (batch.first + index > 0) + text for index, text in enumerate(given)]
         documents = [
-            np.array([*start, *ids, *(end if start or ids else ())], np.int32)
-            for ids in encode(tokenizer, given, special=special)
+            # As a training leaves an empty text out, whatever its tokenizer puts around one.
+            np.array([*start, *ids, *end] if text or self.prefix else [], np.int32)
+            for text, ids in zip(given, encode(tokenizer, given, special=special), strict=True)
         ]
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *documents])
@@ -289,6 +290,7 @@ class Answers(Documents):
             elif (
                 len(ids) == rules.seq_len  # cut off
                 or rules.train_on in ("all", "last")
+                or (answers and rules.train_thinking == "all")  # with empty think blocks
                 # Reasoning may stand in the content too, and be scored or not.
                 or any(each.keys() & BESIDE_CONTENT or "</think>" in each["content"] for each in answers)
             ):  # what is scored is not the text of the answers, but more or less
@@ -429,7 +431,8 @@ def grouping(
     Raises UserError where the data has no such column or no turns, or a column has too many values.
     """
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
-    column = name if name in columns else config.source_column if name == "source" else None
+    named = config.source_column if name == "source" and name not in columns else name
+    column = named if named in columns else None
     if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []

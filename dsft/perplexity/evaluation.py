@@ -40,7 +40,7 @@ from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_d
 from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows, pieces_of
-from dsft.planner.evaluation_plan import default_batch_tokens, evaluation_section, plan_evaluation
+from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.planner.traced_model import attention_of
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
@@ -55,7 +55,7 @@ HOW_OPTIONS = (
     *("max_documents", "group_by", "save_tokens"),
 )
 """Options of how a result is computed and what is kept of it."""
-SCORING = 8  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 9  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
@@ -123,10 +123,7 @@ def evaluate_models(
             facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
             facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        known = [
-            results and results.known(job.about["fingerprint"], verified=bool(config.verify), tokens=job.tokens)
-            for job in jobs
-        ]
+        known = [results and results.known(job.about, verified=bool(config.verify), tokens=job.tokens) for job in jobs]
         with contextlib.ExitStack() as stack:
             if not all(known):
                 for each in (candidate, *others):
@@ -192,26 +189,27 @@ def _jobs(
 ) -> list[_Job]:
     """Prepare every data set, in every protocol. Collective."""
     tokenizer, facts = candidate.tokenizer, candidate.facts
-    prepared = [
-        (source, config, build_windows(data, config, tokenizer, show_progress=progress))
-        for source, data in data_sets.items()
-        for config in protocol_configs(candidate.config, facts.size.max_positions)
-    ]
+    prepared = []
+    for source, data in data_sets.items():
+        for config in protocol_configs(candidate.config, facts.size.max_positions):
+            of_length = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # to which answers are cut
+            windows = build_windows(of_length, config, tokenizer, show_progress=progress)
+            prepared.append((source, of_length, config, windows))
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
     configs = [each.config for each in (candidate, reference) if each]
     identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
     quantization = str(facts.size.quantization or UNQUANTISED)
     installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
     jobs = []
-    for source, config, windows in prepared:
+    for source, data, config, windows in prepared:
         options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *HOW_OPTIONS)}
         options |= {
             "dtype": dtype,
             "mode": windows.mode,
-            "batch_tokens": config.batch_tokens or default_batch_tokens(config.seq_len, has_gpu=has_gpu()),
+            "batch_tokens": tokens_at_once(config.batch_tokens, config.seq_len, has_gpu=has_gpu()),
             "quantization": quantization,
         }
-        hashes, data = windows.hashes(), data_sets[source]
+        hashes = windows.hashes()
         if config.source_column and "source" in config.group_by:
             options["source_column"] = config.source_column
         groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]

@@ -75,7 +75,7 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
 
 def _windows(config: EvalConfig, prepared: Prepared) -> Windows:
     """Documents, a separator after each, are joined and cut into windows of L tokens that do not overlap. The first
-    token of a window is context only. It is the view that finetuning trains on (`data/`).
+    token of a window is context only. It is the view that finetuning trains on (`data/`), which has no empty texts.
     """
     store = prepared("texts", bos=config.bos, separator=config.separator)
     return cut(store, partial(disjoint_spans, length=config.seq_len))

@@ -93,7 +93,9 @@ def evaluation_config(
 
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
     """Return what an evaluation must share of a training; relative paths of a run start where that was started."""
-    shared = {name: options[name] for name in SHARED if options.get(name) not in (None, "")}
+    # What a training's file leaves out has a training's default: that of too_long is not an evaluation's.
+    values = {name: options.get(name, getattr(TrainConfig, name, None)) for name in SHARED}
+    shared = {name: value for name, value in values.items() if value not in (None, "")}
     if flagged := flagged_dtype(options):
         shared["dtype"] = flagged[0]
     if run_folder:

@@ -328,18 +328,21 @@ class Results:
                 f" ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 
-    def known(self, fingerprint: str, *, verified: bool, tokens: Path | None) -> Evaluation | None:
+    def known(self, about: Mapping[str, Any], *, verified: bool, tokens: Path | None) -> Evaluation | None:
         """Find a result that was the same in everything that counts, `verified` where that is asked for, and all of
-        whose tokens lie in the folder `tokens` where they are to be kept. Collective.
+        whose tokens lie in the folder `tokens` where they are to be kept. Collective. Args: `about`: what is known of
+        it before it is scored.
         """
         same = (
             self.evaluation(key)
             for key, report in self.reports.items()
-            if report.get("fingerprint") == fingerprint
+            if report.get("fingerprint") == about["fingerprint"]
             and (report.get("verified_difference") is not None or not verified)
         )
         evaluation = distributed.on_rank_0(lambda: next(filter(None, same), None))
-        if evaluation and tokens:
+        if evaluation is None:
+            return None
+        if tokens:
             rows = {}
             for part in tokens.glob("*.parquet"):
                 with contextlib.suppress(OSError, pyarrow.ArrowException):  # a part that was cut off has no tokens
@@ -347,8 +350,9 @@ class Results:
             rows = dict(distributed.from_all([*rows.items()]))  # nodes that share no folder keep their own parts
             if sum(rows.values()) != evaluation.perplexity.tokens:
                 return None
-            return replace(evaluation, tokens_folder=str(tokens))  # output_dir may have been moved
-        return evaluation
+        # A copy of a model or of its data has the same result, and output_dir may have been moved.
+        names = {"model": about["model"], "data": about["data"], "tokens_folder": tokens and str(tokens)}
+        return replace(evaluation, **names)
 
     def add(self, evaluation: Evaluation) -> None:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""

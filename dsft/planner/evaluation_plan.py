@@ -57,9 +57,9 @@ class EvaluationPlan(Needs):
     """Over all ranks."""
 
 
-def default_batch_tokens(seq_len: int, *, has_gpu: bool) -> int:
-    """Return the tokens of one forward where the user names none: enough for one window, as it is padded."""
-    return max(padded_width(seq_len), DEFAULT_BATCH_TOKENS[has_gpu])
+def tokens_at_once(batch_tokens: int | None, seq_len: int, *, has_gpu: bool) -> int:
+    """Return the tokens of one forward: those that are asked for, and enough for one window, as it is padded."""
+    return max(padded_width(seq_len), batch_tokens or DEFAULT_BATCH_TOKENS[has_gpu])
 
 
 def evaluation_section(zero: str, size: ModelSize, ranks: int, ranks_per_node: int) -> dict[str, Any]:
@@ -139,8 +139,7 @@ def plan_evaluation(
         other = job if taken == job.attention else dataclasses.replace(job, attention=taken, seq_len=window)
         return any(plan.fits for plan in plans_with(window, other))
 
-    tokens = batch_tokens or default_batch_tokens(seq_len, has_gpu=machine.has_gpu)
-    plans = plans_with(max(padded_width(seq_len), tokens))  # a longer window is a batch of its own
+    plans = plans_with(tokens_at_once(batch_tokens, seq_len, has_gpu=machine.has_gpu))
     if fitting := with_room(plans):
         chosen = fitting[0]
         how = f"shards over all ranks (zero {chosen.zero})" if chosen.zero != "0" else "one copy of the model per rank"

@@ -2,11 +2,13 @@
 and what is read from them.
 """
 
+import copy
 import ctypes
 import dataclasses
 import gzip
 import itertools
 import json
+import os
 import pickle
 import re
 import resource
@@ -28,6 +30,7 @@ from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
+from tokenizers.processors import TemplateProcessing
 
 from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
@@ -42,6 +45,7 @@ from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.documents import build_windows
+from dsft.runtime import distributed
 from dsft.units import IGNORED
 
 
@@ -115,7 +119,7 @@ def test_the_memory_of_a_container_bounds_the_processes(tiny, tokenizer, tmp_pat
     assert workers == [1]
 
 
-def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path):
+def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path, monkeypatch):
     path = write_texts(tmp_path / "texts.jsonl", 5)
     rules = rules_of("messages")
     first = fingerprint(formatted(path, rules), tokenizer)
@@ -133,9 +137,18 @@ def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer,
     split = load_tokenizer(TrainConfig(model=str(tiny / "chat")))
     split.split_special_tokens = True  # as tokenizer_config.json may have it, and tokenizer.json has not
     others.add(fingerprint(formatted(path, rules), split))
+    for special in (True, False):  # of a tokenizer in Python, which has no file of all that it does
+        slow = copy.deepcopy(tokenizer)
+        slow.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|user|> $A" if special else "$A",
+            special_tokens=[("<|user|>", tokenizer.convert_tokens_to_ids("<|user|>"))],
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(type(slow), "is_fast", False)
+            others.add(fingerprint(formatted(path, rules), slow))
     path.write_text(path.read_text().replace("the", "THE"))
     others.add(fingerprint(formatted(path, rules), tokenizer))
-    assert len(others | {first}) == 9
+    assert len(others | {first}) == 11
     texts = [fingerprint(formatted(path, rules_of("text", seq_len=length)), tokenizer) for length in (8, 16)]
     assert texts[0] == texts[1]  # windows are cut when they are read
 
@@ -356,6 +369,30 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
     assert data.counts["trained_tokens"] == sum(int((item["labels"] != IGNORED).sum()) for item in data.items)
 
 
+def test_an_empty_text_is_left_out_by_a_training_and_by_its_evaluation(tokenizer, tmp_path, config):
+    """Also where the tokenizer begins each text with a token of its own, which was scored then."""
+    begins = copy.deepcopy(tokenizer)
+    begins.bos_token = "<|user|>"
+    special = [("<|user|>", begins.bos_token_id)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=special)
+    path = str(write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in ("a step", "", "big")]))
+    (store,) = loaded(config(data=[path]), begins).items.stores
+    options = EvalConfig(data=[path], seq_len=32, model=["unused"], data_cache=str(tmp_path / "cache"))
+    windows = build_windows(check_sources([path], options, begins, key="data", problems=[])[0], options, begins)
+    assert windows.tokens.tolist() == store.tokens.tolist() and len(windows.document_ends) == 3
+    assert store.tokens.tolist().count(begins.bos_token_id) == 2
+
+
+def test_trained_tokens_are_counted_alike_of_texts_that_are_mixed_and_streamed(tokenizer, tmp_path, config):
+    """The first token of each window is context only."""
+    paths = [str(write_texts(tmp_path / f"{name}.jsonl", 50, seed=seed)) for seed, name in enumerate("ab")]
+    counts, mixed = (loaded(config(data=paths, **more), tokenizer).counts for more in ({}, {"data_weights": [1, 1]}))
+    assert counts["trained_tokens"] == mixed["trained_tokens"] < counts["tokens"] == mixed["tokens"]
+    sources = check_sources(paths[:1], config(), tokenizer, key="data", problems=[])
+    next(iter(stream := Stream(sources, tokenizer, config(seed=1, shuffle_buffer=1))))
+    assert stream.counts["trained_tokens"] == stream.counts["tokens"] - stream.counts["tokens"] // 32
+
+
 def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
     for name, number in (("a", 300), ("b", 100)):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i} ", "completion": "x"} for i in range(number)])
@@ -372,6 +409,16 @@ def test_sources_are_mixed_by_weight_with_a_seed(tokenizer, tmp_path, config):
         == texts
         != [tokenizer.decode(item["input_ids"]) for item in other]
     )
+
+
+def test_sources_are_bounded_where_their_losses_are_told_apart_and_not_in_what_is_held_out(tokenizer, tmp_path, config):
+    paths = {number: str(tmp_path / f"{number}.jsonl") for number in (2, 101)}
+    for number, path in paths.items():
+        write_jsonl(Path(path), [{"text": "a", "domain": domain} for domain in range(number)])
+    data = loaded(config(data=[paths[2]], eval_data=[paths[101]], source_column="domain"), tokenizer)
+    assert data.held_out_counts["rows"] == 101 and data.sources == ("0", "1")
+    with pytest.raises(UserError, match="source_column: it has more than 100 values"):
+        loaded(config(data=[paths[101]], source_column="domain"), tokenizer)
 
 
 def test_small_sources_of_a_mix_may_have_nothing_to_hold_out(tokenizer, tmp_path, config):
@@ -474,6 +521,30 @@ def test_a_node_that_prepares_longer_than_a_collective_may_take_is_waited_for(ti
     assert lengths[0] == lengths[1] > 0
 
 
+def _problems_of_streams(folder: str, model: str) -> list[str]:
+    """As on a node with files of its own: what is streamed is another there, what is held out, and nothing."""
+    os.chdir(Path(folder, f"node-{distributed.rank()}"))
+    problems, streamed = [], TrainConfig(streaming=True, seq_len=32, tokenizer=model, data_cache="cache")
+    for data, held_out in (("a.jsonl", []), ("same.jsonl", ["a.jsonl"]), ("same.jsonl", ["same.jsonl"])):
+        options = dataclasses.replace(streamed, data=[data], eval_data=held_out)
+        try:
+            loaded(options, load_tokenizer(options))
+            problems.append("")
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
+def test_nodes_that_stream_other_files_or_hold_out_others_are_told(tiny, tmp_path):
+    for node, number in (("node-0", 9), ("node-1", 8)):
+        (tmp_path / node).mkdir()
+        write_texts(tmp_path / node / "a.jsonl", number)
+        write_texts(tmp_path / node / "same.jsonl", 9)
+    first, second = on_ranks(2, _problems_of_streams, str(tmp_path), str(tiny / "model"))
+    named = [problem.partition(" differs ")[0] for problem in first]
+    assert first == second and named == ["content of data", "content of data", ""]
+
+
 def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, tmp_path, config):
     write_texts(tmp_path / "a.jsonl", 5)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a ", "completion": "b"}, {"prompt": "a "}])
@@ -529,6 +600,14 @@ def test_a_tokenizer_without_an_end_token_is_noted(tiny, tmp_path, config, row):
         notes[end] = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=128), tokenizer).notes
     (note,) = notes.pop(None)
     assert "has no end token" in note and [*notes.values()] == [[]]
+
+
+def test_an_option_of_answers_is_noted_as_ignored_for_texts(tokenizer, tmp_path, config):
+    paths = [str(write_texts(tmp_path / "a.jsonl", 3)), str(tmp_path / "b.jsonl")]
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b"}])
+    notes = {name: loaded(config(data=paths, train_on=name), tokenizer).notes for name in ("auto", "all", "last")}
+    ignored = f"train_on=last: ignored for {paths[0]}: all of a text is trained"
+    assert notes == {"auto": [], "all": [], "last": [ignored]}
 
 
 def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
@@ -589,6 +668,7 @@ def test_a_stream_gives_what_preparation_gives_and_then_begins_again(tokenizer, 
     sources = check_sources([path], config(), tokenizer, key="data", problems=problems)
     stream = Stream(sources, tokenizer, config(packing=pack, seed=1, shuffle_buffer=1))
     flat = (sequence for item in stream for sequence in sequences_in([item]))
+    assert stream.identity["content of data"] != stored.identity["content of data"], "a resume keeps to one of both"
     if kind == "text" and not pack:  # windows run on over the end into the next pass
         passes = [item["input_ids"] for item in islice(flat, 3 * len(stored))]
         tokens = np.concatenate(passes)
@@ -716,6 +796,15 @@ def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
             ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_len", "9"],
         )
     assert len(raised.value.problems) == 2
+
+
+def test_preview_shows_no_row_that_is_held_out(tiny, tokenizer, tmp_path, config, capsys):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(20)])
+    words = ["--model", tiny / "chat", "--data", path, "--seq_len", 32, "--data_cache", tmp_path / "cache"]
+    data_command.run(PreviewOptions(samples=20), [*map(str, words), "--eval_fraction", "0.5"])
+    shown = re.findall(r"(?m)^(\d+) ⟦x", capsys.readouterr().out)
+    items = loaded(config(data=[str(path)], eval_fraction=0.5), tokenizer).items
+    assert sorted(shown) == sorted(tokenizer.decode(item["input_ids"]).split()[0] for item in items)
 
 
 def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out(tiny, tmp_path, capsys):

@@ -22,7 +22,8 @@ def load(tokenizer, tmp_path):
     path = str(write_pairs(tmp_path / "pairs.jsonl", 31))
 
     def make(pack=False, limits=(), **options):
-        options |= {"seq_len": 32, "too_long": "truncate", "data_cache": str(tmp_path / "cache"), "model": "unused"}
+        options = {"seq_len": 32, "too_long": "truncate", "model": "unused"} | options
+        options["data_cache"] = str(tmp_path / "cache")
         config = TrainConfig(data=[path], packing=pack, **options)
         problems: list[str] = []
         data = check_sources([path], config, tokenizer, key="data", problems=problems)
@@ -45,7 +46,7 @@ def padding_of(batches: list[dict], tokens: int) -> float:
     ],
 )
 def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, given, strategy):
-    data = load(training={"train_sampling_strategy": given} if given else {})
+    data = load(seq_len=30, training={"train_sampling_strategy": given} if given else {})  # rows of 30 stay such
     assert data.strategy == strategy
     steps = PaddedToFullSteps(data.items, 2 * 4 * 3)
     for seed in (7, 8, 0):
@@ -69,6 +70,18 @@ def test_batches_filled_by_tokens_hold_every_sequence_once_within_the_budget(loa
     ids = [sorted(tuple(item["input_ids"]) for item in items) for items in (plain.items, sequences_in(data.items))]
     assert ids[0] == ids[1] and np.sum(plain.items.lengths) == data.counts["tokens"]
     data.describe_batches(Batch(1, 1, 2), seed=7)  # is known already
+    assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
+
+
+def test_an_epoch_that_leaves_out_what_fills_no_step_has_the_padding_of_its_steps(load):
+    data = load(seq_len=30)
+    data.describe_batches(Batch(2, 2, 1), seed=7, drop_last=True)
+    order = {"seed": 7, "step": lambda: 0, "drop_last": True, "strategy": data.strategy}
+    sampler = EpochSampler(steps := PaddedToFullSteps(data.items, 4), **order)
+    assert 0 < len(sampler) == 4 * sampler.steps < len(data.items)
+    filled = [steps[index] for index in sampler]
+    batches = [data.collator(filled[at : at + 2]) for at in range(0, len(filled), 2)]
+    share = padding_of(batches, sum(len(each["input_ids"]) for each in filled))
     assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
 
 

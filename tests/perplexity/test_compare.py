@@ -387,7 +387,7 @@ REFUSED = {
     ),
     "rendered": (
         cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
-        "rendered otherwise, and other text is scored; evaluate both with one chat_template",
+        "rendered otherwise, and other text is scored; evaluate both with the same chat_template, train_on",
     ),
     "alone": (evaluation("base", 1), "nothing to compare with base"),
 }

@@ -283,6 +283,19 @@ def test_bytes_of_reasoning_in_the_content_count_where_it_is_scored(tiny, tmp_pa
     assert tokens.document_bytes.tolist() == [len("a node" + answers[1])]
 
 
+def test_bytes_of_empty_think_blocks_count_where_they_are_scored(tiny, tmp_path):
+    tokenizer, block = AutoTokenizer.from_pretrained(tiny / "chat"), "<think></think>"
+    content = f"{{{{ '{block}' if m['role'] == 'assistant' else '' }}}}{{{{ m['content'] }}}}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", content)
+    chat = [{"role": "user", "content": "a step"}, {"role": "assistant", "content": "a node"}]
+    data = str(write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}]))
+    for how, scored in (("auto", "a node"), ("all", f"{block}a node")):
+        source = source_of(EvalConfig(model=["unused"], data=[data], train_thinking=how), tokenizer)
+        tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
+        assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == scored
+        assert tokens.document_bytes.tolist() == [len(scored)]
+
+
 def test_worker_processes_prepare_the_same(tiny, tokenizer):
     """Each gets a copy of the preparation."""
     for name, preparation in (("held_out.jsonl", Texts(bos="auto", prefix="once")), ("pairs.jsonl", Answers())):

@@ -24,6 +24,9 @@ from dsft.perplexity.compare import print_together
 from dsft.perplexity.documents import wikitext_rewritten
 from dsft.perplexity.modes import MODES, NAMED_BY, disjoint_spans, mode_problems, protocol_configs
 from dsft.perplexity.of_training import evaluation_config
+from dsft.planner.evaluation_plan import plan_evaluation
+from dsft.run_setup.evaluation_checks import candidate_of
+from dsft.runtime.hardware import this_machine
 
 L, STRIDE = 32, 12
 TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]
@@ -85,8 +88,8 @@ def hf(model, tokenizer) -> float:
 
 
 def dsft(model, tokenizer) -> float:
-    rows = [tokenizer(text)["input_ids"] for text in TEXTS]
-    ids = torch.tensor([token for row in rows for token in ([*row, tokenizer.eos_token_id] if row else [])])
+    rows = [tokenizer(text)["input_ids"] for text in filter(None, TEXTS)]
+    ids = torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)])
     return math.exp(
         torch.cat([losses(model, ids[i : i + L]) for i in range(0, len(ids), L) if i + 1 < len(ids)]).mean()
     )
@@ -285,6 +288,24 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
     assert lengths(None) == [2048, 512, 2048, 1024, 1024]
     assert lengths(8192, seq_len=256) == [256] * 5
     assert list(disjoint_spans(0, 10, 4, scored_from=3, full=True)) == [(0, 4, 3), (4, 8, 7)]
+
+
+def test_answers_are_cut_to_the_length_that_a_protocol_takes(tiny, tmp_path):
+    """Here the model's positions, which are fewer than the protocol's tokens and those of the option's default."""
+    rows = [{"prompt": "the ", "completion": text} for text in ("big small " * 200, "loss")]
+    data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
+    asked = {"model": str(tiny / "model"), "data": data, "progress": False}
+    by_protocol, by_length = (evaluate_perplexity(**asked, **each) for each in ({"protocol": "dsft"}, {"seq_len": 256}))
+    assert by_protocol.options["seq_len"] == 256 and by_protocol.truncated_documents == 1
+    assert by_protocol.perplexity.nats == by_length.perplexity.nats
+
+
+def test_a_budget_below_the_window_of_a_protocol_is_planned_and_kept_as_that_window(tiny, cheap_traces):
+    asked = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "protocol": "gptq", "progress": False}
+    assert evaluate_perplexity(**asked, batch_tokens=64).options["batch_tokens"] == 256
+    facts, how = candidate_of(EvalConfig(), asked["model"], []).facts, {"dtype": "float32", "seq_len": 256}
+    below, window = (plan_evaluation(facts, this_machine(), batch_tokens=tokens, **how).plan for tokens in (64, 256))
+    assert below == window
 
 
 def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):

@@ -10,6 +10,7 @@ from tiny import write_jsonl, write_pairs
 
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.run_folder import FINAL, write_run
+from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.perplexity.modes import protocol_configs
 from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation
@@ -109,6 +110,7 @@ def test_a_protocol_keeps_its_own_length_beside_that_of_a_training(tmp_path):
 
         assert (lengths(), lengths("--protocol", "gptq")) == ([48], [2048]), words
         assert lengths("--protocol", "gptq", "--seq_len", "64") == [64], words
+        assert lengths("--protocol", "hf", "--stride", "512") == [1024], words
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,15 @@ def test_what_is_read_of_a_training(runs, tiny, tmp_path):
     assert "leraning_rate: unknown key" in " ".join(read(leraning_rate=1.0)[1])
     config = evaluation_config({"run": str(runs / "templates")}, problems := [])
     assert not problems and {name: getattr(config, name) for name in shared} == shared
+
+
+def test_an_option_that_a_training_s_file_leaves_out_is_that_of_the_training(tmp_path):
+    """It drops what is too long, and an evaluation by itself cuts it."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: d.jsonl\neval_data: e.jsonl\noutput_dir: new\nmax_steps: 1\n")
+    for more, expected in (([], "drop"), (["--too_long", "split"], "split")):
+        config = read_evaluation(["--config", str(file), *more], problems := [])
+        assert (config.too_long, config.seq_len, problems) == (expected, TrainConfig.seq_len, [])
 
 
 def test_a_model_of_a_run_has_the_tokenizer_that_it_was_trained_with(tmp_path):

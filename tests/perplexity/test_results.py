@@ -113,6 +113,18 @@ def test_finished_models_of_a_list_are_taken_over(tiny, tmp_path, interrupt_afte
     assert read_json(out / "perplexity.json")["results"] == results
 
 
+def test_a_copy_has_the_result_of_what_it_is_a_copy_of_under_its_own_name(tiny, tmp_path, interrupt_after):
+    options = eval_options(tiny, tiny / "model", output_dir=str(tmp_path / "out"))
+    expected = nats(options)
+    interrupt_after(0)
+    copies = {"model": [str(shutil.copytree(tiny / "model", tmp_path / "model"))]}
+    copies["data"] = [str(shutil.copy(tiny / "held_out.jsonl", tmp_path / "copy.jsonl"))]
+    (known,) = evaluate(EvalConfig(**options | copies))
+    assert ([known.model], [known.data], [known.perplexity.nats]) == (*copies.values(), expected)
+    results = read_json(tmp_path / "out" / "perplexity.json")["results"]
+    assert [report["data"] for report in results] == options["data"] + copies["data"]
+
+
 def test_what_was_scored_is_written_before_the_partial_results_are_removed(tiny, tmp_path):
     """A kill right after the last batch loses nothing, whoever started the evaluation."""
     result = evaluate_perplexity(**eval_options(tiny, tiny / "model", output_dir=str(tmp_path)), progress=False)

@@ -121,6 +121,19 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_
     assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
 
 
+def test_what_fills_no_step_is_left_out_of_a_planned_epoch_as_of_a_training(asked, cheap_traces, tmp_path):
+    values = asked(data_cache=str(tmp_path / "tokens"), dataloader_drop_last=True)
+    run = resolve_offline(make_config(TrainConfig, values, []), EIGHT_GPUS)
+    plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
+    lengths = load_training_data(run.options, list(run.data), [], run.tokenizer).items.lengths
+    per_step = 8 * plan.micro_batch * plan.accumulation
+    steps, rest = divmod(len(lengths), per_step)
+    tokens = sum(lengths) * steps * per_step // len(lengths)
+    assert rest and prepared_epoch(run, plan, EIGHT_GPUS)[:2] == (tokens, steps)
+    with pytest.raises(UserError, match="dataloader_drop_last: the data gives"):
+        prepared_epoch(run, dataclasses.replace(plan, accumulation=len(lengths)), EIGHT_GPUS)
+
+
 @pytest.mark.parametrize("batch_tokens", [64, 90])
 def test_a_budget_of_tokens_is_planned_with_all_that_short_sequences_fill_of_it(asked, cheap_traces, batch_tokens):
     changes = {"data": "PAIRS", BATCH: None, "batch_tokens": batch_tokens}
