@@ -40,6 +40,7 @@ from dsft.models.trained import (
     adapted_for_a_look,
     adapters_of,
     check_lora_options,
+    fused_experts,
     grow_embeddings,
     grow_for,
     learning_rates,
@@ -128,6 +129,8 @@ class ModelSize:
     """Modules with parameters of their own, adapters included: ZeRO-3 hooks each of them."""
     other_params: int
     """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
+    fused_expert_params: int
+    """Of experts that are one parameter in each layer, which no linear layer holds."""
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
@@ -165,6 +168,16 @@ class ModelSize:
     def trained_share(self) -> float:
         """Share of the weights that a backward multiplies with a second time, for their own gradients."""
         return 0.0 if self.lora_r else self.num_trainable / (self.num_params - self.other_params)
+
+    @property
+    def plain_expert_params(self) -> int:
+        """Parameters of experts that a quantised model keeps in its dtype, where only linear layers are quantised."""
+        return self.fused_expert_params if self.quantization and self.quantization.is_of_linear_layers else 0
+
+    @property
+    def plain_params(self) -> int:
+        """What a quantised model keeps in its dtype, but for norms."""
+        return self.embedding_params + self.head_params + self.plain_expert_params
 
     @property
     def num_key_heads(self) -> int:
@@ -321,7 +334,7 @@ def measure_model(
 
 def num_experts_of(text: PreTrainedConfig) -> int | None:
     """Routed experts of a layer; None where there are none."""
-    return _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    return _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
@@ -426,6 +439,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     decoder = {id(layer) for layer in decoder_layers(model)}
     layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
+    fused = sum(model.get_parameter(name).numel() for name in fused_experts(model))
     unadapted = 0
     if adapters is not None:
         with torch.device("meta"):
@@ -461,6 +475,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         active_expert_params=active_experts,
         looped_experts=len(lists) * num_experts if looped and isinstance(num_experts, int) else 0,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
+        fused_expert_params=fused,
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
         largest_gathered_params=max(largest_gathered, *tiled, 0),
@@ -474,7 +489,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        ffn_size=ffn * (_first(text, "num_experts_per_tok") or 1),
+        ffn_size=ffn * (chosen if isinstance(chosen, int) else 1),
         kv_size=(_first(text, "num_key_value_heads") or heads) * head_dim,
         num_heads=heads,
         head_dim=head_dim,

@@ -92,6 +92,8 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
         notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
     if job.size.unadapted_expert_params:
         notes.append(f"{job.size.unadapted_expert_params / 1e9:,.1f} B parameters of experts get no adapters.")
+    if left := job.size.plain_expert_params:
+        notes.append(f"{left / 1e9:,.1f} B parameters of experts are not quantised: only linear layers are.")
     aio, devices = (
         deepspeed_config.get("aio"),
         {get_value(deepspeed_config, f"zero_optimization.{part}.device") for part in OFFLOADED_PARTS},
