@@ -299,8 +299,8 @@ def measure_model(
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
         on_disk = GGUF if is_gguf(name) else None
-        if not on_disk and not name.endswith(".json"):  # a config alone has random weights
-            trained = adapter is not None or not scored
+        if not on_disk and not is_bare_config(name):  # which has random weights
+            trained = not scored or adapter is not None or method != "full"
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
         if scored or (on_disk and method != "qlora"):
             size = dataclasses.replace(size, quantization=on_disk)

@@ -43,7 +43,7 @@ from dsft.planner.evaluation_plan import evaluation_section
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.states import frozen_bytes, load_terms
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
+from dsft.planner.zero_layout import Term, ZeroLayout, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
@@ -1125,6 +1125,20 @@ def test_an_evaluation_with_a_named_zero_is_planned_with_it_alone(configs, tmp_p
         assert [plan["chosen"]["zero"]] == [each["zero"] for each in plan["candidates"]] == [zero]
         assert plan["chosen"]["reason"].startswith(f"zero={zero} (requested): ")
     assert plans["3"]["chosen"]["weight_bytes"] < plans["0"]["chosen"]["weight_bytes"]
+
+
+def test_an_evaluation_is_planned_without_the_format_that_a_training_makes(configs, tmp_path, capsys):
+    words = ["--perplexity", "--gpus", "8x80GB", "--json", "--model"]
+    with pytest.raises(SystemExit):
+        run_plan(capsys, *words, configs["8b"], "--method", "qlora")
+    assert "--perplexity plans a model as it lies on disk; leave out --method qlora" in capsys.readouterr().err
+    packed = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    LlamaConfig(**LLAMA_8B, **packed).save_pretrained(tmp_path)
+    plain, adapted = (
+        json.loads(run_plan(capsys, *words, str(tmp_path), *method))["chosen"]["weight_bytes"]
+        for method in ((), ("--method", "lora"))
+    )
+    assert adapted > 1.7 * plain, "below adapters FP8 is unpacked, as an evaluation of them does"
 
 
 @pytest.mark.parametrize("zero", ["2-offload", "3", "3-offload", "3-nvme"])
