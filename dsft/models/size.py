@@ -109,6 +109,8 @@ class ModelSize:
     """All parameters, tied weights once, adapters included."""
     num_trainable: int
     """Parameters that get gradients: all, or the adapters' and modules_to_save's; of these what patterns choose."""
+    saved_params: int
+    """Parameters that are saved as the model: all, or the adapters' and modules_to_save's, trained or not."""
     embedding_params: int
     """Of the input embedding; a tied head is the same weight."""
     head_params: int
@@ -453,6 +455,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
             name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad and id(p) not in kernels
         }
         unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
+    saved = sum(p.numel() for p in model.parameters() if adapters is None or p.requires_grad)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]
     numels, trainable_numels = (
@@ -467,6 +470,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         model_type=text.model_type,
         num_params=sum(p.numel() for p in model.parameters()),
         num_trainable=sum(p.numel() for p in trained),
+        saved_params=saved,
         other_params=other_params,
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),

@@ -324,7 +324,7 @@ def copied_terms(layout: ZeroLayout) -> list[Term]:
     rank's shard, and on rank 0 of the weights, which stages 0 to 2 write twice.
     """
     size, states = layout.size, layout.optimizer.checkpoint_bytes
-    written = size.num_trainable if size.lora_r else size.num_params
+    written = size.saved_params
     times, of_rank_0 = 2 if layout.stage < 3 else 1, states * size.num_trainable if layout.stage == 0 else 0
     weights = f"{times} x {layout.weight_bytes} x {written:,}" + (f" + {of_rank_0:,} of states" if of_rank_0 else "")
     shards = states * layout.share if layout.stage else 0

@@ -418,7 +418,9 @@ def size_of(options: dict, *, stage: int | None = None, dtype: str = "float32", 
     problems: list[str] = []
     config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
     counts = {"num_trainable": 1000, "num_params": 1000, "lora_r": 0, "vocab_size": 100}
-    model = SimpleNamespace(**counts | parameters)
+    counts |= parameters
+    counts["saved_params"] = counts["num_trainable" if counts["lora_r"] else "num_params"]
+    model = SimpleNamespace(**counts)
     deepspeed_config = None if stage is None else {"zero_optimization": {"stage": stage}}
     assert problems == []
     return checkpoint_size(dataclasses.replace(config, dtype=dtype), model, deepspeed_config)
