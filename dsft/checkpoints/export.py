@@ -463,7 +463,7 @@ def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, t
         return
     try:
         config = load_model_config(package, revision=revision, **known)
-        if getattr(config, "quantization_config", None):
+        if quantization_on_disk(config):
             if config.get_text_config(decoder=True) is not config:
                 say(f"{out} is the language model alone: {package} is quantised on disk, and what is trained is not")
             return
@@ -543,7 +543,7 @@ def find_left_out(
     if not left and text is config:
         return None
     is_text_class, why = type(config) is not type(model.config), None
-    if getattr(config, "quantization_config", None) and (left or is_text_class):
+    if (left or is_text_class) and quantization_on_disk(config):
         why = "the package is quantised on disk, and what is trained is not"
     elif is_text_class and not on_disk.files:
         why = "the package is not in safetensors"

@@ -35,11 +35,18 @@ from dsft.models.model_folder import (
     described_in,
     has_only_shards,
     is_bare_config,
+    is_gguf,
     located,
     step_folder,
 )
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
-from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
+from dsft.models.quantization import (
+    Quantization,
+    cast_weights,
+    quantization_of,
+    quantization_on_disk,
+    unpacking_config,
+)
 from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.trained import (
     add_lora,
@@ -258,8 +265,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
 
     What only a load can find is left to it: DeepSpeed's shards, and formats that are quantised on disk.
     """
-    is_quantised = getattr(facts.config, "quantization_config", None)
-    if is_quantised or model.endswith((".json", ".gguf")) or has_only_shards(model):
+    if is_bare_config(model) or is_gguf(model) or has_only_shards(model) or quantization_on_disk(facts.config):
         return []
     try:
         files = find_files(model, WEIGHT_FILES, revision)

@@ -156,7 +156,9 @@ class ModelSize:
     lora_r: int
     """Rank of the adapters (of a type without one, the option's); 0 in full finetuning."""
     quantization: Quantization | None
-    """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
+    """Format of the base of adapters, made with qlora or as it lies on disk, and of a model that is scored; None where
+    weights are plain.
+    """
     trains_embedding: bool = True
     """In full finetuning: whether the input embedding is trained."""
     tiled_params: int = 0
@@ -304,7 +306,7 @@ def measure_model(
         if not on_disk and not is_bare_config(name):  # which has random weights
             trained = not scored or adapter is not None or method != "full"
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
-        if scored or (on_disk and method != "qlora"):
+        if scored or on_disk:
             size = dataclasses.replace(size, quantization=on_disk)
         # QLoRA trains over what its own package has quantised.
         may_train = method == "lora" or (method == "qlora" and on_disk and on_disk.trainable)

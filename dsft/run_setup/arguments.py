@@ -528,6 +528,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         notes.append(f"{changed}: ignored, because adapter={options.adapter} brings its own shape")
     if options.method != "qlora" and options.quantization != defaults.quantization:
         notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
+    elif options.quantization != defaults.quantization and size.quantization.lies_on_disk:
+        notes.append(f"quantization: ignored, because {options.model} lies on disk as {size.quantization.format}")
     if "train_sampling_strategy" in training and (options.packing or options.batch_tokens or options.streaming):
         notes.append(
             "train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go"

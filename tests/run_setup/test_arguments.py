@@ -15,6 +15,7 @@ from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
+from dsft.models.quantization import FORMATS
 from dsft.planner.zero_layout import OPTIMIZERS
 from dsft.run_setup.arguments import (
     accelerate_decisions,
@@ -30,7 +31,7 @@ from dsft.run_setup.arguments import (
 )
 from dsft.runtime.hardware import has_gpu
 
-SIZE = SimpleNamespace(unadapted_expert_params=0)
+SIZE = SimpleNamespace(unadapted_expert_params=0, quantization=FORMATS["int8"])
 PLAN = SimpleNamespace(
     micro_batch=3,
     accumulation=2,
