@@ -53,7 +53,7 @@ from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
     base_revision,
-    described_in,
+    folder_of,
     has_only_shards,
     is_bare_config,
     is_gguf,
@@ -121,6 +121,8 @@ class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
     def __init__(self, checkpoint: Path, *, revision: str | None, trust_remote_code: bool):
+        if adapter_base(str(checkpoint)) is not None:
+            raise NotStreamable("its adapter lies in DeepSpeed's shards")
         if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
             raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
         config = load_model_config(str(checkpoint), revision=revision, trust_remote_code=trust_remote_code)
@@ -423,8 +425,8 @@ def _write_streamed(
             del tensors, tensor
     if split.is_sharded:
         write_index(out, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-    base = adapter_base(str(folder))
-    described = Path(base or described_in(str(folder)))
+    base, checkpoint = adapter_base(str(folder)), folder_of(str(folder))
+    described = Path(base) if base else checkpoint
     if base and not described.is_dir():  # on the hub
         patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
         described = Path(snapshot_download(str(described), revision=revision, allow_patterns=patterns))
@@ -444,7 +446,7 @@ def _write_streamed(
         if file.is_file():
             shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
-    _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
+    _keep_left_out_of_run(checkpoint, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
     has_same_names = isinstance(weights, SafetensorsSource | MergedSource)
     check_export(out, source=base or str(folder) if has_same_names else "", **known)
 

@@ -114,7 +114,7 @@ def build_model(
             if method == "qlora":
                 load_config = quantization_of(method, config.quantization).load_config(compute_dtype)
             elif method == "lora" or (quantization and quantization.is_unpacked):
-                base = adapter_base(described_in(config.model)) or config.model  # of an adapter that is scored
+                base = adapter_base(config.model) or config.model  # of an adapter that is scored
                 load_config = unpacking_config(load_model_config(base, **known))
             if quantization and not load_config:
                 load_config = quantization.load_config(compute_dtype)
@@ -303,14 +303,14 @@ class Candidate:
 def with_bases(model: str) -> Iterator[str]:
     """Yield the model, and the base of each adapter down to a full model."""
     yield model
-    if base := adapter_base(described_in(model)):
+    if base := adapter_base(model):
         yield from with_bases(base)
 
 
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
     model, adapter, key, problems = options.model, getattr(options, "adapter", None), "adapter", []
-    if isinstance(options, EvalConfig) and (base := adapter_base(described_in(model))):
+    if isinstance(options, EvalConfig) and (base := adapter_base(model)):
         model, adapter, key = base, model, "model"
     if Path(model).exists() == local:
         problems += weight_problems(model, facts, revision=options.revision)

@@ -274,7 +274,7 @@ def measure_model(
     name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
         raise UserError(f"model={name}: {NO_GGUF}")
-    if not scored and not is_bare_config(name) and (base := adapter_base(described_in(name))):
+    if not scored and (base := adapter_base(name)):
         raise UserError(
             f"model={name}: is an adapter of {base}; to train it further name both: model={base}, adapter={name}. To"
             f" train weights that lie beside it, take {ADAPTER_CONFIG} out of the folder"
