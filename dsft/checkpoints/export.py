@@ -34,7 +34,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
 from dsft.checkpoints.readback import check_export, check_written, verify_weights
@@ -257,9 +257,6 @@ def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
                 raise NotStreamable(f"{config.model_type} keeps {changed} otherwise in memory than on disk")
 
 
-GENERATION = "generation_config.json"
-
-
 def export(
     source: str,
     out: str,
@@ -361,8 +358,6 @@ def _write_loaded(
     if isinstance(model, PeftModel):
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
-    if (folder / GENERATION).is_file():
-        shutil.copyfile(folder / GENERATION, out / GENERATION)
     left_out = find_left_out(base or str(folder), model, **known)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
@@ -442,7 +437,8 @@ def _write_streamed(
         GenerationConfig.from_model_config(config).save_pretrained(out)
         return check_export(out)
     code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
-    for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
+    # An adapter's own goes before its base's.
+    for file in (described / GENERATION_CONFIG_NAME, checkpoint / GENERATION_CONFIG_NAME, *code):
         if file.is_file():
             shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
