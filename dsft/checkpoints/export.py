@@ -64,7 +64,7 @@ from dsft.models.package import names_saved
 from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
-from dsft.models.trained import merge_problems, not_streamable, unwrapped
+from dsft.models.trained import merge_problems, not_streamable, ties_embeddings, unwrapped
 from dsft.models.weight_files import (
     WEIGHT_FILES,
     SafetensorsFiles,
@@ -171,8 +171,8 @@ class MergedSource:
         if inner.config.get_text_config().vocab_size != vocab_size:
             raise NotStreamable("the adapter has other rows than its base")
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
-        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
-        if tied and any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):
+        is_changed = any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends)
+        if is_changed and ties_embeddings(inner):
             raise NotStreamable("the adapter changes one of two tied weights")
         self.layers = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
         self.of_layers, self.replaced = {}, {}

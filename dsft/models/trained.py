@@ -83,6 +83,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def ties_embeddings(model: PreTrainedModel) -> bool:
+    """Whether embedding and head are one weight. transformers and peft read that in the model's own config; the
+    text_config of a package may not have it.
+    """
+    return getattr(model.config, "tie_word_embeddings", False)
+
+
 def add_lora(
     model: PreTrainedModel, options: TrainConfig, *, adapter: str | None = None, rows: Sequence[int] = ()
 ) -> PeftModel:
@@ -225,7 +232,7 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         if experts:
             given.setdefault("target_parameters", experts)
     if rows:
-        is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # peft ties the head's rows
+        is_tied = ties_embeddings(model)  # then peft trains the head's rows with the embedding's
         given["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
