@@ -64,6 +64,8 @@ NO_START = {
     "pissa_niter": "it draws random numbers, and changes the base, which cannot be repeated from what is saved",
 }
 """Other starts that peft has -> why not."""
+TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
+"""Of an adapter's config: the tokens whose rows it trains, of LoRA and of the type TRAINABLE_TOKENS."""
 OWN_OPTIONS = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
@@ -393,7 +395,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
 
 def tokens_of(adapters: PeftConfig | None) -> list[int]:
     """Returns the tokens whose rows an adapter trains: it needs a base that has these."""
-    indices = getattr(adapters, "trainable_token_indices", None) or []
+    indices = next(filter(None, (getattr(adapters, name, None) for name in TOKEN_FIELDS)), [])
     lists = indices.values() if isinstance(indices, dict) else [indices]
     return sorted({token for each in lists for token in each})
 
