@@ -328,27 +328,30 @@ def _write_loaded(
 ) -> None:
     known = {"revision": revision, "trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), **known}
-    base = adapter_base(str(folder))
-    if is_gguf(str(folder)):  # transformers unpacks all of it to float32
+    base, gguf = adapter_base(str(folder)), is_gguf(str(folder))
+    package = base or str(folder)
+    config = load_model_config(package, **known)
+    unpacking, in_memory = None if gguf else unpacking_config(config), DTYPES.get(dtype)
+    if gguf:
         from gguf import GGUFReader
 
-        needed = empty_model(load_model_config(str(folder))).num_parameters() * torch.float32.itemsize
-        written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
+        written_dtype = in_memory or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
+        in_memory = torch.float32  # to which transformers unpacks all of it
+    elif unpacking:
+        options["quantization_config"], in_memory = unpacking, in_memory or config.dtype or torch.bfloat16
+    if in_memory:
+        needed = empty_model(config, trust_remote_code=trust_remote_code).num_parameters() * in_memory.itemsize
     else:
-        needed = sum(Path(file).stat().st_size for file in find_files(base or str(folder), WEIGHT_FILES, revision))
+        needed = sum(Path(file).stat().st_size for file in find_files(package, WEIGHT_FILES, revision))
     free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
-    unpacking = None
-    if base or not (is_gguf(str(folder)) or has_only_shards(str(folder))):
-        unpacking = unpacking_config(load_model_config(base or str(folder), **known))
-    options |= {"quantization_config": unpacking} if unpacking else {}
     model = load_weights(str(folder), **options)
     inner = unwrapped(model)
-    if unpacking or is_gguf(str(folder)):  # experts get the names of the architecture's own files
+    if unpacking or gguf:  # experts get the names of the architecture's own files
         patches.replace("unpacked_weights", lambda _: None, on=inner)
     if unpacking:
         cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
@@ -358,7 +361,7 @@ def _write_loaded(
     if isinstance(model, PeftModel):
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
-    left_out = find_left_out(base or str(folder), model, **known)
+    left_out = find_left_out(package, model, **known)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")

@@ -176,8 +176,13 @@ def test_weights_that_lie_beside_the_model_s_own_are_not_written(adapter, tiny, 
             export(str(base), str(tmp_path / "incomplete"))
 
 
-def test_a_model_packed_as_fp8_is_exported_unpacked(tiny, tmp_path):
+def test_a_model_packed_as_fp8_is_exported_unpacked_where_memory_holds_that(tiny, tmp_path, monkeypatch):
     packed, unpacked = as_fp8(tiny / "model", tmp_path / "fp8")
+    needed = sum(parameter.nbytes for parameter in unpacked.parameters())
+    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: needed - 1)
+    with pytest.raises(UserError, match="the full model takes .* GB of memory"):
+        export(str(packed), str(tmp_path / "refused"))
+    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: needed)
     out = export(str(packed), str(tmp_path / "out"))
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     check_export(out, unpacked)
