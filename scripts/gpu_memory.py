@@ -33,7 +33,7 @@ dsft plan --config run.yaml --gpus 8xH100 --explain                             
 
 | bytes per parameter, before ZeRO shards them | full | lora | qlora |
 |---|---|---|---|
-| weights of the model | 2 (bf16) + 4 (fp32 copy) | 2 | 0.5; embeddings and head 2 |
+| weights of the model | 2 (bf16) + 4 (fp32 copy) | 2 | 0.5; embeddings, head and experts in one parameter 2 |
 | gradients | 2, or 4 where sums are in fp32 | of the adapters | of the adapters |
 | AdamW's two moments | 8 | of the adapters | of the adapters |
 

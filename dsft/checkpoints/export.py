@@ -34,7 +34,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from dsft.checkpoints.manifest import TRAINER_STATE, share_files
 from dsft.checkpoints.readback import check_export, check_written, verify_weights
@@ -53,7 +53,7 @@ from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
     base_revision,
-    described_in,
+    folder_of,
     has_only_shards,
     is_bare_config,
     is_gguf,
@@ -64,7 +64,7 @@ from dsft.models.package import names_saved
 from dsft.models.quantization import GGUF, cast_weights, quantization_on_disk, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
-from dsft.models.trained import merge_problems, not_streamable, unwrapped
+from dsft.models.trained import merge_problems, not_streamable, ties_embeddings, unwrapped
 from dsft.models.weight_files import (
     WEIGHT_FILES,
     SafetensorsFiles,
@@ -121,6 +121,8 @@ class ShardsSource:
     """Gives the weights of a fully finetuned model out of ZeRO's shards, in float32."""
 
     def __init__(self, checkpoint: Path, *, revision: str | None, trust_remote_code: bool):
+        if adapter_base(str(checkpoint)) is not None:
+            raise NotStreamable("its adapter lies in DeepSpeed's shards")
         if not any((step_folder(checkpoint) or checkpoint).glob(OPTIMIZER_FILES)):
             raise NotStreamable("it was saved under ZeRO 0, whose files hold the whole model")
         config = load_model_config(str(checkpoint), revision=revision, trust_remote_code=trust_remote_code)
@@ -169,8 +171,8 @@ class MergedSource:
         if inner.config.get_text_config().vocab_size != vocab_size:
             raise NotStreamable("the adapter has other rows than its base")
         ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
-        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
-        if tied and any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):
+        is_changed = any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends)
+        if is_changed and ties_embeddings(inner):
             raise NotStreamable("the adapter changes one of two tied weights")
         self.layers = {name: module for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
         self.of_layers, self.replaced = {}, {}
@@ -255,9 +257,6 @@ def check_names_on_disk(config: PreTrainedConfig, names: Iterable[str]) -> None:
                 raise NotStreamable(f"{config.model_type} keeps {changed} otherwise in memory than on disk")
 
 
-GENERATION = "generation_config.json"
-
-
 def export(
     source: str,
     out: str,
@@ -329,27 +328,30 @@ def _write_loaded(
 ) -> None:
     known = {"revision": revision, "trust_remote_code": trust_remote_code}
     options: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), **known}
-    base = adapter_base(str(folder))
-    if is_gguf(str(folder)):  # transformers unpacks all of it to float32
+    base, gguf = adapter_base(str(folder)), is_gguf(str(folder))
+    package = base or str(folder)
+    config = load_model_config(package, **known)
+    unpacking, in_memory = None if gguf else unpacking_config(config), DTYPES.get(dtype)
+    if gguf:
         from gguf import GGUFReader
 
-        needed = empty_model(load_model_config(str(folder))).num_parameters() * torch.float32.itemsize
-        written_dtype = DTYPES.get(dtype) or gguf_dtype(GGUFReader(folder))
+        written_dtype = in_memory or gguf_dtype(GGUFReader(folder))
         options |= {"dtype": written_dtype, "quantization_config": GGUF.load_config(written_dtype)}
+        in_memory = torch.float32  # to which transformers unpacks all of it
+    elif unpacking:
+        options["quantization_config"], in_memory = unpacking, in_memory or config.dtype or torch.bfloat16
+    if in_memory:
+        needed = empty_model(config, trust_remote_code=trust_remote_code).num_parameters() * in_memory.itemsize
     else:
-        needed = sum(Path(file).stat().st_size for file in find_files(base or str(folder), WEIGHT_FILES, revision))
+        needed = sum(Path(file).stat().st_size for file in find_files(package, WEIGHT_FILES, revision))
     free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
-    unpacking = None
-    if base or not (is_gguf(str(folder)) or has_only_shards(str(folder))):
-        unpacking = unpacking_config(load_model_config(base or str(folder), **known))
-    options |= {"quantization_config": unpacking} if unpacking else {}
     model = load_weights(str(folder), **options)
     inner = unwrapped(model)
-    if unpacking or is_gguf(str(folder)):  # experts get the names of the architecture's own files
+    if unpacking or gguf:  # experts get the names of the architecture's own files
         patches.replace("unpacked_weights", lambda _: None, on=inner)
     if unpacking:
         cast_weights(inner, DTYPES.get(dtype, inner.config.dtype))
@@ -359,9 +361,7 @@ def _write_loaded(
     if isinstance(model, PeftModel):
         model = _merged(model)
     model.save_pretrained(out, max_shard_size=max_shard_size)
-    if (folder / GENERATION).is_file():
-        shutil.copyfile(folder / GENERATION, out / GENERATION)
-    left_out = find_left_out(base or str(folder), model, **known)
+    left_out = find_left_out(package, model, **known)
     keep_left_out(out, model, left_out)
     if left_out and left_out.text_only:
         say(f"{out} is the language model alone, without {left_out.parts}: {left_out.text_only}")
@@ -423,8 +423,8 @@ def _write_streamed(
             del tensors, tensor
     if split.is_sharded:
         write_index(out, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-    base = adapter_base(str(folder))
-    described = Path(base or described_in(str(folder)))
+    base, checkpoint = adapter_base(str(folder)), folder_of(str(folder))
+    described = Path(base) if base else checkpoint
     if base and not described.is_dir():  # on the hub
         patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
         described = Path(snapshot_download(str(described), revision=revision, allow_patterns=patterns))
@@ -440,11 +440,12 @@ def _write_streamed(
         GenerationConfig.from_model_config(config).save_pretrained(out)
         return check_export(out)
     code = described.glob("*.py") if getattr(config, "auto_map", None) else ()
-    for file in (described / GENERATION, folder / GENERATION, *code):  # an adapter's own goes before its base's
+    # An adapter's own goes before its base's.
+    for file in (described / GENERATION_CONFIG_NAME, checkpoint / GENERATION_CONFIG_NAME, *code):
         if file.is_file():
             shutil.copyfile(file, out / file.name)  # not its mode: a model may be read-only
     copy_processor(str(described), out)
-    _keep_left_out_of_run(folder, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
+    _keep_left_out_of_run(checkpoint, out, is_as_on_disk=isinstance(weights, SafetensorsSource), **known)
     has_same_names = isinstance(weights, SafetensorsSource | MergedSource)
     check_export(out, source=base or str(folder) if has_same_names else "", **known)
 
@@ -463,7 +464,7 @@ def _keep_left_out_of_run(checkpoint: Path, out: Path, *, is_as_on_disk: bool, t
         return
     try:
         config = load_model_config(package, revision=revision, **known)
-        if getattr(config, "quantization_config", None):
+        if quantization_on_disk(config):
             if config.get_text_config(decoder=True) is not config:
                 say(f"{out} is the language model alone: {package} is quantised on disk, and what is trained is not")
             return
@@ -543,7 +544,7 @@ def find_left_out(
     if not left and text is config:
         return None
     is_text_class, why = type(config) is not type(model.config), None
-    if getattr(config, "quantization_config", None) and (left or is_text_class):
+    if (left or is_text_class) and quantization_on_disk(config):
         why = "the package is quantised on disk, and what is trained is not"
     elif is_text_class and not on_disk.files:
         why = "the package is not in safetensors"

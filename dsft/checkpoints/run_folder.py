@@ -23,7 +23,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import FINAL, adapter_base, has_only_shards, is_gguf, is_step_folder
+from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, check_writable
 from dsft.runtime.launcher_env import LAUNCH
@@ -243,7 +243,7 @@ def sealed_checkpoint(model: str) -> Path | None:
     """Return the checkpoint that the folder `model` is, or whose shards it is, if it has a manifest. A final model also
     has one, and is the user's to edit: its chat template, say.
     """
-    folder = Path(model).parent if is_step_folder(model) else Path(model)
+    folder = folder_of(model)
     return folder if all((folder / name).is_file() for name in (TRAINER_STATE, MANIFEST)) else None
 
 

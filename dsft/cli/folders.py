@@ -15,7 +15,7 @@ from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, f
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import adapter_base, base_revision, is_read_pickle, missing, step_folder
+from dsft.models.model_folder import base_revision, is_read_pickle, missing, step_folder
 from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
@@ -104,7 +104,7 @@ def chat(options: ChatOptions) -> None:
     source = str(find_weights(options.model)) if Path(options.model).exists() else options.model
     set_up_screen()
     with quick_imports():
-        from transformers import GenerationConfig, TextStreamer
+        from transformers import TextStreamer
 
         from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
         from dsft.models.build import build_model, resolve_dtype
@@ -121,8 +121,6 @@ def chat(options: ChatOptions) -> None:
             " trained in with --chat_template (a file, or a preset such as chatml)"
         )
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
-    if adapter_base(source) and (Path(source) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source)  # what its answers stop at
     positions = max_positions(model.config.get_text_config())
 
     def answer(messages: list[dict]) -> dict:

@@ -474,6 +474,8 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
 
 def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> bool:
     """The ways to hold a model while scoring, and whether one fits; speeds where they are more than rules of thumb."""
+    if training.method == "qlora":
+        raise UserError("--perplexity plans a model as it lies on disk; leave out --method qlora")
     plain = dataclasses.replace(training, global_batch_size=None, batch_tokens=None, zero="auto", packing=False)
     problems: list[str] = []
     zero_file = read_scoring_file(training.zero, problems) if training.zero not in ("auto", "0") else {}

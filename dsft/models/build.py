@@ -23,8 +23,16 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
@@ -35,11 +43,18 @@ from dsft.models.model_folder import (
     described_in,
     has_only_shards,
     is_bare_config,
+    is_gguf,
     located,
     step_folder,
 )
 from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
-from dsft.models.quantization import Quantization, cast_weights, quantization_of, unpacking_config
+from dsft.models.quantization import (
+    Quantization,
+    cast_weights,
+    quantization_of,
+    quantization_on_disk,
+    unpacking_config,
+)
 from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.trained import (
     add_lora,
@@ -107,7 +122,7 @@ def build_model(
             if method == "qlora":
                 load_config = quantization_of(method, config.quantization).load_config(compute_dtype)
             elif method == "lora" or (quantization and quantization.is_unpacked):
-                base = adapter_base(described_in(config.model)) or config.model  # of an adapter that is scored
+                base = adapter_base(config.model) or config.model  # of an adapter that is scored
                 load_config = unpacking_config(load_model_config(base, **known))
             if quantization and not load_config:
                 load_config = quantization.load_config(compute_dtype)
@@ -135,6 +150,7 @@ def build_model(
             if config.adapter:
                 check_weight_files(Path(config.adapter))
                 grow_for(model, config.adapter)
+                take_generation_config(model, Path(config.adapter))
             model = add_lora(model, config, adapter=config.adapter, rows=rows)
     if isinstance(config, TrainConfig):
         raise_if_any(select_trained(model, config.trainable, config.frozen))
@@ -179,6 +195,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     if base := adapter_base(name):
         model = load_weights(base, **options)
         grow_for(model, name)
+        take_generation_config(model, folder)
         with patches.replaced("token_rows", lambda _: gathered_rows):
             return PeftModel.from_pretrained(model, name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
@@ -212,6 +229,18 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     return freeze_unreached(model)
 
 
+def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Lets `model` stop where the generation_config.json beside an adapter or DeepSpeed's shards says, if there is one:
+    that of an adapter goes before its base's. Raises UserError where it cannot be read.
+    """
+    file = folder / GENERATION_CONFIG_NAME
+    if model.can_generate() and file.is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{file}: cannot be read ({one_line(error)}); copy or download it again") from None
+
+
 def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[[torch.Tensor], tuple[int, int]]:
     """Counts inputs and outputs of a weight by its full shape, which ZeRO-3 keeps as `ds_shape`."""
     return lambda tensor: fans(torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta"))
@@ -243,6 +272,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         model = from_config(config, **options)
         saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
         wanted = dict(model.named_parameters()) | saved_buffers
+    take_generation_config(unwrapped(model), checkpoint)
     if missing := sorted(wanted.keys() - state.keys()):
         raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
     with torch.no_grad():
@@ -258,8 +288,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
 
     What only a load can find is left to it: DeepSpeed's shards, and formats that are quantised on disk.
     """
-    is_quantised = getattr(facts.config, "quantization_config", None)
-    if is_quantised or model.endswith((".json", ".gguf")) or has_only_shards(model):
+    if is_bare_config(model) or is_gguf(model) or has_only_shards(model) or quantization_on_disk(facts.config):
         return []
     try:
         files = find_files(model, WEIGHT_FILES, revision)
@@ -297,14 +326,14 @@ class Candidate:
 def with_bases(model: str) -> Iterator[str]:
     """Yield the model, and the base of each adapter down to a full model."""
     yield model
-    if base := adapter_base(described_in(model)):
+    if base := adapter_base(model):
         yield from with_bases(base)
 
 
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
     model, adapter, key, problems = options.model, getattr(options, "adapter", None), "adapter", []
-    if isinstance(options, EvalConfig) and (base := adapter_base(described_in(model))):
+    if isinstance(options, EvalConfig) and (base := adapter_base(model)):
         model, adapter, key = base, model, "model"
     if Path(model).exists() == local:
         problems += weight_problems(model, facts, revision=options.revision)

@@ -28,6 +28,11 @@ def is_bare_config(model: str) -> bool:
     return model.endswith(".json") and Path(model).is_file()
 
 
+def folder_of(model: str) -> Path:
+    """The folder `model`, or the checkpoint whose `global_step` folder it is."""
+    return Path(model).parent if is_step_folder(model) else Path(model)
+
+
 def described_in(model: str) -> str:
     """Where config and tokenizer of `model` lie: beside a config file or a `global_step` folder, else in itself."""
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
@@ -66,11 +71,12 @@ def is_read_pickle(file: Path) -> bool:
     return file.suffix in (".pt", ".pth", ".bin") and not is_for_people
 
 
-def adapter_description(folder: str) -> dict[str, Any] | None:
-    """The content of an adapter's adapter_config.json; None where the folder holds no adapter.
+def adapter_description(model: str) -> dict[str, Any] | None:
+    """The content of the adapter_config.json of an adapter's folder, or of the checkpoint of one whose `global_step`
+    folder `model` is; None where there is no adapter.
     Raises UserError where the file describes no adapter, or names no base, or its own folder as that.
     """
-    file = Path(folder) / ADAPTER_CONFIG
+    file = folder_of(model) / ADAPTER_CONFIG
     if not file.is_file():
         return None
     try:
@@ -81,22 +87,22 @@ def adapter_description(folder: str) -> dict[str, Any] | None:
         raise UserError(f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again")
     if not isinstance(content.get(BASE), str) or not content[BASE]:
         raise UserError(f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base")
-    if Path(content[BASE]).is_dir() and Path(content[BASE]).samefile(folder):
+    if Path(content[BASE]).is_dir() and Path(content[BASE]).samefile(file.parent):
         raise UserError(
             f"{file}: names its own folder as its base; move the adapter's files into a folder of their own"
         )
     return content
 
 
-def adapter_base(folder: str) -> str | None:
-    """The base model that an adapter folder names; None where it holds no adapter. Raises as `adapter_description`."""
-    content = adapter_description(folder)
+def adapter_base(model: str) -> str | None:
+    """The base model that an adapter names; None where `model` is no adapter. Raises as `adapter_description`."""
+    content = adapter_description(model)
     return content[BASE] if content else None
 
 
-def base_revision(folder: str) -> str | None:
+def base_revision(model: str) -> str | None:
     """The revision of the base on the hub that an adapter was trained on; None for the newest, and of a model."""
-    return (adapter_description(folder) or {}).get("revision")
+    return (adapter_description(model) or {}).get("revision")
 
 
 def is_gguf(model: str) -> bool:

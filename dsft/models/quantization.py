@@ -54,6 +54,11 @@ class Quantization:
         return not self.package
 
     @property
+    def is_of_linear_layers(self) -> bool:
+        """Whether bitsandbytes or torchao made it, which leave what is no linear layer as it is."""
+        return not self.lies_on_disk or self.trainable
+
+    @property
     def is_unpacked(self) -> bool:
         """Whether the weights are unpacked on every device, a GPU too: then dsft asks for it."""
         return "cuda" in self.unpacked_on

@@ -40,6 +40,7 @@ from dsft.models.trained import (
     adapted_for_a_look,
     adapters_of,
     check_lora_options,
+    fused_experts,
     grow_embeddings,
     grow_for,
     learning_rates,
@@ -108,6 +109,8 @@ class ModelSize:
     """All parameters, tied weights once, adapters included."""
     num_trainable: int
     """Parameters that get gradients: all, or the adapters' and modules_to_save's; of these what patterns choose."""
+    saved_params: int
+    """Parameters that are saved as the model: all, or the adapters' and modules_to_save's, trained or not."""
     embedding_params: int
     """Of the input embedding; a tied head is the same weight."""
     head_params: int
@@ -128,6 +131,8 @@ class ModelSize:
     """Modules with parameters of their own, adapters included: ZeRO-3 hooks each of them."""
     other_params: int
     """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
+    fused_expert_params: int
+    """Of experts that are one parameter in each layer, which no linear layer holds."""
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
     largest_module_params: int
@@ -151,7 +156,9 @@ class ModelSize:
     lora_r: int
     """Rank of the adapters (of a type without one, the option's); 0 in full finetuning."""
     quantization: Quantization | None
-    """Format of the base with qlora, and of a model that is scored; None where weights are as trained."""
+    """Format of the base of adapters, made with qlora or as it lies on disk, and of a model that is scored; None where
+    weights are plain.
+    """
     trains_embedding: bool = True
     """In full finetuning: whether the input embedding is trained."""
     tiled_params: int = 0
@@ -165,6 +172,16 @@ class ModelSize:
     def trained_share(self) -> float:
         """Share of the weights that a backward multiplies with a second time, for their own gradients."""
         return 0.0 if self.lora_r else self.num_trainable / (self.num_params - self.other_params)
+
+    @property
+    def plain_expert_params(self) -> int:
+        """Parameters of experts that a quantised model keeps in its dtype, where only linear layers are quantised."""
+        return self.fused_expert_params if self.quantization and self.quantization.is_of_linear_layers else 0
+
+    @property
+    def plain_params(self) -> int:
+        """What a quantised model keeps in its dtype, but for norms."""
+        return self.embedding_params + self.head_params + self.plain_expert_params
 
     @property
     def num_key_heads(self) -> int:
@@ -257,7 +274,7 @@ def measure_model(
     name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
         raise UserError(f"model={name}: {NO_GGUF}")
-    if not scored and not is_bare_config(name) and (base := adapter_base(described_in(name))):
+    if not scored and (base := adapter_base(name)):
         raise UserError(
             f"model={name}: is an adapter of {base}; to train it further name both: model={base}, adapter={name}. To"
             f" train weights that lie beside it, take {ADAPTER_CONFIG} out of the folder"
@@ -286,10 +303,10 @@ def measure_model(
         linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
         size = model_size(model, options, adapters=adapters)
         on_disk = GGUF if is_gguf(name) else None
-        if not on_disk and not name.endswith(".json"):  # a config alone has random weights
-            trained = adapter is not None or not scored
+        if not on_disk and not is_bare_config(name):  # which has random weights
+            trained = not scored or adapter is not None or method != "full"
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
-        if scored or (on_disk and method != "qlora"):
+        if scored or on_disk:
             size = dataclasses.replace(size, quantization=on_disk)
         # QLoRA trains over what its own package has quantised.
         may_train = method == "lora" or (method == "qlora" and on_disk and on_disk.trainable)
@@ -321,7 +338,7 @@ def measure_model(
 
 def num_experts_of(text: PreTrainedConfig) -> int | None:
     """Routed experts of a layer; None where there are none."""
-    return _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    return _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
@@ -426,6 +443,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     decoder = {id(layer) for layer in decoder_layers(model)}
     layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
+    fused = sum(model.get_parameter(name).numel() for name in fused_experts(model))
     unadapted = 0
     if adapters is not None:
         with torch.device("meta"):
@@ -439,6 +457,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
             name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad and id(p) not in kernels
         }
         unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
+    saved = sum(p.numel() for p in model.parameters() if adapters is None or p.requires_grad)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]
     numels, trainable_numels = (
@@ -453,6 +472,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         model_type=text.model_type,
         num_params=sum(p.numel() for p in model.parameters()),
         num_trainable=sum(p.numel() for p in trained),
+        saved_params=saved,
         other_params=other_params,
         embedding_params=embedding.numel(),
         head_params=0 if tied or head is None else head.weight.numel(),
@@ -461,6 +481,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         active_expert_params=active_experts,
         looped_experts=len(lists) * num_experts if looped and isinstance(num_experts, int) else 0,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
+        fused_expert_params=fused,
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
         largest_gathered_params=max(largest_gathered, *tiled, 0),
@@ -474,7 +495,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        ffn_size=ffn * (_first(text, "num_experts_per_tok") or 1),
+        ffn_size=ffn * (chosen if isinstance(chosen, int) else 1),
         kv_size=(_first(text, "num_key_value_heads") or heads) * head_dim,
         num_heads=heads,
         head_dim=head_dim,

@@ -15,7 +15,7 @@ from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
 from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, misnamed
 from dsft.models.size import CONFIG_ERRORS, max_positions
-from dsft.models.trained import adapter_folder
+from dsft.models.trained import TOKEN_FIELDS, adapter_folder
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"
@@ -37,12 +37,14 @@ def check_tokenizer(
     config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
+    key, source, revision = "model", config.model, config.revision
     try:
         adapter = getattr(config, "adapter", None)
-        if config.tokenizer or (adapter and _has_own_tokens(adapter)):
-            (name, gguf), revision = located(config.tokenizer or adapter), None
-        else:
-            (name, gguf), revision = located(tokenizer_folder(config.model)), config.revision
+        if config.tokenizer:
+            key, source, revision = "tokenizer", config.tokenizer, None
+        elif adapter and _has_own_tokens(adapter):
+            key, source, revision = "adapter", adapter, None
+        name, gguf = located(tokenizer_folder(source) if key == "model" else source)
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
         )
@@ -50,7 +52,6 @@ def check_tokenizer(
         problems += error.problems
         return None
     except CONFIG_ERRORS as error:
-        source, key = config.tokenizer or config.model, "tokenizer" if config.tokenizer else "model"
         problems.append(
             misnamed(key, source, "tokenizer")
             or f"tokenizer: none found for {source}; set tokenizer to a hub id or a folder that has one"
@@ -88,7 +89,7 @@ def _has_own_tokens(adapter: str) -> bool:
         content = adapter_description(adapter_folder(adapter)) or {}
     except OSError:  # `measure_model` reports it
         return False
-    if not content.get("trainable_token_indices") and not content.get("modules_to_save"):
+    if not any(content.get(name) for name in (*TOKEN_FIELDS, "modules_to_save")):
         return False
     options = {"_raise_exceptions_for_missing_entries": False}
     return any(cached_file(adapter, file, **options) for file in ("tokenizer_config.json", "tokenizer.json"))

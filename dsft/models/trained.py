@@ -64,6 +64,8 @@ NO_START = {
     "pissa_niter": "it draws random numbers, and changes the base, which cannot be repeated from what is saved",
 }
 """Other starts that peft has -> why not."""
+TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
+"""Of an adapter's config: the tokens whose rows it trains, of LoRA and of the type TRAINABLE_TOKENS."""
 OWN_OPTIONS = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
@@ -81,6 +83,13 @@ LORA_PLUS = r"\.lora_(embedding_)?B\."
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model of transformers, without the wrapper that peft puts around it."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def ties_embeddings(model: PreTrainedModel) -> bool:
+    """Whether embedding and head are one weight. transformers and peft read that in the model's own config; the
+    text_config of a package may not have it.
+    """
+    return getattr(model.config, "tie_word_embeddings", False)
 
 
 def add_lora(
@@ -225,7 +234,7 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         if experts:
             given.setdefault("target_parameters", experts)
     if rows:
-        is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # peft ties the head's rows
+        is_tied = ties_embeddings(model)  # then peft trains the head's rows with the embedding's
         given["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -386,7 +395,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
 
 def tokens_of(adapters: PeftConfig | None) -> list[int]:
     """Returns the tokens whose rows an adapter trains: it needs a base that has these."""
-    indices = getattr(adapters, "trainable_token_indices", None) or []
+    indices = next(filter(None, (getattr(adapters, name, None) for name in TOKEN_FIELDS)), [])
     lists = indices.values() if isinstance(indices, dict) else [indices]
     return sorted({token for each in lists for token in each})
 

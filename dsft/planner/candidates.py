@@ -93,6 +93,8 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     if job.size.unadapted_expert_params:
         number = f"{job.size.unadapted_expert_params:,} parameters of experts"
         notes.append(f"{number} get no adapters: lora_target_modules does not reach them.")
+    if left := job.size.plain_expert_params:
+        notes.append(f"{left / 1e9:,.1f} B parameters of experts are not quantised: only linear layers are.")
     aio, devices = (
         deepspeed_config.get("aio"),
         {get_value(deepspeed_config, f"zero_optimization.{part}.device") for part in OFFLOADED_PARTS},

@@ -112,8 +112,6 @@ def plan_evaluation(
     """
     if refusal := refused_ranks(sequence_parallel, machine.world_size, facts.size):
         raise UserError(f"sequence_parallel={sequence_parallel}: {refusal}")
-    if facts.size.quantization and facts.size.lora_r:
-        raise UserError(["--perplexity plans a model as it lies on disk; leave out --method qlora"])
     job = Job(
         size=dataclasses.replace(facts.size, num_trainable=0, trainable_numels=()),  # nothing is trained
         model_config=facts.config,

@@ -75,18 +75,18 @@ def late_bytes(layout: ZeroLayout, states: list[Term]) -> int:
 def frozen_bytes(layout: ZeroLayout) -> tuple[int, str]:
     """Return the bytes of the base that adapters stand on, unsharded, and their arithmetic.
 
-    Quantised, only linear layers are; bitsandbytes leaves embedding and head.
+    Quantised, only linear layers are, without the head: `plain_params` of its size are left.
     """
     weight_bytes, quantization = layout.weight_bytes, layout.packed
     if not quantization:
         return weight_bytes * layout.num_frozen, f"{weight_bytes} x {layout.num_frozen:,} frozen"
     if quantization.disk_bytes:
         return quantization.disk_bytes, f"{quantization.format} files of the weights"
-    plain, per_weight = layout.size.embedding_params + layout.size.head_params, quantization.weight_bytes
+    plain, per_weight = layout.size.plain_params, quantization.weight_bytes
     quantized = layout.num_frozen - plain
     return (
         int(weight_bytes * plain + per_weight * quantized),
-        f"{weight_bytes} x {plain:,} embedding and head + {per_weight:.3f} x {quantized:,} quantised",
+        f"{weight_bytes} x {plain:,} not quantised + {per_weight:.3f} x {quantized:,} quantised",
     )
 
 
@@ -324,7 +324,7 @@ def copied_terms(layout: ZeroLayout) -> list[Term]:
     rank's shard, and on rank 0 of the weights, which stages 0 to 2 write twice.
     """
     size, states = layout.size, layout.optimizer.checkpoint_bytes
-    written = size.num_trainable if size.lora_r else size.num_params
+    written = size.saved_params
     times, of_rank_0 = 2 if layout.stage < 3 else 1, states * size.num_trainable if layout.stage == 0 else 0
     weights = f"{times} x {layout.weight_bytes} x {written:,}" + (f" + {of_rank_0:,} of states" if of_rank_0 else "")
     shards = states * layout.share if layout.stage else 0
@@ -471,8 +471,8 @@ def load_terms(layout: ZeroLayout) -> list[Term]:
             hold("secondary partition", weights // over, f"({how}) / {over}")
     elif layout.packed and layout.machine.has_gpu:
         if trained:
-            plain = size.embedding_params + size.head_params  # prepare_model_for_kbit_training makes these fp32
-            weights, how = weights + (4 - weight_bytes) * plain, f"{how}, embedding and head in fp32"
+            plain = size.plain_params  # prepare_model_for_kbit_training makes these fp32
+            weights, how = weights + (4 - weight_bytes) * plain, f"{how}, what is not quantised in fp32"
         hold("weights", weights, how)
     else:
         hold("weights", weights, how)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.size import USUAL_MODELS, usual_config
+from dsft.models.size import USUAL_MODELS, num_experts_of, usual_config
 from dsft.planner.activations import Cost, Job, TrainingActivations
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.planner.traced_model import Attention, attention_of
@@ -177,7 +177,7 @@ class Largest:
     """Names of usual models, fewest parameters first."""
     too_large: tuple[str, ...]
     plan: Plan | None
-    """Of the last that fits; None where none does."""
+    """Of the largest that fits; None where none does."""
 
 
 def largest_models(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Largest]:
@@ -188,9 +188,13 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
         for name in names:
             usual_config(name).save_pretrained(Path(folder, name))
         for method in METHODS if machine.has_gpu else METHODS[:2]:  # bitsandbytes needs a GPU
-            plan, run, refusal = None, None, None
-            for number in range(len(names), 0, -1):
-                asked = dataclasses.replace(options, model=str(Path(folder, names[number - 1])), method=method, data=[])
+            fits, plan, run, refusal = [], None, None, None
+            for name in reversed(names):
+                # Experts that stay plain may take more than all of a larger model in 4 bits.
+                if fits and not (method == "qlora" and num_experts_of(usual_config(name))):
+                    fits.append(name)
+                    continue
+                asked = dataclasses.replace(options, model=str(Path(folder, name)), method=method, data=[])
                 try:
                     run = resolve_offline(asked, machine, attention=attention)
                 except UserError as error:  # too few positions, or the method is not for what else is asked
@@ -202,17 +206,16 @@ def largest_models(options: TrainConfig, machine: Machine, *, attention: Attenti
                 none = TrainingActivations(layers_saved=layers, layers_input=layers, source="none", **costs)
                 bare.__dict__.update(activations=none, activations_of_shards=none)
                 for job in (bare, run.job):
-                    plan = plan_run(run.options, job, machine, zero_file=run.zero_file, must_fit=False).plan
-                    if not plan.fits:
+                    tried = plan_run(run.options, job, machine, zero_file=run.zero_file, must_fit=False).plan
+                    if not tried.fits:
                         break
-                if plan.fits:
-                    break
-            else:
-                number, plan = 0, None
+                else:
+                    fits.append(name)
+                    plan = plan or tried
             if run is None and method == options.method:
                 raise refusal
             if run is None:
                 continue
-            fits, too_large = tuple(names[:number]), tuple(names[number:])
-            answers.append(Largest(method=method, fits=fits, too_large=too_large, plan=plan))
+            too_large = tuple(name for name in names if name not in fits)
+            answers.append(Largest(method=method, fits=tuple(reversed(fits)), too_large=too_large, plan=plan))
     return answers

@@ -509,7 +509,7 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
     ]
 
 
-def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any]) -> list[str]:
+def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
     """Reports each option that was set but has no, or another, effect in this configuration, with the reason. What the
     plan does not count, `unmodelled` of planner/candidates.py reports.
     """
@@ -527,6 +527,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any]) -> l
         notes.append(f"{changed}: ignored, because adapter={options.adapter} brings its own shape")
     if options.method != "qlora" and options.quantization != defaults.quantization:
         notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
+    elif options.quantization != defaults.quantization and size.quantization.lies_on_disk:
+        notes.append(f"quantization: ignored, because {options.model} lies on disk as {size.quantization.format}")
     if "train_sampling_strategy" in training and (options.packing or options.batch_tokens or options.streaming):
         notes.append(
             "train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go"
@@ -591,8 +593,8 @@ def checkpoint_size(
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
     # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
     # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.
-    written = size.num_trainable if size.lora_r else size.num_params
-    module = (written if zero < 3 else 0) + (written - size.num_trainable if zero >= 2 else 0)
+    in_module = size.num_trainable if size.lora_r else size.num_params
+    module = (in_module if zero < 3 else 0) + (in_module - size.num_trainable if zero >= 2 else 0)
     of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
     states = num_bytes * module + of_optimizer * size.num_trainable
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.
@@ -613,7 +615,7 @@ def checkpoint_size(
             num_saved = math.ceil(max_steps / every)
     known = min(num_kept, num_saved)
     return CheckpointSize(
-        weight_bytes=num_bytes * written,
+        weight_bytes=num_bytes * size.saved_params,
         state_bytes=0 if options.training.get("save_only_model") else int(states),
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
         kept=2 if known == math.inf else int(known),

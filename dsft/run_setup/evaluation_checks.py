@@ -76,6 +76,9 @@ def check_evaluation(
             data = replace(data, held_out=share)
         data_sets[source] = data
     distributed.raise_together([*dict.fromkeys(problems)])
+    for each in candidates:
+        if left := each.facts.size.plain_expert_params:
+            say(f"note: {each.name}: {left:,} parameters of experts are not quantised, since only linear layers are")
     for note in notes_on_columns(data_sets.values()):
         say(f"note: {note}")
 

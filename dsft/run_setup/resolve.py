@@ -45,7 +45,7 @@ from dsft.models.sequence_parallel import failed_trial, refused_model, refused_r
 from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
 from dsft.models.tiles import own_loss_problems
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond
-from dsft.models.trained import learning_rates, saved_lora_config, without_rows
+from dsft.models.trained import learning_rates
 from dsft.models.trials import (
     KERNELS,
     Packing,
@@ -202,14 +202,13 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
     run.apply(decisions)
     options = run.options
-    if options.adapter not in (None, before.adapter):  # training starts with a checkpoint's
-        run.model = dataclasses.replace(run.model, adapters=saved_lora_config(options.adapter))
-        raise_if_any(without_rows(options.adapter, run.model.adapters, run.new_tokens))
     if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
         saved = check_tokenizer(dataclasses.replace(options, tokenizer=None), [])
         known = saved.get_vocab() if saved else {}
         names = run.tokenizer.convert_ids_to_tokens(run.new_tokens)
         run.new_tokens = [token for token, name in zip(run.new_tokens, names, strict=True) if known.get(name) != token]
+    if run.weights_of:  # a checkpoint's model, or adapter, has its own shape
+        run.model = measure_model(options, new_tokens=run.new_tokens)
     if (size := options.sequence_parallel) > 1:
         trusted = options.trust_remote_code
         failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
@@ -234,7 +233,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         given, taken = get_value(run.zero_file or {}, place), get_value(config, place)
         if on_nvme and given not in (None, AUTO, taken):
             run.notes.append(f"{place}: {taken:,} instead of {given:,}, since {why}")
-    run.notes += arguments.ignored_options(run.options, config)
+    run.notes += arguments.ignored_options(run.options, config, run.model.size)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
         run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from dsft.checkpoints.export import copy_processor, export, merge
 from dsft.checkpoints.readback import check_export, readback_errors, trained_shapes
 from dsft.checkpoints.run_folder import find_weights
-from dsft.config.options import TrainConfig
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.models.trained import add_lora
+from dsft.models.build import build_model
+from dsft.models.trained import add_lora, unwrapped
 from dsft.models.weight_files import SafetensorsFiles, weight_bytes_in
 
 
@@ -120,6 +121,40 @@ def test_pickled_weights_become_safetensors(adapter, tiny, tmp_path):
     assert merged.keys() == expected.keys() and all(torch.equal(merged[name], expected[name]) for name in merged)
 
 
+def test_an_adapter_in_deepspeed_s_shards_is_merged_whether_they_or_their_checkpoint_are_named(adapter, tmp_path):
+    model, folder = adapter
+    expected = load_file(merge(str(folder), str(tmp_path / "expected")) / "model.safetensors")
+    step = folder / "global_step2"
+    step.mkdir()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    torch.save({"module": trained}, step / "mp_rank_00_model_states.pt")  # as ZeRO 0 has it
+    (folder / "adapter_model.safetensors").unlink()
+    for source in (folder, step):
+        out = merge(str(source), str(tmp_path / f"of-{source.name}"))
+        torch.testing.assert_close(load_file(out / "model.safetensors"), expected)
+
+
+def test_where_answers_stop_is_read_beside_an_adapter_and_beside_shards(adapter, tiny, tmp_path):
+    _, folder = adapter
+    shards = shutil.copytree(tiny / "model", tmp_path / "checkpoint-2")
+    (shards / "model.safetensors").unlink()
+    (shards / "global_step2").mkdir()
+    weights = {"module": AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()}
+    torch.save(weights, shards / "global_step2" / "mp_rank_00_model_states.pt")
+    for each in (folder, shards):
+        (each / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
+    scored = [EvalConfig(model=str(each)) for each in (folder, shards, shards / "global_step2")]
+    trained = TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))
+    for options in (*scored, trained):
+        assert unwrapped(build_model(options, dtype="float32")).generation_config.eos_token_id == [0, 3]
+    for each in (folder, shards / "global_step2"):
+        out = export(str(each), str(tmp_path / f"of-{each.name}"))
+        assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [0, 3]
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="adapter/generation_config.json: cannot be read"):
+        build_model(trained, dtype="float32")
+
+
 @pytest.mark.parametrize("beside", ["one file", "an index"])
 def test_weights_that_lie_beside_the_model_s_own_are_not_written(adapter, tiny, tmp_path, beside):
     """Mistral's repositories hold all weights a second time, under other names, in consolidated.safetensors."""
@@ -141,8 +176,13 @@ def test_weights_that_lie_beside_the_model_s_own_are_not_written(adapter, tiny, 
             export(str(base), str(tmp_path / "incomplete"))
 
 
-def test_a_model_packed_as_fp8_is_exported_unpacked(tiny, tmp_path):
+def test_a_model_packed_as_fp8_is_exported_unpacked_where_memory_holds_that(tiny, tmp_path, monkeypatch):
     packed, unpacked = as_fp8(tiny / "model", tmp_path / "fp8")
+    needed = sum(parameter.nbytes for parameter in unpacked.parameters())
+    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: needed - 1)
+    with pytest.raises(UserError, match="the full model takes .* GB of memory"):
+        export(str(packed), str(tmp_path / "refused"))
+    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: needed)
     out = export(str(packed), str(tmp_path / "out"))
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     check_export(out, unpacked)
@@ -319,8 +359,6 @@ def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
 
 
 def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, tmp_path, monkeypatch):
-    from dsft.models.build import build_model
-
     monkeypatch.chdir(tiny)
     model = build_model(TrainConfig(model="model", method="lora"), dtype="float32")
     model.save_pretrained(tmp_path / "relative")

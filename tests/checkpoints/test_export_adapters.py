@@ -26,6 +26,7 @@ from dsft.errors import UserError
 from dsft.models.build import adapter_problems, build_model, load_weights
 from dsft.models.size import load_model_config, measure_model
 from dsft.models.tokenizer import load_tokenizer
+from dsft.models.trained import tokens_of
 from dsft.run_setup.evaluation_checks import candidate_of
 
 IDS = torch.arange(20)[None]
@@ -243,6 +244,20 @@ def of_type(name: str, options: dict):
     if name.lower() not in classes:
         pytest.skip(f"this peft has no {name}")
     return classes[name.lower()](task_type="CAUSAL_LM", **options)
+
+
+def test_an_adapter_of_trainable_tokens_takes_its_own_tokenizer_which_is_named_where_it_cannot_be_read(bases, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(bases / "tied")
+    tokenizer.add_tokens(["<new>"])
+    tokens = {"token_indices": [len(tokenizer) - 1], "target_modules": ["embed_tokens"]}
+    folder = write_adapter(tmp_path / "adapter", bases / "tied", of_type("TrainableTokensConfig", tokens))
+    tokenizer.save_pretrained(folder)
+    options = TrainConfig(model=str(bases / "tied"), method="lora", adapter=str(folder))
+    assert load_tokenizer(options).get_vocab()["<new>"] == len(tokenizer) - 1
+    assert tokens_of(measure_model(options).adapters) == [len(tokenizer) - 1]
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"tokenizer: none found for {folder}; set tokenizer"):
+        load_tokenizer(options)
 
 
 @pytest.mark.parametrize("name", grid(TYPES, quick=["OFTConfig", "IA3Config"]))

@@ -306,12 +306,15 @@ def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     )
 
 
-@pytest.mark.cases("uninterrupted")
-def test_shards_alone_can_be_exported(runs, tmp_path):
-    source = shutil.copytree(runs / "uninterrupted" / "checkpoint-4", tmp_path / "shards")
-    (source / "model.safetensors").unlink()
-    shards, final = weights(export(str(source), str(tmp_path / "out"))), weights(runs / "uninterrupted" / "final")
-    assert all(torch.equal(shards[name], final[name]) for name in final)
+@pytest.mark.cases("{name}")
+@pytest.mark.parametrize("name", ["uninterrupted", "lora-uninterrupted"])
+def test_shards_alone_can_be_exported(runs, tmp_path, name):
+    source = shutil.copytree(runs / name / "checkpoint-4", tmp_path / "shards")
+    next(source.glob("*model.safetensors")).unlink()
+    final = weights(export(str(runs / name / "final"), str(tmp_path / "final")))
+    for each in (source, source / "global_step4"):
+        shards = weights(export(str(each), str(tmp_path / f"of-{each.name}")))
+        torch.testing.assert_close(shards, final, rtol=0, atol=0 if name == "uninterrupted" else 1e-7)
 
 
 @pytest.mark.cases("gemma3-lora-3")

@@ -9,14 +9,15 @@ import pytest
 import torch
 from conftest import grid, needed_cases
 from packages import CAUSAL, DECODERS, HAS_MTP, IMAGE, package_config, write_package
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
+from tiny import write_tokenizer
 from transformers import AutoConfig
 from transformers.utils import is_timm_available, is_torchvision_available
 
 from dsft.api import evaluate_perplexity
-from dsft.checkpoints.export import export
+from dsft.checkpoints.export import export, merge
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import build_model, weight_problems
@@ -102,6 +103,26 @@ def test_what_is_no_language_model_is_refused_in_the_same_words_by_all(model_typ
     with pytest.raises(UserError) as caught:
         resolve_offline(training, MACHINE)
     assert caught.value.problems == problems
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "mistral3"])
+@torch.no_grad()
+def test_an_adapter_of_a_package_s_tied_embedding_leaves_its_head_as_it_was(kind, tmp_path):
+    """Mistral 3 says it in the package's config alone; Qwen 3.5 has a class for the text alone, with its own config."""
+    config = package_config(kind)
+    config.tie_word_embeddings = True
+    if kind == "qwen3_5":
+        config.text_config.tie_word_embeddings = True
+    whole_class(config)._from_config(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    new = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=["embed_tokens"])
+    adapted = get_peft_model(auto_class(config).from_pretrained(tmp_path / "model"), new).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected, out = adapted(input_ids=PROBE, use_cache=False).logits, tmp_path / "out"
+    merge(str(tmp_path / "adapter"), str(out))
+    for loading in (auto_class(config), whole_class(config)):
+        logits = loading.from_pretrained(out).eval()(input_ids=PROBE, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
 CASES = [f"{kind}-{method}-{zero}" for kind in KINDS for method in ("full", "lora") for zero in ("0", "3")]

@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
+from conftest import read_json
+from packages import write_package
 from peft import PeftModel
 from quantized import as_fp8, describe, write_certain_model
 from ranks import PROBE, train_all
@@ -19,10 +22,12 @@ from dsft.checkpoints.export import export, merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models import build
+from dsft.models.build import weight_problems
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.models.size import measure_model
 from dsft.planner.states import frozen_bytes, load_terms
 from dsft.planner.zero_layout import ZeroLayout
+from dsft.run_setup.arguments import ignored_options
 from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import Machine
 
@@ -138,6 +143,26 @@ def test_full_training_of_quantised_weights_is_refused(fp8, tmp_path, section):
     with pytest.raises(UserError, match="and method=qlora would do so again; use method lora"):
         measure_model(TrainConfig(model=model, method="qlora"))
     assert measure_model(TrainConfig(model=model), scored=True).size.quantization.unpacked_on == ("cpu",)
+
+
+def test_qlora_trains_over_the_format_that_bitsandbytes_has_left_on_disk(fp8, tmp_path):
+    (tmp_path / "config.json").write_text((fp8[0] / "config.json").read_text())
+    for section, bits in ({"load_in_8bit": True}, 8), ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 4):
+        model = describe(tmp_path, {"quant_method": "bitsandbytes"} | section)
+        size = measure_model(TrainConfig(model=model, method="qlora", quantization="nf4")).size
+        assert (size.quantization.format, size.quantization.bits) == ("bitsandbytes", bits)
+    (note,) = ignored_options(TrainConfig(model=model, method="qlora", quantization="int8"), {}, size)
+    assert note == f"quantization: ignored, because {model} lies on disk as bitsandbytes"
+
+
+def test_weights_of_a_package_may_be_quantised_by_its_text_config_alone(tmp_path):
+    model = write_package(tmp_path / "model", "llava")
+    config = read_json(model / "config.json")
+    config["text_config"]["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    facts = measure_model(TrainConfig(model=str(model), method="lora"))
+    assert facts.size.quantization.format == "gptq"
+    assert weight_problems(str(model), facts) == [], "left to what knows the format, which asks for a package"
 
 
 def test_what_transformers_cannot_train_is_refused_before_loading(fp8, monkeypatch):

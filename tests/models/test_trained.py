@@ -4,12 +4,14 @@ import pytest
 import torch
 from conftest import grid, needed_cases, read_json
 from ranks import on_ranks, train_all, trained
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dsft.checkpoints.export import export
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
+from dsft.models.build import build_model
 from dsft.models.size import measure_model
 from dsft.run_setup.arguments import checkpoint_size
 
@@ -82,6 +84,15 @@ def test_the_plan_and_the_disk_count_what_is_trained(tiny):
     config = make_config(TrainConfig, {"dtype": "float32"}, [])
     assert checkpoint_size(config, frozen).weight_bytes == checkpoint_size(config, whole).weight_bytes
     assert checkpoint_size(config, frozen).state_bytes < checkpoint_size(config, whole).state_bytes
+
+
+def test_adapters_that_are_frozen_in_part_take_the_bytes_on_the_disk_that_are_counted(tiny, tmp_path):
+    options = TrainConfig(model=str(tiny / "model"), method="lora", frozen=["lora_A"])
+    model, size = build_model(options, dtype="float32"), measure_model(options).size
+    model.save_pretrained(tmp_path)
+    written = sum(tensor.nbytes for tensor in load_file(tmp_path / "adapter_model.safetensors").values())
+    counted = checkpoint_size(make_config(TrainConfig, {"dtype": "float32"}, []), size)
+    assert counted.weight_bytes == written > 4 * size.num_trainable
 
 
 PROBLEMS = {

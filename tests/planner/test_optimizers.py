@@ -29,7 +29,7 @@ STEPS_BEFORE = 6
 """RAdam divides by its second moment from the sixth step on."""
 ALL_AT_ONCE = ("adamw_torch", "sgd", "adagrad", "rmsprop")
 """They take all parameters at once on a GPU without being asked."""
-SIZE = SimpleNamespace(model_type="llama", unadapted_expert_params=0, lora_r=0)
+SIZE = SimpleNamespace(model_type="llama", unadapted_expert_params=0, plain_expert_params=0, lora_r=0)
 ON_A_CPU = [name for name in OPTIMIZERS if "bit" not in name]
 
 

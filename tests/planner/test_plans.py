@@ -16,7 +16,16 @@ import yaml
 from conftest import ROOT, grid
 from paper_jobs import EIGHT_GPUS, paper_job
 from tiny import ARCHITECTURES, write_texts
-from transformers import AutoConfig, LlamaConfig, LlavaConfig, MambaConfig, MistralConfig, MixtralConfig
+from transformers import (
+    AriaTextConfig,
+    AutoConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+)
 
 import dsft
 from dsft.cli.main import main
@@ -33,8 +42,9 @@ from dsft.planner.calibration import calibrate
 from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, settings, unmodelled
 from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
+from dsft.planner.states import frozen_bytes, load_terms
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
+from dsft.planner.zero_layout import Term, ZeroLayout, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
 from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
@@ -113,6 +123,39 @@ def test_parameters_are_counted_exactly_and_by_kind(configs):
     assert experts.num_params == 46_702_792_704 and experts.active_params == pytest.approx(
         12.9e9 - experts.embedding_params, rel=0.01
     )  # as published: 46.7 B, 12.9 B active
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (AriaTextConfig, {"intermediate_size": 8, "moe_num_experts": 4, "moe_topk": 2}),
+        (
+            Gemma4TextConfig,
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+        ),
+    ],
+    ids=["aria", "gemma4"],
+)
+def test_experts_of_a_token_are_counted_by_any_name_of_their_number(tmp_path, kind, sizes):
+    widths = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    kind(**widths, **sizes).save_pretrained(tmp_path)
+    size = measure_model(TrainConfig(model=str(tmp_path))).size
+    assert size.expert_params > 0 and size.active_expert_params == size.expert_params // 2
+    assert size.ffn_size == 2 * 8
+
+
+def test_experts_in_one_parameter_are_planned_as_bitsandbytes_leaves_them(configs):
+    size = measure_model(TrainConfig(model=configs["mixtral"], method="qlora")).size
+    experts = 32 * 8 * 3 * 4096 * 14336
+    layout = ZeroLayout(size, {}, gpus(), dtype="bfloat16")
+    assert size.plain_expert_params == experts and frozen_bytes(layout)[0] > 2 * experts
+    loaded = {term.name: term.num_bytes for term in load_terms(layout)}
+    assert loaded["weights"] > 4 * experts, "peft's prepare_model_for_kbit_training makes them float32"
+    assert any(
+        "45.1 B parameters of experts are not quantised" in note
+        for note in unmodelled(paper_job(TrainConfig(model=configs["mixtral"], method="qlora")), {})
+    )
+    assert measure_model(TrainConfig(model=configs["mixtral"], method="lora")).size.plain_expert_params == 0
 
 
 def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
@@ -1101,6 +1144,20 @@ def test_nothing_that_fits_ends_with_1_whatever_is_asked(configs, capsys, cheap_
     words = ["--model", configs["405b"], "--gpus", "1xL4", "--host_memory", "32GB", *asked]
     assert "no: GPU memory" in run_plan(capsys, *words, fits=False)
     assert json.loads(run_plan(capsys, *words, "--json", fits=False))
+
+
+def test_an_evaluation_is_planned_without_the_format_that_a_training_makes(configs, tmp_path, capsys):
+    words = ["--perplexity", "--gpus", "8x80GB", "--json", "--model"]
+    with pytest.raises(SystemExit):
+        run_plan(capsys, *words, configs["8b"], "--method", "qlora")
+    assert "--perplexity plans a model as it lies on disk; leave out --method qlora" in capsys.readouterr().err
+    packed = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    LlamaConfig(**LLAMA_8B, **packed).save_pretrained(tmp_path)
+    plain, adapted = (
+        json.loads(run_plan(capsys, *words, str(tmp_path), *method))["chosen"]["weight_bytes"]
+        for method in ((), ("--method", "lora"))
+    )
+    assert adapted > 1.7 * plain, "below adapters FP8 is unpacked, as an evaluation of them does"
 
 
 @pytest.mark.parametrize("zero", ["2-offload", "3", "3-hpz", "3-offload", "3-nvme"])

@@ -60,6 +60,18 @@ def test_the_largest_that_fits_is_named_with_the_next(capsys):
         assert "full: up to small (ZeRO" in (text := capsys.readouterr().out) and "; not large" in text
 
 
+def test_experts_that_qlora_leaves_plain_may_not_fit_where_a_larger_model_does(capsys, cheap_traces):
+    widths = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    models = {
+        "experts": {"model_type": "mixtral", **widths, "num_hidden_layers": 8, "vocab_size": 32000},  # 11.6 B
+        "dense": {"model_type": "llama", **widths, "num_hidden_layers": 64, "vocab_size": 32000},  # 14.2 B
+    }
+    with mock.patch.dict(USUAL_MODELS, models, clear=True):
+        main(["plan", "--largest", "--gpus", "1xT4", "--host_memory", "64GB", "--seq_len", "32", "--json"])
+    row = next(row for row in json.loads(capsys.readouterr().out) if row["method"] == "qlora")
+    assert row["plan"]["fits"] and (row["fits"], row["too_large"]) == (["dense"], ["experts"])
+
+
 def test_what_is_asked_for_is_asked_of_the_largest_too_and_leaves_out_methods_that_it_refuses(capsys, cheap_traces):
     with mock.patch.dict(USUAL_MODELS, {"small": {"model_type": "llama", **ARCHITECTURES["llama"][1]}}, clear=True):
         main(["plan", "--largest", "--gpus", "8xH100", "--zero", "3", "--seq_len", "32", "--json"])

@@ -16,6 +16,7 @@ from dsft.config.deepspeed import offloads, read_zero_file
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
+from dsft.models.quantization import FORMATS
 from dsft.run_setup.arguments import (
     accelerate_decisions,
     batch_decisions,
@@ -31,6 +32,7 @@ from dsft.run_setup.arguments import (
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import GB
 
+SIZE = SimpleNamespace(quantization=FORMATS["int8"])
 PLAN = SimpleNamespace(
     micro_batch=3,
     accumulation=2,
@@ -186,7 +188,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
     ],
 )
 def test_an_option_without_effect_says_why_in_one_note(options, deepspeed_config, parts):
-    notes = ignored_options(options, deepspeed_config)
+    notes = ignored_options(options, deepspeed_config, SIZE)
     assert len(notes) == bool(parts), notes
     assert ("which offload needs" in "".join(notes)) == offloads(deepspeed_config)
     assert not parts or notes[0].startswith(parts[0])
@@ -420,7 +422,9 @@ def size_of(options: dict, *, stage: int | None = None, dtype: str = "float32", 
     problems: list[str] = []
     config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
     counts = {"num_trainable": 1000, "num_params": 1000, "lora_r": 0, "vocab_size": 100}
-    model = SimpleNamespace(**counts | parameters)
+    counts |= parameters
+    counts["saved_params"] = counts["num_trainable" if counts["lora_r"] else "num_params"]
+    model = SimpleNamespace(**counts)
     deepspeed_config = None if stage is None else {"zero_optimization": {"stage": stage}}
     assert problems == []
     return checkpoint_size(dataclasses.replace(config, dtype=dtype), model, deepspeed_config)

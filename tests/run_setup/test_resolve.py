@@ -140,6 +140,18 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
 
 
+def test_a_checkpoint_whose_weights_are_taken_is_planned_by_its_own_shape(resolved, cheap_traces, tiny, tmp_path):
+    checkpoint, planned = tmp_path / "before" / "checkpoint-2", {"method": "lora", "verify_resume": False}
+    build_model(TrainConfig(model=str(tiny / "model"), method="lora", lora_r=4), dtype="float32").save_pretrained(
+        checkpoint
+    )
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 2, "epoch": 0.1}')
+    taken = {"resume_from_checkpoint": str(checkpoint), "resume_weights_only": True}
+    run, like_it = resolved(**planned, **taken, lora_r=16), resolved(**planned, lora_r=4)
+    assert run.options.adapter == run.weights_of == str(checkpoint)
+    assert (run.model.size, run.job.size, run.disk) == (like_it.model.size, like_it.job.size, like_it.disk)
+
+
 def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_path):
     """transformers loads it as one, and the model by its config has fewer elements."""
     model = write_model(tmp_path / "model", tie_word_embeddings=True)
