@@ -496,8 +496,8 @@ def resume_decisions(
     """
     training = options.training
     checkpoint = run_folder.last_checkpoint(options)
-    if checkpoint and options.resume_weights_only:
-        return None, run_folder.start_from_weights(options, checkpoint), False
+    if options.resume_weights_only and (decisions := run_folder.start_from_weights(options, checkpoint)):
+        return None, decisions, False
     if not checkpoint:
         return None, [], False
     read_trainer_state(Path(checkpoint))
