@@ -21,11 +21,10 @@ import yaml
 
 from dsft.cli.commands import ConvertOptions
 from dsft.config.elsewhere import DEFAULTS, OF, SAME_NAME, SUPERVISED, TEXT_ALONE, TRAINERS, Elsewhere
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig, argument_types
+from dsft.config.options import EVALUATES, IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig, argument_types
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_text, read_yaml, training_types
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
-from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime.console import show_text
 
 SAME = {name: each for each in SAME_NAME for name in each.names.split()}
@@ -165,11 +164,11 @@ class Converted:
             for option in [each for each in self.values if each.startswith("lora_")]:
                 self._drop(option, "all weights are trained", is_noted="default" not in self.origins[option])
         if not self.values.get("eval_data") and not self.values.get("eval_fraction"):
-            for option in [each for each in self.values if each in ("eval_strategy", "eval_steps")]:
-                self._drop(option, "no held-out data is given")
-        problems = []
-        make_config(TrainConfig, self.values, problems)
-        self.problems = [each for each in problems if not each.startswith(NOT_NEEDED[2])]
+            for option, value in list(self.values.items()):
+                if option in ("eval_strategy", "eval_steps") or value in EVALUATES.get(option, ()):
+                    self._drop(option, "no held-out data is given")
+        self.problems: list[str] = []
+        make_config(TrainConfig, self.values, self.problems)
 
     def _add(self, name: str, value: Any, *, is_default: bool = False) -> None:
         """Translate one option; a default takes the place of none that is given."""
