@@ -148,5 +148,5 @@ def shown_command(words: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Cut a library's message to fit into a message of dsft."""
-    return " ".join(str(error).split())[:300]
+    """Cut a library's message to fit into a message of dsft; of an error without one its name, as KeyboardInterrupt."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from dsft.errors import UserError, ends_with_clear_errors, shown_command
+from dsft.errors import UserError, ends_with_clear_errors, one_line, shown_command
 
 
 class Terminal(io.StringIO):
@@ -40,3 +40,8 @@ def test_a_printed_command_line_holds_no_token():
     printed = shown_command(["train", *secret, "--eos_token_id", "2", "--run_name", "a b"])
     expected = "train --hub_token *** --push-to-hub-token=*** --wandb_api_key *** --eos_token_id 2 --run_name 'a b'"
     assert printed == expected
+
+
+def test_an_error_without_a_message_is_named():
+    """run.json had `rank 0 on host: ` after a Ctrl-C."""
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt" and one_line(ValueError("a\n b")) == "a b"

@@ -42,7 +42,7 @@ ON_THE_CARD = {
     "train_loss": "training loss, mean",
     "steps": "optimizer steps",
     "tokens_seen": "tokens seen",
-    "seconds": "seconds",
+    "seconds": "seconds since the last start",
     "peak_gpu_gib": "peak memory of a GPU (GiB)",
     "peak_host_gib": "peak memory of a rank on the host (GiB)",
 }
@@ -159,12 +159,21 @@ def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
     return bool(known) and (known.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
-def start_from_weights(config: TrainConfig, checkpoint: str) -> list[Decision]:
+def start_from_weights(config: TrainConfig, checkpoint: str | None) -> list[Decision]:
     """Take the model, or with LoRA the adapter, of a checkpoint; optimizer, order of data and step start from zero.
-    Raises UserError where the run would write into the folder that holds the checkpoint.
+    None is taken where the run began so, and goes on with `auto` from a checkpoint of its own. Raises UserError where
+    there is none, or the run would write into the folder that holds the checkpoint.
     """
     output_dir = Path(config.training["output_dir"]).resolve()
+    if checkpoint is None:
+        raise UserError(
+            f"resume_weights_only: output_dir={output_dir} holds no checkpoint to go on from; name the one whose"
+            " weights are taken with resume_from_checkpoint"
+        )
     if output_dir in Path(checkpoint).resolve().parents:
+        is_auto = config.training["resume_from_checkpoint"] == "auto"
+        if is_auto and _known_run(output_dir).get("config", {}).get(WEIGHTS_ONLY):
+            return []
         raise UserError(
             f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new"
             " ones; name another output_dir and the checkpoint with resume_from_checkpoint"

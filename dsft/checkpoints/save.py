@@ -142,7 +142,7 @@ class StagedSave:
             self.will_fail_again = int(number) not in PASSING if number else not told
             if not (number or told):
                 traceback.print_exception(error, file=sys.stderr)
-        self.errors.append(one_line(error) or type(error).__name__)
+        self.errors.append(one_line(error))
 
     @contextlib.contextmanager
     def noting_errors_of(self, checkpoint_engine: Any, engine: Any = None) -> Iterator[None]:

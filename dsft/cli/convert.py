@@ -21,7 +21,7 @@ import yaml
 
 from dsft.cli.commands import ConvertOptions
 from dsft.config.elsewhere import DEFAULTS, OF, SAME_NAME, SUPERVISED, TEXT_ALONE, TRAINERS, Elsewhere
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig, argument_types
+from dsft.config.options import EVALUATES, IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig, argument_types
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_text, read_yaml, training_types
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.chat_template import load_template
@@ -164,8 +164,9 @@ class Converted:
             for option in [each for each in self.values if each.startswith("lora_")]:
                 self._drop(option, "all weights are trained", is_noted="default" not in self.origins[option])
         if not self.values.get("eval_data") and not self.values.get("eval_fraction"):
-            for option in [each for each in self.values if each in ("eval_strategy", "eval_steps")]:
-                self._drop(option, "no held-out data is given")
+            for option, value in list(self.values.items()):
+                if option in ("eval_strategy", "eval_steps") or value in EVALUATES.get(option, ()):
+                    self._drop(option, "no held-out data is given")
         self.problems: list[str] = []
         """What is left to do: what a training would refuse of the options."""
         make_config(TrainConfig, self.values, self.problems)

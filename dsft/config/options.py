@@ -87,6 +87,13 @@ TRAINING_DEFAULTS = {
     "greater_is_better": False,  # transformers' would be True for perplexity: it goes by the name's end, "loss"
 }
 """Defaults that take the place of TrainingArguments'."""
+EVALUATES = {
+    "eval_strategy": ("steps", "epoch"),
+    "load_best_model_at_end": (True,),
+    "eval_on_start": (True,),
+    "save_strategy": ("best",),
+}
+"""Options of TrainingArguments -> the values that need held-out data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from dsft.checkpoints.manifest import checkpoints
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config, read_file_and_flags, split_flags
 from dsft.errors import (
@@ -170,7 +171,13 @@ def check_as_rank_0(name: str, script: list[str], ranks: int) -> int:
 
 
 def resumed(script: list[str]) -> list[str]:
-    """The words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it."""
+    """The words of a training with `--resume_from_checkpoint auto`, once, whatever they said of it; as they are where
+    they name a checkpoint and the training has none of its own yet.
+    """
+    training = read_config(TrainConfig, script, []).training
+    is_named = training.get("resume_from_checkpoint", "auto") != "auto"
+    if is_named and not checkpoints(training.get("output_dir", "")):
+        return script
     _, others = split_flags(script, {"resume_from_checkpoint": str})
     return [*others, "--resume_from_checkpoint", "auto"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dsft.checkpoints.run_folder import samples_in
+from dsft.checkpoints.run_folder import WEIGHTS_ONLY, samples_in
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.perplexity.sums import exp, in_words
@@ -29,16 +29,8 @@ STATUS = {
 }
 """Where it says more than the word that a run has written: done, failed, running."""
 COUNTS = {
-    "rows": "rows",
     "left_out_by_map_row": "rows left out by map_row",
-    "sequences": "sequences",
-    "tokens": "tokens",
-    "trained_tokens": "trained tokens",
     "weighted_tokens": "trained tokens of weights other than 1",
-    "padding_share": "padding share",
-    "truncated": "truncated",
-    "split": "split",
-    "duplicates": "duplicates",
     "dropped_long": "dropped: too long",
     "dropped_untrained": "dropped: nothing to train",
     "dropped_empty": "dropped: empty",
@@ -46,8 +38,10 @@ COUNTS = {
     "rendered_apart": "answers in sequences of their own",
     "unrendered": "chats not rendered whole",
     "empty_thinking": "chats with untrained empty thinking",
+    "fill_rate": "share of packed rows that is filled",
+    "passes": "epochs of each source",
 }
-"""Counts of run.json -> their words."""
+"""Counts of run.json -> their words, where these are not the name itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +122,7 @@ def headline(report: Report) -> Table:
         if len(evaluated) > 1:
             perplexity = f"{in_digits(evaluated[0]['eval_perplexity'])} → {perplexity}"
         stalls = {name: value for name, value in run.seconds.items() if name != "training"}
-        seconds = results.get("seconds") or max(run.values("train_runtime"), default=None)
-        hours, rest = divmod(round(seconds or 0), 3600)
+        hours, rest = divmod(round(run.total_seconds), 3600)
         time = f"{hours}:{rest // 60:02}:{rest % 60:02} h" if hours else f"{rest // 60}:{rest % 60:02} min"
         shown = {
             name: f"{in_digits(values[-1])} {how['unit']}".strip() if (values := run.values(metric)) else ""
@@ -144,7 +137,7 @@ def headline(report: Report) -> Table:
             "optimizer steps": _count(run.log[-1]["step"] if run.log else None),
             "tokens seen": _count(max(run.values("num_input_tokens_seen"), default=None)),
             **shown,
-            "time": "" if seconds is None else time,
+            "time": time if run.total_seconds else "",
             "stalls": ", ".join(f"{name} {value:,.1f} s" for name, value in stalls.items() if value),
             "machine": facts.get("machine", ""),
             "started": facts.get("created", "").replace("T", " ").replace("+00:00", " UTC"),
@@ -170,11 +163,13 @@ def tables(report: Report) -> list[Table]:
     # Each source of what was trained: its loss in the first and the last line, and its trained tokens.
     rows = {}
     for part, metric in report.parts("source").items():
-        both = [(run.values(metric), run.values(metric.removesuffix("loss") + "tokens")) for run in runs]
-        rows[part] = [
-            f"loss {in_digits(losses[0])} → {in_digits(losses[-1])}, {int(sum(tokens)):,} tokens" if losses else ""
-            for losses, tokens in both
-        ]
+        rows[part] = []
+        for run in runs:
+            losses, of_lines = run.values(metric), run.values(metric.removesuffix("loss") + "tokens")
+            # The last steps before a stop or a kill have no line of the log; the end has their sums too.
+            tokens = run.results.get("sources", {}).get(part, {}).get("trained_tokens") or int(sum(of_lines))
+            cell = f"loss {in_digits(losses[0])} → {in_digits(losses[-1])}, {tokens:,} tokens" if losses else ""
+            rows[part].append(cell)
     made.append(_table("Sources of the training", runs, rows))
 
     # Each held-out set.
@@ -237,8 +232,9 @@ def tables(report: Report) -> list[Table]:
         counts = [run.facts.get(key) or {} for run in runs]
         if any(counts):
             rows = {"from": [_short(config.get(option)) for config in configs]}
-            for name, text in COUNTS.items():
-                rows[text] = [describe_value(count[name]) if count.get(name) else "" for count in counts]
+            for name in dict.fromkeys(name for count in counts for name in count):
+                cells = [describe_value(count[name]) if count.get(name) else "" for count in counts]
+                rows[COUNTS.get(name, name.replace("_", " "))] = cells
             made.append(_table(title, runs, rows))
 
     # Predictions beside what was measured.
@@ -270,8 +266,10 @@ def folded(report: Report) -> list[Folded]:
     for run in report.runs:
         name = f" · {run.name}" if len(report.runs) > 1 else ""
         config, plan, decisions = run.facts["config"], run.facts.get("plan") or {}, run.facts.get("decisions", [])
-        # The options that are not the defaults, as a file, and the command that takes it.
-        left_out = {"overwrite", "resume_from_checkpoint", *(item["name"] for item in decisions)}
+        # The options that are not the defaults, as a file, and the command that takes it. Of a checkpoint's weights
+        # alone: the model or adapter that they are.
+        decided = (item["name"] for item in decisions if item["reason"] != WEIGHTS_ONLY)
+        left_out = {"overwrite", "resume_from_checkpoint", WEIGHTS_ONLY, *decided}
         given = {key: value for key, value in config.items() if key not in left_out and defaults.get(key, ...) != value}
         world, per_node = run.facts.get("world_size", 1), plan.get("ranks_per_node", 1)
         start = "dsft train" if world == per_node else "dsft launch train --hostfile HOSTS"

@@ -61,8 +61,8 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What the end wrote; empty before any."""
-        return self.facts.get("results") or {}
+        """What the end wrote; empty before any, and where training was started again after it."""
+        return {} if self.facts.get("status") in ("running", "failed") else self.facts.get("results") or {}
 
     @property
     def status(self) -> str:
@@ -71,20 +71,25 @@ class Run:
         return "killed" if status == "running" and not is_held(self.folder) else status
 
     @property
+    def total_seconds(self) -> float:
+        """Since training was last started, without loading; 0 before anything was timed."""
+        return self.results.get("seconds") or next(reversed(self.values("train_runtime")), 0.0)
+
+    @property
     def seconds(self) -> dict[str, float]:
-        """Where the time went since training was last started, without loading; empty before anything was timed."""
+        """Where `total_seconds` went; empty before anything was timed."""
         timed = [index for index, entry in enumerate(self.log) if "train_runtime" in entry]
         restarts = [
             earlier + 1
             for earlier, later in pairwise(timed)  # the clock of training starts at 0 each time
             if self.log[later]["train_runtime"] < self.log[earlier]["train_runtime"]
         ]
-        attempt = self.log[restarts[-1] if restarts else 0 :]
-        total = self.results.get("seconds") or (self.log[timed[-1]]["train_runtime"] if timed else 0.0)
+        attempt, total = self.log[restarts[-1] if restarts else 0 :], self.total_seconds
+        saving = [entry.get("save_seconds", 0.0) for entry in attempt]  # which a run that still runs has alone
         stalls = {
             "waiting for data": sum(entry.get("data_wait_seconds", 0.0) for entry in attempt),
             "evaluation": sum(entry.get("eval_runtime", 0.0) for entry in attempt),
-            "saving": self.results.get("saves", {}).get("seconds", 0.0),
+            "saving": self.results.get("saves", {}).get("seconds") or max(saving, default=0.0),
         }
         return {"training": max(total - sum(stalls.values()), 0.0)} | stalls if total else {}
 
@@ -140,7 +145,10 @@ def read_report(folders: list[str]) -> Report:
                 # Values that are NaN or infinite are left out, such as the gradient norm of a skipped step.
                 known = {key: value for key, value in entry.items() if value is not None}
                 log.append({key: value for key, value in known.items() if isinstance(value, str) or isfinite(value)})
-            evaluated = {entry["step"]: entry for entry in log if "eval_perplexity" in entry}
+            evaluated: dict[int, dict[str, float]] = {}
+            for entry in log:
+                if "eval_perplexity" in entry:  # with load_best_model_at_end the last step's second one is of the best
+                    evaluated.setdefault(entry["step"], entry)
             saved = []
             for path in checkpoints(folder):
                 if not (path / TRAINER_STATE).is_file():  # a checkpoint that is damaged, or was removed just now
@@ -202,10 +210,11 @@ def _model_of(model: str, runs: list[Run]) -> tuple[str, str, int | None]:
         if not path.is_relative_to(root):
             continue
         tokens = {checkpoint.name: checkpoint.tokens_seen for checkpoint in run.checkpoints}
-        best = run.results.get("best_checkpoint")
+        results = run.facts.get("results") or {}  # of the end that wrote final/
+        best = results.get("best_checkpoint")
         if path != root and (name := str(path.relative_to(root))) != FINAL:
             return run.name, name, tokens.get(name.partition("/")[0])  # also of the shards in a checkpoint
         if best and run.facts["config"].get("load_best_model_at_end"):
             return run.name, FINAL, tokens.get(Path(best).name)
-        return run.name, FINAL, run.results.get("tokens_seen")
+        return run.name, FINAL, results.get("tokens_seen")
     return "", model, None

@@ -223,7 +223,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
         "per_device_eval_batch_size": max(1, min(8, at_once)),
     }
     values = TRAINING_DEFAULTS | derived | dict(options.training)
-    if options.early_stopping_patience:
+    if options.early_stopping_patience or values.get("save_strategy") == "best":  # without a metric none is
         values["metric_for_best_model"] = values.get("metric_for_best_model") or "loss"
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
@@ -602,7 +602,7 @@ def checkpoint_size(
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
     every, limit = values.get("save_steps", TrainingArguments.save_steps), values.get("save_total_limit")
     keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
-    num_kept = max(limit, 2 if keeps_best or strategy == "best" else 1) + 1 if limit else math.inf
+    num_kept = max(limit, 2 if keeps_best else 1) + 1 if limit else math.inf
     num_saved = math.inf  # unknown, also with save_minutes
     if not options.save_minutes:
         if strategy == "no":

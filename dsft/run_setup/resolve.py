@@ -34,7 +34,7 @@ from dsft.config.deepspeed import (
     read_zero_file,
     stage,
 )
-from dsft.config.options import Decision, TrainConfig, common_options, decide, shuffle_seed
+from dsft.config.options import EVALUATES, Decision, TrainConfig, common_options, decide, shuffle_seed
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
@@ -371,9 +371,9 @@ def check_run(
     options, training = run.options, run.options.training
     run.problems += user_code.problems(options)
     run.problems += arguments.check_machine(options, machine)
-    evaluates = training.get("eval_strategy", "no") != "no" or training.get("load_best_model_at_end")
-    if starts and evaluates and not options.has_held_out:
-        run.problems.append("eval_strategy needs held-out data; give eval_data or eval_fraction")
+    evaluating = [name for name, values in EVALUATES.items() if training.get(name) in values]
+    if starts and evaluating and not options.has_held_out:
+        run.problems.append(f"{evaluating[0]} needs held-out data; give eval_data or eval_fraction")
     run.problems += arguments.check_training_arguments(options, run.problems, here=machine.measured)
     tokenizer, unreadable = None, []
     named = {"model": options.model, "adapter": options.adapter} if starts and options.verify_resume else {}
@@ -495,8 +495,8 @@ def resume_decisions(
     """
     training = options.training
     checkpoint = run_folder.last_checkpoint(options)
-    if checkpoint and options.resume_weights_only:
-        return None, run_folder.start_from_weights(options, checkpoint), False
+    if options.resume_weights_only and (decisions := run_folder.start_from_weights(options, checkpoint)):
+        return None, decisions, False
     if not checkpoint:
         return None, [], False
     read_trainer_state(Path(checkpoint))

@@ -110,10 +110,13 @@ class EarlyStopping(EarlyStoppingCallback):
     """Why it did."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Goes on counting where a checkpoint has stopped; transformers' own begins anew."""
+        """Goes on counting where a checkpoint has stopped, be it at the end of the patience; transformers' own begins
+        anew.
+        """
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         vars(self).update(saved)
         self.resumed_at = state.global_step
+        control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         if 0 < state.global_step == self.resumed_at:  # eval_on_start; the step counted before the checkpoint

@@ -260,7 +260,7 @@ def recorded(
         if trainer is not None:
             if run.options.overwrite and run.checkpoint is None:
                 clear_run(run.output_dir)
-            reserve_space(run.output_dir, run.disk.final_bytes)
+            reserve_space(run.output_dir, run.disk.final_bytes + trainer.kept_bytes)
         write_run(
             run.output_dir,
             config=as_dict(run.options),
@@ -415,10 +415,13 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
         lost = f"{run.output_dir}: the final model could not be saved ({trainer.final_save.failed[0]})"
         if not (saved := checkpoints(run.output_dir)):
             raise Unsaved(f"{lost}, and there is no checkpoint")
-        step = int(saved[-1].name.rpartition("-")[2])
-        which = "the last step's" if step == trainer.state.global_step else f"step {step}'s"
-        command = shlex.join(["dsft", "export", str(saved[-1]), str(saved[-1].parent / FINAL)])
-        raise Unsaved(f"{lost}. {saved[-1]} is complete, with {which} weights; once there is room: {command}")
+        best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
+        source = Path(best or saved[-1])
+        step = int(source.name.rpartition("-")[2])
+        is_last = step == trainer.state.global_step
+        which = "the best" if best else "the last step's" if is_last else f"step {step}'s"
+        command = shlex.join(["dsft", "export", str(source), str(Path(run.output_dir) / FINAL)])
+        raise Unsaved(f"{lost}. {source} is complete, with {which} weights; once there is room: {command}")
     if distributed.rank() == 0:
         results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
         # A stream's counts are known only now.

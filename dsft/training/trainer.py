@@ -21,11 +21,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.export import LeftOut, keep_left_out
-from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune, resume_errors
 from dsft.checkpoints.readback import Verification, readback_errors, trained_shapes
 from dsft.checkpoints.resume import (
     TAKEN,
@@ -183,11 +183,15 @@ class PerplexityTrainer(Trainer):
         self.save_minutes, self.learning_rates = options.save_minutes, learning_rates(options)
         self.left_out = None if isinstance(model, PeftModel) else left_out
         self._disk = run.disk
+        self.kept_bytes = 0 if self.left_out is None or self.left_out.text_only else self.left_out.num_bytes
+        """Of `final/`, beside what is trained."""
+        # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
+        self.save_total_limit, args.save_total_limit = args.save_total_limit, None
         self._saved_at = time.monotonic()
         self._async_save = options.async_save
         self._staged_save: StagedSave | None = None
-        self._unpublished: tuple[StagedSave, int, dict[str, Any]] | None = None
-        """What was begun and not published yet, at which step, and the facts for its manifest."""
+        self._unpublished: tuple[StagedSave, int, dict[str, Any], str | None] | None = None
+        """What was begun and not published yet, at which step, the facts for its manifest, and the best before it."""
         shapes = trained_shapes(model)
         self._num_trained = sum(map(math.prod, shapes.values()))
         # What a run that resumes must have in common with this one.
@@ -261,6 +265,10 @@ class PerplexityTrainer(Trainer):
         started = super()._init_training_state(max_steps, *args, **kwargs)
         # Else a resumed run logs, evaluates and saves as often as the checkpoint's did.
         self.state.compute_steps(self.args, max_steps)
+        # A save looks each of these up (Trainer._save_checkpoint); the checkpoint may be of a run without one.
+        for each in (*self.callback_handler.callbacks, self.control):
+            if isinstance(each, ExportableState):
+                self.state.stateful_callbacks.setdefault(type(each).__name__, each.state())
         # The best so far is of the metric that was asked for then, whose values another's must not be compared to.
         best, metric = self.state.best_metric, self.args.metric_for_best_model
         if best is not None and metric is not None:
@@ -331,6 +339,12 @@ class PerplexityTrainer(Trainer):
         restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
 
     # Steps.
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's. A run that was killed before its final model resumes at its end, and takes no step more."""
+        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> tuple[list, Any]:
         """The Trainer's, timed."""
@@ -427,6 +441,8 @@ class PerplexityTrainer(Trainer):
         """The Trainer's, after what was sent of the step before is read, and of this step where something due needs it:
         all ranks read the same at the same step. Collective. Raises TrainingStopped where a loss was NaN or infinite.
         """
+        if self.is_stopping and self.state.epoch % 1:  # the Trainer's end of an epoch that the stop has cut off
+            return
         control, unread = self.control, self.work.unread
         due = ("should_log", "should_evaluate", "should_save", "should_training_stop")
         while unread and (len(unread) > 1 or any(getattr(control, name) for name in due)):
@@ -558,6 +574,10 @@ class PerplexityTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """The Trainer's, by which `save_strategy: best` saves; it would take back what a stop or the clock asks for."""
+        return super()._determine_best_metric(*args, **kwargs) or self.control.should_save
+
     # Saving.
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -569,10 +589,9 @@ class PerplexityTrainer(Trainer):
         self.complete_save()
         folder = checkpoint_folder(output_dir, state.global_step)
         save = self._staged_save = StagedSave(folder, self.saves, in_background=self._async_save)
-        save_as_the_trainer = super()._save_checkpoint
+        save_as_the_trainer, best = super()._save_checkpoint, state.best_model_checkpoint
 
         def write() -> None:
-            best = state.best_model_checkpoint
             with save.noting_errors_of(self.model_wrapped.checkpoint_engine, self.model_wrapped):
                 save_as_the_trainer(model, trial)
             # The Trainer names the best checkpoint by where it is now, not by where it will be.
@@ -591,7 +610,7 @@ class PerplexityTrainer(Trainer):
         }
         with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
             save.begin(write, needed_bytes=self._disk.checkpoint_bytes)
-        self._unpublished = save, state.global_step, facts
+        self._unpublished = save, state.global_step, facts, best
         self._staged_save, self._saved_at = None, time.monotonic()
         if not self._async_save:
             self.complete_save()
@@ -602,7 +621,7 @@ class PerplexityTrainer(Trainer):
         """
         if self._unpublished is None:
             return
-        (save, _, facts), self._unpublished = self._unpublished, None
+        (save, _, facts, best_before), self._unpublished = self._unpublished, None
         state, output_dir = self.state, self.args.output_dir
 
         def check(folder: Path) -> list[str]:
@@ -614,13 +633,15 @@ class PerplexityTrainer(Trainer):
         with watchdog.phase("saving"), self.work.paused():
             is_saved = save.complete(check, facts=facts)
             if is_saved and self.is_world_process_zero():
-                best, limit = state.best_model_checkpoint, self.args.save_total_limit
+                best, limit = state.best_model_checkpoint, self.save_total_limit
                 for error in prune(output_dir, limit=limit, best=best, newest=save.folder):
                     say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
             if is_saved:
                 distributed.wait_long("older checkpoints are removed")
         if is_saved:
             return
+        if state.best_model_checkpoint == str(save.folder):
+            state.best_model_checkpoint = best_before
         name, failure = save.folder.name, self.saves.failed[-1]
         if save.will_fail_again and not self.saves.number:
             raise TrainingStopped(
@@ -635,10 +656,9 @@ class PerplexityTrainer(Trainer):
         if self.is_world_process_zero():
             release_reserved_space(self.args.output_dir)
         swap_in(self.model_wrapped, "eval")
-        kept_bytes = 0 if self.left_out is None or self.left_out.text_only else self.left_out.num_bytes
         with watchdog.phase("saving"):
             write = functools.partial(self.save_model, str(save.staged))
-            save.begin(write, needed_bytes=self._disk.weight_bytes + kept_bytes)
+            save.begin(write, needed_bytes=self._disk.weight_bytes + self.kept_bytes)
             facts = {"step": self.state.global_step, **self.topology}
             is_saved = save.complete(functools.partial(self._missing_weights, save), facts=facts)
         self._staged_save = None
@@ -714,10 +734,15 @@ class PerplexityTrainer(Trainer):
             save.attempt(write)
 
     def _load_best_model(self) -> None:
-        """Loads it as the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
+        """Loads it as the Trainer. If it has changed since it was saved, or is gone, the last step's weights stay.
+        Collective.
+        """
         self.complete_save()
         best = self.state.best_model_checkpoint
-        if errors := Verification(best, hashes=True).errors():
+        if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or in memory
+            return
+        missing = distributed.on_rank_0(lambda: resume_errors(Path(best)) if Path(best).is_dir() else ["it is gone"])
+        if errors := missing or Verification(best, hashes=True).errors():
             say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
             self.state.best_model_checkpoint = None
             return

@@ -281,18 +281,20 @@ def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of
     assert (tmp_path / "log").read_text().count("nothing left to train") == 1
 
 
-def with_damaged_best(options: dict) -> None:
-    """Train; the best checkpoint gets a changed byte before it is loaded at the end."""
+def with_damaged_best(changed: dict, gone: dict) -> None:
+    """Train twice; the best checkpoint gets a changed byte, or is removed, before it is loaded at the end."""
     load = PerplexityTrainer._load_best_model
 
     def damage_and_load(trainer) -> None:
         if distributed.rank() == 0:
-            change_a_byte(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+            best = Path(trainer.state.best_model_checkpoint)
+            change_a_byte(best / "model.safetensors") if "changed" in str(best) else shutil.rmtree(best)
         distributed.wait_for_all()
         load(trainer)
 
     PerplexityTrainer._load_best_model = damage_and_load
-    train(options)
+    train(changed)
+    train(gone)
 
 
 @pytest.mark.launch
@@ -300,9 +302,12 @@ def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(options, tiny, tmp_p
     words = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
     words |= {"load_best_model_at_end": True, "eval_data": str(tiny / "held_out.jsonl")}
     words |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the best is the first
-    on_ranks(2, with_damaged_best, options(tmp_path / "run", **words), log=tmp_path / "log")
-    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
-    assert "the best checkpoint, is damaged (the content of model.safetensors" in (tmp_path / "log").read_text()
-    assert results["best_checkpoint"] is None
-    final, last = (tmp_path / "run" / name / "model.safetensors" for name in ("final", "checkpoint-4"))
-    assert final.read_bytes() == last.read_bytes()
+    names = ("changed", "gone")
+    on_ranks(2, with_damaged_best, *(options(tmp_path / name, **words) for name in names), log=tmp_path / "log")
+    log = (tmp_path / "log").read_text()
+    assert "the best checkpoint, is damaged (the content of model.safetensors" in log
+    assert "the best checkpoint, is damaged (it is gone)" in log
+    for name in names:
+        assert json.loads((tmp_path / name / "run.json").read_text())["results"]["best_checkpoint"] is None
+        final, last = (tmp_path / name / part / "model.safetensors" for part in ("final", "checkpoint-4"))
+        assert final.read_bytes() == last.read_bytes()

@@ -530,10 +530,17 @@ def test_a_job_of_slurm_has_each_of_its_variables(missing, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [[], ["--resume_from_checkpoint"], ["--resume-from-checkpoint=a"]])
-def test_a_restart_resumes_from_the_last_checkpoint_whatever_the_first_start_did(given):
-    """An option that stands twice would be refused."""
-    for words in ([*given, "--max_steps", "4"], ["--max_steps", "4", *given]):
-        assert resumed(words) == ["--max_steps", "4", "--resume_from_checkpoint", "auto"]
+def test_a_restart_resumes_from_the_last_checkpoint_whatever_the_first_start_did(given, tmp_path):
+    """An option that stands twice would be refused. Until there is one, a checkpoint that was named is taken again: a
+    restart with auto would begin from scratch.
+    """
+    out = ["--output_dir", str(tmp_path)]
+    starts = ([*given, *out], [*out, *given])
+    if "=" in "".join(given):
+        assert all(resumed(words) == words for words in starts)
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "manifest.json").touch()
+    assert all(resumed(words) == [*out, "--resume_from_checkpoint", "auto"] for words in starts)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
 from tiny import write_tokenizer
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainerCallback
 from transformers.utils import is_timm_available, is_torchvision_available
 
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.export import export, merge
+from dsft.checkpoints.save import RESERVED
 from dsft.config.options import TrainConfig
+from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model, weight_problems
 from dsft.models.package import auto_class, from_config, unreached, whole_class
 from dsft.models.size import measure_model
+from dsft.run_setup.arguments import checkpoint_size
 from dsft.run_setup.resolve import check_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
@@ -182,13 +185,27 @@ def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
     assert 1 < result.perplexity.perplexity < 1000
 
 
+class ReservedRoom(TrainerCallback):
+    """Notes the bytes that are held for the final model while it is trained."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        (Path(args.output_dir) / "reserved").write_text(str((Path(args.output_dir) / RESERVED).stat().st_size))
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("kind", grid(KINDS, ["qwen3_5"]))
 def test_an_exported_checkpoint_is_the_package_too(kind, options, tmp_path, capsys):
     package, run = write_package(tmp_path / "model", kind), tmp_path / "run"
-    saves = {"save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
-    log = train_all(1, [options(run, model=str(package), **saves)], tmp_path / "log")
+    saves = {"save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1, "callbacks": [ReservedRoom()]}
+    words = options(run, model=str(package), **saves)
+    log = train_all(1, [words], tmp_path / "log")
     assert (run / "final").is_dir(), log
+    config = make_config(TrainConfig, words | {"dtype": "float32"}, [])
+    size = checkpoint_size(config, measure_model(config).size, json.loads((run / "run.json").read_text())["deepspeed"])
+    kept = [load_file(file) for file in (run / "final").glob("model-kept-*")]
+    kept_bytes = sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
+    if reserved := int((run / "reserved").read_text()):  # 0 where the file system reserves none
+        assert reserved == size.final_bytes + kept_bytes, "with the parts of the package that are kept"
     before, after = tensors_in(run / "final"), tensors_in(export(str(run / "checkpoint-2"), str(tmp_path / "out")))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -8,7 +8,8 @@ from conftest import flags
 from test_report import logged, write_evaluation, write_run
 from test_runs import write_checkpoint
 
-from dsft.config.options import TrainConfig
+from dsft.checkpoints.run_folder import WEIGHTS_ONLY
+from dsft.config.options import Decision, TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError
 from dsft.report.charts import COLOURS, charts
@@ -39,6 +40,16 @@ def test_a_run_without_an_end_shows_the_time_of_its_log_and_one_without_a_log_no
     assert "time" not in column(write_run(tmp_path / "new"))
 
 
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_run_that_was_started_again_shows_its_new_attempt_and_not_the_earlier_end(tmp_path, status):
+    saving = {"step": 2, "train_runtime": 20.0, "save_seconds": 4.0}
+    earlier = {"seconds": 3661.0, "warnings": ["of then"], "saves": {"seconds": 90.0}}
+    run = write_run(tmp_path / "run", log=[*logged(7), *logged(1), saving], status=status, results=earlier)
+    shown = column(run)
+    assert shown["time"] == "0:20 min" and "warnings" not in shown
+    assert shown["stalls"] == "waiting for data 1.5 s, evaluation 10.0 s, saving 4.0 s"
+
+
 def test_perplexity_goes_from_the_first_measurement_to_the_last_with_its_interval(tmp_path):
     first = {"step": 0, "eval_perplexity": 4096.4, "eval_perplexity_low": 4000.0, "eval_perplexity_high": 4200.0}
     assert column(write_run(tmp_path / "run", log=[first, *logged(2)]))["held-out perplexity"] == (
@@ -59,6 +70,9 @@ def test_sources_and_held_out_sets_have_a_row_each(tmp_path):
     assert table(report, "Sources").rows == [["a.b", "loss 8 → 4, 900 tokens", ""]]
     assert table(report, "Held-out perplexity by set").rows == [["code", "7.4 → 7.4", ""]]
     assert not [each for each in tables(read_report([str(without)])) if each.title.startswith("Sources")]
+    of_all = {"sources": {"a.b": {"trained_tokens": 1000, "nats": 4000.0}}}  # a stop came between two lines of the log
+    ended = write_run(tmp_path / "ended", log=log, results=of_all)
+    assert table(read_report([str(ended)]), "Sources").rows == [["a.b", "loss 8 → 4, 1,000 tokens"]]
 
 
 def test_checkpoints_are_named_with_their_run_where_there_are_several(tmp_path):
@@ -70,6 +84,12 @@ def test_checkpoints_are_named_with_their_run_where_there_are_several(tmp_path):
         rows = table(report, "Checkpoints").rows
         assert [row[0] for row in rows] == names
         assert {tuple(row[1:]) for row in rows} == {("4", "400", "12.18, 11.5 to 13.25 (95 %)")}
+
+
+def test_every_count_of_the_data_has_a_row(tmp_path):
+    counts = {"rows": 1200, "split": 0, "packed_rows": 30, "fill_rate": 0.925, "passes": [0.5, 2.0]}
+    rows = table(read_report([str(write_run(tmp_path / "run", data=counts))]), "Training data").rows
+    assert [row[1] for row in rows[1:]] == ["1,200", "30", "92.5%", "0.5, 2"]
 
 
 def test_options_that_all_runs_share_do_not_differ(tmp_path):
@@ -114,6 +134,22 @@ def test_the_command_of_a_report_gives_the_options_of_the_run(tmp_path, world, p
     again = read_config(TrainConfig, ["--config", str(tmp_path / "run.yaml")], problems)
     assert (again, problems) == (config, [])
     assert f"# {world} ranks\n{start} " in text and f"--num_gpus {per_node} " in text
+
+
+@pytest.mark.parametrize(("method", "option"), [("full", "model"), ("lora", "adapter")])
+def test_the_command_of_a_run_that_took_a_checkpoints_weights_takes_them_as_its_model_or_adapter(
+    tmp_path, method, option
+):
+    config = {"model": "ns/base", "method": method, "data": ["a"], "output_dir": "x", "resume_weights_only": True}
+    config |= {option: "old/checkpoint-5"}
+    decided = [
+        Decision(option, "old/checkpoint-5", WEIGHTS_ONLY),
+        Decision("resume_from_checkpoint", None, WEIGHTS_ONLY),
+    ]
+    run = write_run(tmp_path / "run", config=config, decisions=[vars(each) for each in decided])
+    given = yaml.safe_load(folded(read_report([str(run)]))[0].text.partition("\n# ")[0])
+    assert given[option] == "old/checkpoint-5" and given["model"] == config["model"]
+    assert "resume_weights_only" not in given and "resume_from_checkpoint" not in given
 
 
 def _words(options: dict) -> list[str]:

@@ -53,7 +53,7 @@ def write_run(folder, *, log=(), **sections):
         "versions": {"torch": "2.13.0"},
         "world_size": 8,
         "data": {"rows": 1234, "tokens": 56789},
-        "status": "running",
+        "status": "done" if "results" in sections else "running",
     }
     (folder / "run.json").write_text(json.dumps(facts | sections))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))

@@ -103,7 +103,9 @@ def test_a_checkpoint_without_a_trainers_state_is_left_out(tmp_path):
 
 
 def test_a_checkpoint_has_the_perplexity_of_its_step_and_no_other(tmp_path):
-    run = write_run(tmp_path / "run", log=logged(4))
+    """With load_best_model_at_end the best model is evaluated once more after the last step."""
+    of_best = {"step": 4, "eval_loss": 2.0, "eval_perplexity": 7.4}
+    run = write_run(tmp_path / "run", log=[*logged(4), of_best])
     for step in (2, 4):
         write_checkpoint(run, step)
     first, last = read_report([str(run)]).runs[0].checkpoints

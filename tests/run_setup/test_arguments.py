@@ -67,6 +67,8 @@ def test_held_out_data_is_evaluated_each_epoch_and_the_best_model_is_saved_when_
     assert with_defaults(steps)["save_strategy"] == "steps"
     explicit = TrainConfig(eval_data=["x"], training={"load_best_model_at_end": True, "save_strategy": "best"})
     assert with_defaults(explicit)["save_strategy"] == "best"
+    unnamed = TrainConfig(eval_data=["x"], training={"save_strategy": "best"})
+    assert with_defaults(unnamed)["metric_for_best_model"] == "loss", "without one no checkpoint would be saved"
 
 
 def test_of_two_names_for_activation_checkpointing_transformers_gets_one():

@@ -69,6 +69,9 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"bf16": True, "fp16": True}, ["bf16 and fp16 are both true"]),
         ({"bf16": True, "dtype": "float32"}, ["dtype=float32 contradicts bf16=true"]),
         ({"eval_strategy": "epoch"}, ["eval_strategy needs held-out data"]),
+        ({"load_best_model_at_end": True}, ["load_best_model_at_end needs held-out data"]),
+        ({"eval_on_start": True}, ["eval_on_start needs held-out data"]),
+        ({"save_strategy": "best"}, ["save_strategy needs held-out data"]),
         (
             {
                 "load_best_model_at_end": True,

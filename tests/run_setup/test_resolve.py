@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoConfig
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.readback import trained_shapes
 from dsft.checkpoints.resume import run_identity
-from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -134,10 +135,16 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     assert decided(8) == (True, {}, False), "its final model is still to be written"
     (tmp_path / "run-8" / FINAL).mkdir()
     assert decided(8) == (True, {}, True)
-    assert decided(None) == decided(None, resume_weights_only=True) == (False, {}, False), "nothing is there"
+    assert decided(None) == (False, {}, False), "nothing is there"
+    with pytest.raises(UserError, match="holds no checkpoint to go on from; name the one whose weights are taken"):
+        decided(None, resume_weights_only=True)
     other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
     weights = {"model": other["resume_from_checkpoint"], "resume_from_checkpoint": None}
     assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
+    for began_so in (False, True):
+        write_run(str(tmp_path / "run-5"), config={"resume_weights_only": began_so})
+        with nullcontext() if began_so else pytest.raises(UserError, match="lies in output_dir"):
+            assert decided(5, resume_weights_only=True) == (True, {}, False), "it goes on"
 
 
 def test_a_checkpoint_whose_weights_are_taken_is_planned_by_its_own_shape(resolved, cheap_traces, tiny, tmp_path):
