@@ -317,6 +317,17 @@ def cost_of_tokens(
     return run_cost(plan, machine, tokens=taken, epochs=passes, steps=taken / per_step, dollars=dollars)
 
 
+def on_ranks(job: Job, training: TrainConfig, machine: Machine) -> tuple[Job, list[str]]:
+    """The job with its step shared by the ranks of this machine, and why they cannot share it evenly. Args: `training`:
+    as it was asked for; with its accumulation the micro batch follows.
+    """
+    asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
+    decisions, problems = batch_decisions(asked, machine.world_size)
+    shared = {decision.name: decision.value for decision in decisions}
+    micro = shared.get("per_device_train_batch_size", job.micro_batch)
+    return dataclasses.replace(job, micro_batch=micro), problems
+
+
 def show_cheapest(
     options: PlanOptions, training: TrainConfig, priced: list[tuple[Machine, float | None]], source: str
 ) -> None:
@@ -343,16 +354,12 @@ def show_cheapest(
                 continue
         offline, job, problems = decided[key], decided[key].job, []
         if job.sequences_per_step and not has_own_file:
-            asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
-            decisions, problems = batch_decisions(asked, machine.world_size)
-            shared = {decision.name: decision.value for decision in decisions}
-            micro = shared.get("per_device_train_batch_size", training.training.get("per_device_train_batch_size"))
-            job = dataclasses.replace(job, micro_batch=micro, accumulation=shared.get("gradient_accumulation_steps"))
+            job, problems = on_ranks(job, training, machine)
         plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
         for problem in problems if training.global_batch_size else []:  # with which a training is refused there
             print_note(f"{name_of(machine)}: {problem}")
             plan = dataclasses.replace(plan, fits=False, limiting_resource="global_batch_size")
-        rows.append((machine, plan, cost_of_tokens(options.tokens, training.training, plan, machine, dollars)))
+        rows.append((machine, plan, cost_of_tokens(options.tokens, offline.options.training, plan, machine, dollars)))
     if not rows:
         raise UserError("--cheapest: none of these machines can share this job, as noted above; change what they name")
     fitting = [row for row in rows if row[1].fits]
@@ -432,6 +439,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
     for machine in machines:
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
         scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
+        scaled, _ = on_ranks(scaled, training, machine)
         plan = plan_run(offline.options, scaled, machine, zero_file=offline.zero_file, must_fit=False).plan
         rows.append((machine, plan, cost_of_tokens(None, {}, plan, machine).gpu_hours))
         taken = plan.time.tokens_per_step // job.seq_len

@@ -539,7 +539,8 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         patterns=(tuple(options.trainable), tuple(options.frozen)),
         micro_batch=training.get("per_device_train_batch_size")
         or (options.batch_tokens and -(-options.batch_tokens // options.seq_len)),  # short sequences fill it up
-        accumulation=training.get("gradient_accumulation_steps"),
+        # It follows from global_batch_size, on each machine anew.
+        accumulation=None if options.global_batch_size else training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,
         checkpointing=False if checkpointing is None and options.zero != "auto" else checkpointing,

@@ -33,9 +33,10 @@ from dsft.planner.candidates import NAMES, candidate_names, fit_nvme_buffers, se
 from dsft.planner.evaluation_plan import evaluation_section
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import Term, bytes_by_phase, sums_in_fp32
+from dsft.planner.zero_layout import OPTIMIZERS, Term, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
-from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run
+from dsft.run_setup.arguments import check_zero_file
+from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -939,6 +940,16 @@ def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, 
         assert json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]["fits"], command
 
 
+def test_every_way_out_takes_the_step_that_was_asked_for(configs):
+    batch = {"global_batch_size": 64, "training": {"per_device_train_batch_size": 4}}
+    machine = gpus(1, 24, host=64, gpu_type="4090")
+    run = resolve_offline(TrainConfig(model=configs["8b"], dtype="bfloat16", **batch), machine, attention="flash")
+    ways = ways_to_fit(run.options, run.job, machine, attention="flash")
+    assert any("nodes" in way.change for way in ways)
+    for way in ways:
+        assert way.plan.time.tokens_per_step == 64 * way.change.get("seq_len", 1024), way.change
+
+
 def test_the_nodes_of_a_host_file_are_all_there_are(configs, capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
@@ -1018,6 +1029,9 @@ def test_the_batch_stays_or_grows_with_the_nodes(configs, capsys):
     }
     assert steps == {"strong": [64 * 1024] * 2, "weak": [64 * 1024, 2 * 64 * 1024]}
     assert "stays (strong scaling)" in run_plan(capsys, *words)
+    batch = ("--tokens_per_step", str(64 * 1024), "--gradient_accumulation_steps", "2")
+    rows = json.loads(run_plan(capsys, *words, *batch, "--json"))
+    assert [(row["micro_batch"], row["accumulation"]) for row in rows] == [(4, 2), (2, 2)]
 
 
 def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
