@@ -12,15 +12,15 @@ from rich.table import Column, Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.deepspeed import stage
+from dsft.config.deepspeed import get_value, stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
-from dsft.data.batches import Sequences
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.launch.launchers import flag_words
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelSize, check_sharding
+from dsft.models.trials import length_limits
 from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK
@@ -261,17 +261,16 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
         options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
     if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
         return None
-    data = load_training_data(options, list(run.data), [], tokenizer)
+    limits = length_limits(run.model.config)
+    data = load_training_data(options, list(run.data), [], tokenizer, limits=limits)
     tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
-    batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
-    if isinstance(data.items, Sequences):
-        data.describe_batches(batch, seed=shuffle_seed(options.training))
-        fed = tokens / (1 - data.counts["padding_share"])
-    elif options.batch_tokens:
-        fed, items = tokens / (1 - data.counts["padding_share"]), items * plan.micro_batch
-    else:
-        fed = tokens / data.counts["fill_rate"]
-    return tokens, -(-items // batch.sequences), min(options.seq_len, max(1, round(fed / items)))
+    micro = 1 if options.batch_tokens else plan.micro_batch  # an item is a batch then
+    batch = Batch(micro, plan.accumulation, machine.world_size, options.sequence_parallel)
+    drop_last = bool(options.training.get("dataloader_drop_last"))
+    data.describe_batches(batch, seed=shuffle_seed(options.training), drop_last=drop_last)
+    steps = items // batch.sequences if drop_last else -(-items // batch.sequences)
+    fed = tokens / (data.counts["fill_rate"] if options.packing else 1 - data.counts["padding_share"])
+    return tokens, steps, min(options.seq_len, max(1, round(fed * micro / plan.micro_batch / items)))
 
 
 def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: Machine) -> RunCost | None:

@@ -13,7 +13,7 @@ from dsft.cli.main import main
 from dsft.cli.plan_answers import describe_question, prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.batches import PaddedToFullSteps, sequences_in
+from dsft.data.batches import EpochSampler, PaddedToFullSteps, sequences_in
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials
@@ -103,7 +103,12 @@ def test_data_that_is_not_here_is_named(asked, capsys):
 WEIGHTED = {"data": ["pairs.jsonl", "texts.jsonl"], "data_weights": [9.0, 1.0]}  # short sequences and full ones
 
 
-@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}, WEIGHTED])
+PACKED = {"data": "PAIRS", "packing": True}
+BUDGET = {"data": "PAIRS", BATCH: None, "batch_tokens": 64}
+FULL_STEPS = {"data": "PAIRS", BATCH: 1, "dataloader_drop_last": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, PACKED, WEIGHTED, BUDGET, FULL_STEPS])
 def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_path, changes):
     if "data_weights" in changes:
         changes = changes | {"data": [str(tiny / name) for name in changes["data"]]}
@@ -113,11 +118,13 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_
     assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
     data = load_training_data(run.options, list(run.data), [], run.tokenizer)
     tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
-    per_step = 8 * plan.micro_batch * plan.accumulation
-    assert steps * per_step == len(PaddedToFullSteps(data.items, per_step))
+    per_step = 8 * (1 if config.batch_tokens else plan.micro_batch) * plan.accumulation
+    how = {"seed": 0, "step": lambda: 0, "drop_last": config.value("dataloader_drop_last")}
+    assert steps * per_step == EpochSampler(PaddedToFullSteps(data.items, per_step), **how).number > 0
     drawn = sequences_in(data.items[index] for index in range(len(data.items)))
     assert tokens == sum(len(each["input_ids"]) for each in drawn) and 0 < mean_len <= config.seq_len
-    assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
+    items = len(data.items) * (plan.micro_batch if config.batch_tokens else 1)
+    assert tokens <= (mean_len + 1) * items, "padding is part of what is fed"
 
 
 @pytest.mark.parametrize("batch_tokens", [64, 90])
