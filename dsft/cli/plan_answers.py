@@ -181,7 +181,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
     written = []
     if options.write:
         clipping = offline.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
-        written = write_plan(Path(options.write), plan, job, machine, max_grad_norm=clipping)
+        how = {"max_grad_norm": clipping, "by_tokens": bool(offline.options.batch_tokens)}
+        written = write_plan(Path(options.write), plan, job, machine, **how)
     is_sharded = stage(plan.deepspeed_config) == 3
     traced_by = (job.activations_of_shards if is_sharded else job.activations).source
     if options.record:

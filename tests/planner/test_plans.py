@@ -1051,6 +1051,10 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     assert written["gradient_clipping"] == 0.5 and written["bf16"]["bf16_optimizer_states"] is True
     again = json.loads(run_plan(capsys, *words, *more, "--zero", str(tmp_path / "more/deepspeed.json"), "--json"))
     assert again["chosen"]["fits"], "what was written is taken with the same options"
+    filled = ("--batch_tokens", "3000", "--gradient_accumulation_steps", "2", *words[:4])
+    run_plan(capsys, *filled, "--write", str(tmp_path / "filled"))
+    again = json.loads(run_plan(capsys, *filled, "--zero", str(tmp_path / "filled/deepspeed.json"), "--json"))
+    assert (again["chosen"]["micro_batch"], again["chosen"]["accumulation"]) == (3, 2), "as it was"
     half_file = read_zero_file("2", []) | {"fp16": {"enabled": True, "initial_scale_power": 12}}
     (tmp_path / "own.json").write_text(json.dumps(half_file))
     half = ("--dtype", "float16", "--zero", str(tmp_path / "own.json"))
