@@ -202,7 +202,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         )
     else:
         shown = [plan] if plan.fits else shortlist(plan, list(choice.candidates), machine)
-        show_text(describe_question(offline.options, job, [job.dtype]))
+        show_text(describe_question(offline, [job.dtype]))
         shown = list(choice.candidates) if options.all else shown
         show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in traced_by)
         if options.explain:
@@ -376,7 +376,7 @@ def show_cheapest(
             ]
         )
     else:
-        max_steps, cost = training.training.get("max_steps", -1), rows[0][2]
+        max_steps, cost = offline.options.training.get("max_steps", -1), rows[0][2]
         how = f"{cost.epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
         how = f"{max_steps:,} steps" if max_steps > 0 else how
         columns = ("", "GPUs", "plan", "peak", "tokens/s", "hours", "dollars", "fits")
@@ -397,7 +397,7 @@ def show_cheapest(
                 _fits(plan),
             )
         dtypes = dict.fromkeys(run.job.dtype for run in decided.values())
-        show_text(f"{describe_question(offline.options, job, dtypes)}\n{describe_model(job.size)}")
+        show_text(f"{describe_question(offline, dtypes)}\n{describe_model(job.size)}")
         show_table(table)
         show_text(f"prices (--prices): {source}")
         texts = []
@@ -416,13 +416,16 @@ def name_of(machine: Machine) -> str:
     return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type}"
 
 
-def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> str:
+def describe_question(run: TrainingRun, dtypes: Iterable[str]) -> str:
     """One line: what was asked, with the options that change it."""
+    options, job = run.options, run.job
+    named = get_value(run.zero_file or {}, "optimizer.type")
+    optimizer = f"{named} (--zero)" if named else f"{job.optimizer} (--optim)"
     shape = options.adapter or f"rank {job.size.lora_r}"
     how = "full finetuning" if options.method == "full" else f"{options.method} of {shape}"
     return (
         f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
-        f" {job.optimizer} (--optim)"
+        f" {optimizer}"
     )
 
 

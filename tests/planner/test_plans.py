@@ -888,6 +888,11 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     (chosen,) = json.loads(run_plan(capsys, *small, "--zero", str(tmp_path / "own.json")))  # 8 ranks alone take 64 so
     assert chosen["machine"]["gpu_type"] == "H100"
     assert (chosen["plan"]["micro_batch"], chosen["plan"]["accumulation"]) == (4, 2)
+    file |= {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
+    (tmp_path / "own.json").write_text(json.dumps(file | {"optimizer": {"type": "Lion"}}))
+    (chosen,) = json.loads(run_plan(capsys, *small, "--zero", str(tmp_path / "own.json")))
+    assert chosen["cost"]["steps"] == 10, "as the JSON says"
+    assert "Lion (--zero)\n" in run_plan(capsys, *small[:-1], "--zero", str(tmp_path / "own.json"))
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
         ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),

@@ -144,7 +144,7 @@ def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has
     for changes, rank, named in (({"adapter": adapter}, 3, f"lora of {adapter} "), ({}, 16, "lora of rank 16 ")):
         run = resolve_offline(make_config(TrainConfig, asked(method="lora", **changes), []), EIGHT_GPUS)
         assert run.job.size.lora_r == rank
-        assert describe_question(run.options, run.job, ["bfloat16"]).startswith(named)
+        assert describe_question(run, ["bfloat16"]).startswith(named)
 
 
 def test_auto_is_what_the_card_computes_in():
