@@ -504,6 +504,17 @@ def test_a_frozen_base_crosses_nodes_no_more_with_hpz(configs):
     assert by_zero["3-hpz"].step_seconds < 0.7 * by_zero["3"].step_seconds
 
 
+def test_hpz_is_for_nodes_of_as_many_ranks(configs):
+    job, options = job_in_bf16(configs["70b"], "lora"), TrainConfig(method="lora", dtype="bfloat16")
+    slow = {"nodes": 2, "interconnect": "nvlink+eth25"}
+    assert plan_run(options, of_length(job, 2048), gpus(8, **slow)).plan.zero == "3-hpz"
+    assert plan_run(options, of_length(job, 2048), gpus(8, **slow, num_ranks=12)).plan.zero == "3"
+    named, content = dataclasses.replace(options, zero="3-hpz"), read_zero_file("3-hpz", [])
+    assert check_zero_file(content, named, gpus(4, nodes=3)) == [], "of the 4 ranks of each node"
+    (refusal,) = check_zero_file(content, named, gpus(8, nodes=2, num_ranks=12))
+    assert "zero_hpz_partition_size=8 does not divide the 12 ranks; take zero 3" in refusal
+
+
 def test_the_size_of_hpz_that_a_json_names_is_kept_and_must_divide_the_ranks(configs, tmp_path):
     path = tmp_path / "own.json"
     zero = {"stage": 3, "zero_hpz_partition_size": 4}
