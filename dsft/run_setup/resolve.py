@@ -592,12 +592,14 @@ def choose_plan(
     config = plan.deepspeed_config
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
         because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
+        if get_value(config, "zero_optimization.offload_optimizer.device") == "nvme":  # `gradient_types` has why
+            because = "float32 was not tried with NVMe"
         notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}.")
     may_gain = job.dtype == "bfloat16" and job.fp32_accumulation is None and plan.fits and plan.has_time_estimate
     if zero == "auto" and may_gain:
         # How much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word.
         in_bf16 = job.with_same_activations(fp32_accumulation=False)
-        names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]
+        names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS and name not in left_out]
         plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
         fitting = [other for other in plans if other.fits]
         gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)

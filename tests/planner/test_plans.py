@@ -342,6 +342,8 @@ def test_zero_0_and_1_add_up_no_4_micro_batches_in_bf16_unless_asked_for(configs
     named = dataclasses.replace(asked, fp32_accumulation=None)
     why = choose_plan(named, machine, zero="1", zero_file=read_zero_file("1", [])).reason
     assert "4 micro batches are added up in bfloat16: ZeRO 1 cannot in float32." in why
+    on_nvme = choose_plan(named, gpus(ranks, nvme_bytes=4 * 10**12), zero="3-nvme").reason
+    assert "4 micro batches are added up in bfloat16: float32 was not tried with NVMe." in on_nvme
 
 
 def test_a_plan_says_where_fp32_sums_cost_speed(configs):
@@ -350,6 +352,8 @@ def test_a_plan_says_where_fp32_sums_cost_speed(configs):
     said = [choose_plan(job, gpus(8, 90, interconnect=links)).reason for links in ("pcie", "nvlink")]
     assert [f"{WAY} (--fp32_accumulation false)" in why for why in said] == [True, True]
     assert WAY not in choose_plan(dataclasses.replace(job, **REFUSED), gpus(8, 90, interconnect="pcie")).reason
+    resumed = choose_plan(job, gpus(8, 90, interconnect="pcie"), left_out=("0", "1"))  # on other ranks, say
+    assert WAY not in resumed.reason
 
 
 WAY = "times as fast, but adds up gradients in bfloat16"
