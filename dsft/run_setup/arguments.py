@@ -59,6 +59,8 @@ BYTES_PER_TOKEN = 200
 """Of a tokenizer's files, at most: Llama 3's take 134."""
 SMALL_FILES_BYTES = 100_000
 """Of the config, the model card, the training arguments and run.json."""
+ON_HOST = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
+"""Values of `optim` in whose place an optimizer of DeepSpeed's may step in host memory, with the same arithmetic."""
 REPORTERS = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "azure_ml": ("azureml",),
@@ -331,6 +333,15 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
+    # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
+    optim = options.training.get("optim")
+    is_offloaded = get_value(zero_file, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    is_mapped = "optimizer" not in zero_file and zero_file.get("zero_force_ds_cpu_optimizer", True)
+    if is_offloaded and is_mapped and not (optim in (None, *ON_HOST) or optimizer_memory({}, optim).counts_steps):
+        problems.append(
+            f"optim={optim} cannot be combined with zero={zero}: DeepSpeed's CPUAdam would take its place on the host;"
+            f" choose from {', '.join(ON_HOST)}, or name an optimizer in the DeepSpeed JSON"
+        )
     # A schedule-free optimizer's average counts the steps of a group of parameters, and refuses steps before training.
     if optimizer_memory({}, options.training.get("optim")).counts_steps:
         is_half, reason = resolve_dtype(options.dtype) in HALF_PRECISION.values(), ""

@@ -268,6 +268,25 @@ def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
     assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
 
 
+@pytest.mark.parametrize(
+    ("optim", "more", "is_taken"),
+    [
+        ("sgd", {}, False),
+        ("adamw_8bit", {}, False),  # it would be Adam with L2
+        ("adafactor", {"optimizer": {"type": "AdamW"}}, True),  # the file's, as a note reports
+        ("sgd", {"zero_force_ds_cpu_optimizer": False}, True),
+        ("adagrad", {}, False),  # the engine would refuse CPUAdagrad
+        *((name, {}, True) for name in (None, "adamw_torch", "adamw_torch_fused")),
+    ],
+)
+def test_an_optimizer_that_an_offload_would_replace_is_refused(optim, more, is_taken):
+    machine, options = SimpleNamespace(measured=False, world_size=1), TrainConfig(zero="ds.json")
+    options = replace(options, training={} if optim is None else {"optim": optim})
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    problems = check_zero_file({"zero_optimization": section} | more, options, machine)
+    assert len(problems) == (not is_taken) and all(f"optim={optim} cannot be combined" in each for each in problems)
+
+
 def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:  # of the job whose variables a shell or notebook inherited
         job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
