@@ -47,8 +47,7 @@ from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.planner.plans import Plan
-from dsft.planner.traced_model import LIGER_MODELS
-from dsft.planner.zero_layout import OPTIMIZERS, optimizer_memory, sums_in_fp32
+from dsft.planner.zero_layout import checkpoint_parts, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
@@ -557,13 +556,10 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         notes.append(f"fp32_accumulation: ignored, because {'dtype is float32' if is_fp32 else cannot}")
     if not has_gpu() and checkpointing_kwargs(options).get("offload"):
         notes.append("activation_checkpointing_kwargs.offload: ignored, since all lies in host memory on CPU ranks")
-    if "optim" in training and training["optim"] not in OPTIMIZERS:
-        notes.append(f"optim={training['optim']}: its memory and time are planned as AdamW's")
-    if training.get("use_liger_kernel") and size.model_type not in LIGER_MODELS:
-        notes.append(f"use_liger_kernel: ignored, because Liger has no kernels for {size.model_type}")
     brought = "ignored, because the DeepSpeed configuration brings"
     if "optimizer" in deepspeed_config and "optim" in training:
-        notes.append(f"optim: {brought} {deepspeed_config['optimizer'].get('type')}, which offload needs")
+        needed = ", which offload needs" * offloads(deepspeed_config)
+        notes.append(f"optim: {brought} {deepspeed_config['optimizer'].get('type')}{needed}")
     if "optimizer" in deepspeed_config and training.get("weight_decay"):
         notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
     if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
