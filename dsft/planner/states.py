@@ -13,9 +13,10 @@ import math
 from collections import Counter
 from functools import partial
 
-from dsft.planner.step_time import ASSUMED
-from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
-from dsft.units import GB, in_gib
+from dsft.planner.step_time import ASSUMED, gpu_name
+from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, checkpoint_parts, peak_bytes, pinned_bytes
+from dsft.runtime.hardware import Machine
+from dsft.units import GB, MiB, in_gib, plural
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
@@ -321,21 +322,17 @@ def sample_terms(layout: ZeroLayout) -> list[Term]:
 
 def copied_terms(layout: ZeroLayout) -> list[Term]:
     """List the copies of a checkpoint that lie in host memory until they are written (checkpoints/save.py): of each
-    rank's shard, and on rank 0 of the weights, which stages 0 to 2 write twice.
+    rank's shard, and on rank 0 of what is not cut into shards.
     """
-    size, states = layout.size, layout.optimizer.checkpoint_bytes
-    written = size.num_trainable if size.lora_r else size.num_params
-    times, of_rank_0 = 2 if layout.stage < 3 else 1, states * size.num_trainable if layout.stage == 0 else 0
-    weights = f"{times} x {layout.weight_bytes} x {written:,}" + (f" + {of_rank_0:,} of states" if of_rank_0 else "")
-    shards = states * layout.share if layout.stage else 0
+    weights, copies, states = checkpoint_parts(
+        layout.size, layout.optimizer, stage=layout.stage, weight_bytes=layout.weight_bytes
+    )
+    whole, cut = (copies, 0) if layout.stage < 3 else (0, copies)
+    whole, cut = (whole, cut + states) if layout.stage else (whole + states, cut)
+    how, ranks = f"weights {weights:,} + {whole:,} of DeepSpeed's own on rank 0", layout.machine.world_size
     return [
-        Term(
-            "copies of weights to be written",
-            times * layout.weight_bytes * written + int(of_rank_0),
-            weights,
-            place="host",
-        ),
-        _on_node(layout, "copies of shards to be written", shards, f"{states:g} x {layout.share:,}"),
+        Term("copies of weights to be written", weights + whole, how, place="host"),
+        _on_node(layout, "copies of shards to be written", cut / ranks, f"{cut:,} / {ranks}"),
     ]
 
 

@@ -604,16 +604,10 @@ def checkpoint_size(
     """Counts what a training with a decided `dtype` writes; where no plan or explicit `zero` gives a config yet, by the
     stage that writes least.
     """
-    num_bytes = DTYPE_BYTES[options.dtype]
     config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
     optimizer = optimizer_memory(config, options.training.get("optim"), size=size)
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
-    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
-    # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.
-    written = size.num_trainable if size.lora_r else size.num_params
-    module = (written if zero < 3 else 0) + (written - size.num_trainable if zero >= 2 else 0)
-    of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
-    states = num_bytes * module + of_optimizer * size.num_trainable
+    weights, copies, states = checkpoint_parts(size, optimizer, stage=zero, weight_bytes=DTYPE_BYTES[options.dtype])
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.
     values = with_defaults(options)
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
@@ -632,8 +626,8 @@ def checkpoint_size(
             num_saved = math.ceil(max_steps / every)
     known = min(num_kept, num_saved)
     return CheckpointSize(
-        weight_bytes=num_bytes * written,
-        state_bytes=0 if options.training.get("save_only_model") else int(states),
+        weight_bytes=weights,
+        state_bytes=0 if options.training.get("save_only_model") else copies + states,
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
         kept=2 if known == math.inf else int(known),
     )
