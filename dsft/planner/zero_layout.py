@@ -276,6 +276,8 @@ class ZeroLayout:
         self.optimizer_device, self.param_device = (
             (zero[part] or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")
         )
+        if self.stage < 3:  # there DeepSpeed takes host memory for either, and offloads no weights (stage_1_and_2.py)
+            self.optimizer_device, self.param_device = self.optimizer_device.replace("nvme", "cpu"), "none"
         # Format of the base where its weights stay in it on this device.
         is_packed = size.quantization and ("cuda" if machine.has_gpu else "cpu") not in size.quantization.unpacked_on
         self.packed: Quantization | None = size.quantization if is_packed else None
