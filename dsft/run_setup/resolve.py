@@ -670,8 +670,8 @@ def plan_run(
 
 
 def with_disk_of(zero_file: dict[str, Any], machine: Machine) -> Machine:
-    """Returns the machine with the NVMe that a DeepSpeed JSON names, where it is here."""
-    if (path := nvme_path(zero_file)) and Path(path).is_dir():
+    """Returns the machine with the NVMe that a DeepSpeed JSON names, where it is here and no other is asked for."""
+    if not machine.nvme_bytes and (path := nvme_path(zero_file)) and Path(path).is_dir():
         return dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
     return machine
 
