@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,13 +193,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if run.checkpoint:
         files[f"{run.checkpoint} to resume from"] = manifest_hash(Path(run.checkpoint))
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
-    # A rank that cannot compile DeepSpeed's Adam takes torch's, and so all do.
-    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
-    if uncompiled := [problem for problem in distributed.from_all([nvcc_problem()]) if problem] if kind else []:
-        if not kind.startswith("adam"):
-            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
-        run.zero_file = with_torch_adam(run.zero_file)
-        run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
+    replace_uncompiled_adam(run, distributed.from_all)
     run.apply(decisions)
     options = run.options
     if options.adapter not in (None, before.adapter):  # training starts with a checkpoint's
@@ -264,6 +258,8 @@ def resolve_offline(
         problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     run = check_run(options, machine, problems, starts=starts, scored=scored)
     raise_if_any(run.problems)
+    if machine.measured:
+        replace_uncompiled_adam(run, list)
     decide_run(run)
     if run.options.training.get("resume_from_checkpoint"):
         run.notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
@@ -277,6 +273,18 @@ def resolve_offline(
     if attention:
         run.job = dataclasses.replace(run.job, attention=attention)
     return run
+
+
+def replace_uncompiled_adam(run: TrainingRun, of_all: Callable[[list[str]], list[str]]) -> None:
+    """Takes torch's Adam in the place of DeepSpeed's where a rank cannot compile it; `of_all` gives all ranks' problems
+    for this one's. Raises UserError for another optimizer.
+    """
+    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
+    if uncompiled := [problem for problem in of_all([nvcc_problem()]) if problem] if kind else []:
+        if not kind.startswith("adam"):
+            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
+        run.zero_file = with_torch_adam(run.zero_file)
+        run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
 
 
 def decide_run(run: TrainingRun) -> None:
