@@ -633,10 +633,15 @@ def checkpoint_size(
     )
 
 
-def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
-    """Compares the free bytes of output_dir's disk with what the run will hold there at once."""
+def needed_bytes(output_dir: str, size: CheckpointSize) -> int:
+    """Counts what the run will hold there at once, beyond the checkpoints that it replaces."""
     replaced = sum(file.stat().st_size for folder in checkpoints(output_dir) for file in files_of(folder))
-    needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
+    return max(size.final_bytes, size.total_bytes - replaced)
+
+
+def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
+    """Compares the free bytes of output_dir's disk with what the run needs there."""
+    needed, free = needed_bytes(output_dir, size), free_bytes(output_dir)
     if free is None or free >= needed:
         return []
     each = f"{size.checkpoint_bytes / GB:.3g} GB"
