@@ -295,10 +295,17 @@ def only_run_on_nvme(folder: str | None) -> Iterator[None]:
         lock.release()
 
 
+def cores_of_node() -> frozenset[int]:
+    """Return the cores that the ranks of this node may run on, all together. Collective."""
+    host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
+    return frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
+
+
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
     node = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
-    machines = from_all([dataclasses.replace(node, host_names=(socket.gethostname(),))])
+    about = {"host_names": (socket.gethostname(),), "cores": cpu_count(cores_of_node())}
+    machines = from_all([dataclasses.replace(node, **about)])
     ranks = Counter(machine.host_names for machine in machines)
     hosts = {machine.host_names: machine for machine in reversed(machines)}  # by its first rank
     least = {name: min(getattr(machine, name) for machine in machines) for name in ("device_bytes", "host_bytes")}
@@ -433,8 +440,7 @@ def use_bound_cores(*, chooses_threads: bool) -> None:
     of its own, divided again, most would lie idle. Not where `chooses_threads` is False: the environment says how many.
     Collective.
     """
-    host, mine = socket.gethostname(), frozenset(os.sched_getaffinity(0))
-    of_node = frozenset().union(*(cores for name, cores in from_all([(host, mine)]) if name == host))
+    mine, of_node = os.sched_getaffinity(0), cores_of_node()
     if chooses_threads and mine != of_node:
         _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
 
