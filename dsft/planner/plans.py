@@ -29,7 +29,15 @@ from dsft.planner.candidates import (
     settings,
     wants_fp32_sums,
 )
-from dsft.planner.states import copied_terms, late_bytes, load_terms, quantised_room, sample_terms, state_terms
+from dsft.planner.states import (
+    copied_terms,
+    late_bytes,
+    load_terms,
+    quantised_room,
+    sample_terms,
+    state_terms,
+    workspace_terms,
+)
 from dsft.planner.step_time import GPUS, TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, ZeroLayout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
@@ -305,7 +313,7 @@ def _fitted(
         )
         states = state_terms(layout)
         held = traced.as_gradients_come(activations, late_bytes(layout, states))
-        terms = states + load_terms(layout) + held
+        terms = states + load_terms(layout) + held + workspace_terms(machine, threads=2)
         terms += quantised_room(layout, states, activations)
         terms += sample_terms(layout) if job.samples else []
         terms += copied_terms(layout) if job.async_save else []

@@ -28,6 +28,10 @@ QUANTISED_BYTES, QUANTISED_STATES, QUANTISED_ACTIVATIONS = 2**30, 0.05, 0.4
 """What trainings over a quantised base took on a GPU beyond their formulas, whose reason is not known, and as shares of
 states and of activations: five published runs of 1.8 to 72 B (tests/planner/test_published.py) are met within 10 % so.
 """
+WORKSPACE_BYTES = 32 * MiB
+"""Of cuBLAS on GPUs of compute capability 9.0, for each thread that multiplies, out of torch's allocator and for good
+(its default of CUBLAS_WORKSPACE_CONFIG). Two were measured on an H100; those of other cards are small, and not counted.
+"""
 GONE_AFTER_STEP = ("gradients", "secondary partition")
 """Terms that are counted as always there, since computing and the step need them; between steps they are gone."""
 
@@ -39,6 +43,13 @@ def state_terms(layout: ZeroLayout) -> list[Term]:
     else:
         device = _stage_3(layout) if layout.stage else _stage_0(layout)
     return [term for term in device + host_terms(layout) if term.num_bytes]
+
+
+def workspace_terms(machine: Machine, *, threads: int) -> list[Term]:
+    """List the workspaces of cuBLAS: of a backward's thread too, where there is one."""
+    if not (machine.has_gpu and gpu_name(machine).startswith(("H", "GH"))):  # of gpus.toml, all with 9.0 and no others
+        return []
+    return [Term("cuBLAS workspaces", threads * WORKSPACE_BYTES, f"{plural(threads, 'thread')} x {WORKSPACE_BYTES:,}")]
 
 
 def quantised_room(layout: ZeroLayout, states: list[Term], activations: list[Term]) -> list[Term]:

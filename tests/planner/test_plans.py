@@ -115,6 +115,15 @@ def test_parameters_are_counted_exactly_and_by_kind(configs):
     )  # as published: 46.7 B, 12.9 B active
 
 
+def test_the_workspaces_of_cublas_are_planned_on_hopper_alone(configs):
+    planned = {}
+    for name in GPUS:
+        plan, _ = plans_of(configs["8b"], gpus(8, gpu_type=name), zero="3", micro_batch=1, accumulation=1)
+        planned[name] = sum(term.num_bytes for term in plan.terms if term.name == "cuBLAS workspaces")
+    hopper = {"H100", "H100-NVL", "H100-PCIE", "H200", "H200-NVL", "H20", "H20-3E", "H800", "GH200"}
+    assert planned == {name: 2 * 2**25 if name in hopper else 0 for name in GPUS}
+
+
 def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
     size = paper_job(TrainConfig(model=configs["llava"]), attention="flash").size
     assert size.num_layers == 32 and size.other_params > 3e8 and size.num_params == 8_030_261_248 + size.other_params
