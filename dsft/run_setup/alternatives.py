@@ -14,7 +14,7 @@ from typing import Any
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.size import USUAL_MODELS, usual_config
+from dsft.models.size import USUAL_MODELS, max_positions, usual_config
 from dsft.planner.activations import Cost, Job, TrainingActivations
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.planner.traced_model import Attention, attention_of
@@ -182,7 +182,8 @@ class Largest:
 
 def largest_models(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Largest]:
     """Finds for each method of this machine the largest usual model that fits; smaller ones are taken to fit too."""
-    answers, names = [], list(USUAL_MODELS)
+    answers, long_enough = [], [name for name in USUAL_MODELS if max_positions(usual_config(name)) >= options.seq_len]
+    names = long_enough or list(USUAL_MODELS)  # all are refused then, with the reason
     costs = {field.name: Cost() for field in dataclasses.fields(TrainingActivations) if field.type in (Cost, "Cost")}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
