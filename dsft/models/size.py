@@ -474,7 +474,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        ffn_size=ffn * (_first(text, "num_experts_per_tok") or 1),
+        ffn_size=ffn * (chosen if isinstance(chosen, int) else 1),
         kv_size=(_first(text, "num_key_value_heads") or heads) * head_dim,
         num_heads=heads,
         head_dim=head_dim,
