@@ -99,7 +99,8 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
             print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
         elif longest:
             tokens, plan = longest
-            show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
+            held = f"{plan.device_bytes / GiB:.1f} GiB per {machine.place}"
+            show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {held}")
         else:
             show_text("no sequence fits, however short")
         if not longest:
@@ -456,7 +457,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
             ]
         )
     columns = ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits")
-    table = empty_table(columns, caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens")
+    table = empty_table(columns, caption=f"GiB per {smallest.place}; host: GiB per node; GPU hours for 1e9 tokens")
     for machine, plan, gpu_hours in rows:
         times = (f"{plan.time.step_seconds:,.2f}", f"{plan.time.tokens_per_second:,.0f}", f"{gpu_hours:,.1f}")
         table.add_row(
@@ -503,7 +504,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
             }
         )
     columns = ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits")
-    table = empty_table(columns, caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node")
+    table = empty_table(columns, caption=f"GiB per {machine.place}; host: GiB per node")
     for plan in choice.candidates:
         numbers = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
         table.add_row(
@@ -539,16 +540,15 @@ def describe_model(size: ModelSize) -> str:
 
 def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine, *, is_traced: bool = True) -> None:
     """The table of these candidates, the chosen one marked. Args: `is_traced`: activations are the model's own."""
-    device = "GPU" if machine.has_gpu else "rank"
     error = ""
     if machine.has_gpu:
         least, most = TIME_RANGES.get(chosen.time.kind, (0, 0))
         error = f"; published runs of this kind took {least:.2f} to {most:.2f} of their time" if most else ""
         error += f"; memory of published runs was within {MEMORY_ERROR:.0%}" if is_traced else ""
-    numbers = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", f"per {device}")
+    numbers = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", f"per {machine.place}")
     table = empty_table(
         ("", "ZeRO", "ckpt", "batch", *numbers, "fits"),
-        caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
+        caption=f"GiB per {machine.place}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
         **NARROW,
     )
     for plan in plans:
@@ -579,7 +579,7 @@ def _fits(plan: Needs) -> str:
 def speed_text(plan: Plan, machine: Machine) -> str:
     """Tokens per second of one GPU, to be appended; empty where no time is predicted."""
     speed = plan.time.tokens_per_second / machine.world_size
-    return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.has_time_estimate else ""
+    return f", {speed:,.0f} tokens/s per {machine.place}" if plan.has_time_estimate else ""
 
 
 def explain(plan: Plan) -> None:

@@ -376,7 +376,7 @@ def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | No
 
 def available(machine: Machine) -> str:
     """Say what memory a machine has, to be appended."""
-    device = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'}"
+    device = f"{in_gib(machine.device_bytes)} per {machine.place}"
     return f"; available: {device} and {in_gib(machine.host_bytes)} per host"
 
 
@@ -418,7 +418,7 @@ def reason(
         elif fastest.zero == PASSED_OVER or (fastest.is_unbenchmarked and not chosen.is_unbenchmarked):
             doubt = "predicted, not benchmarked"
         else:
-            doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per GPU"
+            doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per {machine.place}"
         why = f"{label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
         why = f"zero={zero} ({'as the resumed run began' if resumes else 'requested'}): {label} fits{speed}"

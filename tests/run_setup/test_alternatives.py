@@ -82,6 +82,11 @@ def test_a_model_without_the_name_of_its_positions_is_planned_up_to_them(tmp_pat
     assert json.loads(capsys.readouterr().out)["seq_len"] == 512
 
 
+def test_what_the_longest_sequence_takes_of_a_machine_without_gpus_is_a_rank_s(tiny, capsys, cheap_traces):
+    main(["plan", "--model", str(tiny / "model"), "--seq_len", "64", "--longest"])
+    assert capsys.readouterr().out.endswith("GiB per rank\n")
+
+
 def test_a_machine_without_gpus_is_asked_for_no_qlora(capsys, cheap_traces):
     with mock.patch.dict(USUAL_MODELS, {"small": {"model_type": "llama", **ARCHITECTURES["llama"][1]}}, clear=True):
         main(["plan", "--largest", "--seq_len", "32", "--json"])
