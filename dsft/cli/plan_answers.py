@@ -165,7 +165,11 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
     job = offline.job
     choice = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False)
     plan = choice.plan
-    ways = [] if plan.fits else ways_to_fit(offline.options, job, machine, attention=options.attention)
+    asked = offline.options
+    if training.zero.endswith(".json"):  # its numbers go with it
+        total = offline.options.global_batch_size if options.tokens_per_step else training.global_batch_size
+        asked = dataclasses.replace(training, global_batch_size=total)
+    ways = [] if plan.fits else ways_to_fit(asked, job, machine, attention=options.attention)
     given = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(options)

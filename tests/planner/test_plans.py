@@ -981,6 +981,19 @@ def test_every_way_out_takes_the_step_that_was_asked_for(configs):
         assert way.plan.time.tokens_per_step == 64 * way.change.get("seq_len", 1024), way.change
 
 
+def test_a_way_out_of_a_json_is_planned_without_its_batch_as_its_command_is(configs, capsys, tmp_path, cheap_traces):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 3}))
+    words = ["--model", configs["8b"], "--gpus", "8xA100-40GB", "--zero", str(file)]
+    with pytest.raises(SystemExit):
+        run_plan(capsys, *words)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    ways = [(line, lines[number + 1]) for number, line in enumerate(lines) if line.startswith("dsft plan")]
+    command, label = ways[0]
+    plan = json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]
+    assert f"micro batch {plan['micro_batch']} x {plan['accumulation']} accumulated" in label
+
+
 def test_the_nodes_of_a_host_file_are_all_there_are(configs, capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
