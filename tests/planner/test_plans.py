@@ -994,6 +994,14 @@ def test_a_way_out_of_a_json_is_planned_without_its_batch_as_its_command_is(conf
     assert f"micro batch {plan['micro_batch']} x {plan['accumulation']} accumulated" in label
 
 
+def test_shorter_sequences_fill_a_budget_of_tokens_as_longer_ones_do(configs):
+    options = TrainConfig(model=configs["8b"], method="lora", dtype="bfloat16", seq_len=8192, batch_tokens=2**16)
+    machine = gpus(1, 24, host=64, gpu_type="4090")
+    run = resolve_offline(options, machine, attention="flash")
+    ways = ways_to_fit(run.options, run.job, machine, attention="flash")
+    assert all(way.plan.micro_batch * way.change.get("seq_len", 8192) == 2**16 for way in ways)
+
+
 def test_the_nodes_of_a_host_file_are_all_there_are(configs, capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     words = ["--model", configs["8b"], "--gpus", "1x4090", "--host_memory", "64GB"]
