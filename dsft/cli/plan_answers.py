@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.deepspeed import get_value, read_zero_file, stage
+from dsft.config.deepspeed import get_value, stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
 from dsft.data.batches import EpochSampler, PaddedToFullSteps
@@ -21,6 +21,7 @@ from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.launch.launchers import flag_words
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelSize, check_sharding
+from dsft.models.trials import length_limits
 from dsft.planner.activations import Job
 from dsft.planner.calibration import calibrate, to_carry
 from dsft.planner.candidates import SEQUENCES_PER_RANK
@@ -102,7 +103,8 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
             print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
         elif longest:
             tokens, plan = longest
-            show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {plan.device_bytes / GiB:.1f} GiB per GPU")
+            held = f"{plan.device_bytes / GiB:.1f} GiB per {machine.place}"
+            show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {held}")
         else:
             show_text("no sequence fits, however short")
     elif len(machines) > 1:
@@ -169,7 +171,11 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
     job = offline.job
     choice = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False)
     plan = choice.plan
-    ways = [] if plan.fits else ways_to_fit(offline.options, job, machine, attention=options.attention)
+    asked = offline.options
+    if training.zero.endswith(".json"):  # its numbers go with it
+        total = offline.options.global_batch_size if options.tokens_per_step else training.global_batch_size
+        asked = dataclasses.replace(training, global_batch_size=total)
+    ways = [] if plan.fits else ways_to_fit(asked, job, machine, attention=options.attention)
     given = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(options)
@@ -186,7 +192,8 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
     written = []
     if options.write:
         clipping = offline.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
-        written = write_plan(Path(options.write), plan, job, machine, max_grad_norm=clipping)
+        how = {"max_grad_norm": clipping, "by_tokens": bool(offline.options.batch_tokens)}
+        written = write_plan(Path(options.write), plan, job, machine, **how)
     is_sharded = stage(plan.deepspeed_config) == 3
     traced_by = (job.activations_of_shards if is_sharded else job.activations).source
     if options.record:
@@ -206,7 +213,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
         )
     else:
         shown = [plan] if plan.fits else shortlist(plan, list(choice.candidates), machine)
-        show_text(describe_question(offline.options, job, [job.dtype]))
+        show_text(describe_question(offline, [job.dtype]))
         shown = list(choice.candidates) if options.all else shown
         show_plans(plan, shown, job.size, machine, is_traced=" of llama" not in traced_by)
         if options.explain:
@@ -265,7 +272,8 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
         options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
     if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
         return None
-    data = load_training_data(options, list(run.data), [], tokenizer)
+    limits = length_limits(run.model.config)
+    data = load_training_data(options, list(run.data), [], tokenizer, limits=limits)
     tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
     micro = 1 if options.batch_tokens else plan.micro_batch  # a filled batch is one item
     batch = Batch(micro, plan.accumulation, machine.world_size, options.sequence_parallel)
@@ -321,6 +329,17 @@ def cost_of_tokens(
     return run_cost(plan, machine, tokens=taken, epochs=passes, steps=taken / per_step, dollars=dollars)
 
 
+def on_ranks(job: Job, training: TrainConfig, machine: Machine) -> tuple[Job, list[str]]:
+    """The job with its step shared by the ranks of this machine, and why they cannot share it evenly. Args: `training`:
+    as it was asked for; with its accumulation the micro batch follows.
+    """
+    asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
+    decisions, problems = batch_decisions(asked, machine.world_size)
+    shared = {decision.name: decision.value for decision in decisions}
+    micro = shared.get("per_device_train_batch_size", job.micro_batch)
+    return dataclasses.replace(job, micro_batch=micro), problems
+
+
 def show_cheapest(
     options: PlanOptions, training: TrainConfig, priced: list[tuple[Machine, float | None]], source: str
 ) -> None:
@@ -347,16 +366,12 @@ def show_cheapest(
                 continue
         offline, job, problems = decided[key], decided[key].job, []
         if job.sequences_per_step and not has_own_file:
-            asked = dataclasses.replace(training, global_batch_size=job.sequences_per_step)
-            decisions, problems = batch_decisions(asked, machine.world_size)
-            shared = {decision.name: decision.value for decision in decisions}
-            micro = shared.get("per_device_train_batch_size", training.training.get("per_device_train_batch_size"))
-            job = dataclasses.replace(job, micro_batch=micro, accumulation=shared.get("gradient_accumulation_steps"))
+            job, problems = on_ranks(job, training, machine)
         plan = plan_run(offline.options, job, machine, zero_file=offline.zero_file, must_fit=False).plan
         for problem in problems if training.global_batch_size else []:  # with which a training is refused there
             print_note(f"{name_of(machine)}: {problem}")
             plan = dataclasses.replace(plan, fits=False, limiting_resource="global_batch_size")
-        rows.append((machine, plan, cost_of_tokens(options.tokens, training.training, plan, machine, dollars)))
+        rows.append((machine, plan, cost_of_tokens(options.tokens, offline.options.training, plan, machine, dollars)))
     if not rows:
         raise UserError("--cheapest: none of these machines can share this job, as noted above; change what they name")
     fitting = [row for row in rows if row[1].fits]
@@ -373,7 +388,7 @@ def show_cheapest(
             ]
         )
     else:
-        max_steps, cost = training.training.get("max_steps", -1), rows[0][2]
+        max_steps, cost = offline.options.training.get("max_steps", -1), rows[0][2]
         how = f"{cost.epochs:g} epochs of {options.tokens:,.0f} tokens" if options.tokens else "1e9 tokens (--tokens)"
         how = f"{max_steps:,} steps" if max_steps > 0 else how
         columns = ("", "GPUs", "plan", "peak", "tokens/s", "hours", "dollars", "fits")
@@ -394,7 +409,7 @@ def show_cheapest(
                 _fits(plan),
             )
         dtypes = dict.fromkeys(run.job.dtype for run in decided.values())
-        show_text(f"{describe_question(offline.options, job, dtypes)}\n{describe_model(job.size)}")
+        show_text(f"{describe_question(offline, dtypes)}\n{describe_model(job.size)}")
         show_table(table)
         show_text(f"prices (--prices): {source}")
         texts = []
@@ -413,14 +428,16 @@ def name_of(machine: Machine) -> str:
     return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type}"
 
 
-def describe_question(options: TrainConfig, job: Job, dtypes: Iterable[str]) -> str:
+def describe_question(run: TrainingRun, dtypes: Iterable[str]) -> str:
     """One line: what was asked, with the options that change it."""
+    options, job = run.options, run.job
+    named = get_value(run.zero_file or {}, "optimizer.type")
+    optimizer = f"{named} (--zero)" if named else f"{job.optimizer} (--optim)"
     shape = options.adapter or f"rank {job.size.lora_r}"
     how = "full finetuning" if options.method == "full" else f"{options.method} of {shape}"
-    brought = get_value(read_zero_file(options.zero, []), "optimizer.type")
     return (
         f"{how} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {' or '.join(dtypes)} (--dtype),"
-        f" {f'{brought} (--zero)' if brought else f'{job.optimizer} (--optim)'}"
+        f" {optimizer}"
     )
 
 
@@ -437,6 +454,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
     for machine in machines:
         grown = per_step * machine.world_size // smallest.world_size if options.scaling == "weak" else per_step
         scaled = dataclasses.replace(job, sequences_per_step=grown, accumulation=None)
+        scaled, _ = on_ranks(scaled, training, machine)
         plan = plan_run(offline.options, scaled, machine, zero_file=offline.zero_file, must_fit=False).plan
         rows.append((machine, plan, cost_of_tokens(None, {}, plan, machine).gpu_hours))
         taken = plan.time.tokens_per_step // job.seq_len
@@ -452,7 +470,7 @@ def _scale(options: PlanOptions, training: TrainConfig, machines: list[Machine])
         )
         return fits
     columns = ("nodes", "GPUs", "tokens/step", "plan", "peak", "host", "s/step", "tokens/s", "GPU hours", "fits")
-    table = empty_table(columns, caption="GiB per GPU; host: GiB per node; GPU hours for 1e9 tokens")
+    table = empty_table(columns, caption=f"GiB per {smallest.place}; host: GiB per node; GPU hours for 1e9 tokens")
     for machine, plan, gpu_hours in rows:
         times = (f"{plan.time.step_seconds:,.2f}", f"{plan.time.tokens_per_second:,.0f}", f"{gpu_hours:,.1f}")
         table.add_row(
@@ -503,7 +521,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
         )
         return choice.plan.fits
     columns = ("", "zero", "batch_tokens", "weights", "activations and logits", "peak", "host", "tokens/s", "fits")
-    table = empty_table(columns, caption=f"GiB per {'GPU' if machine.has_gpu else 'rank'}; host: GiB per node")
+    table = empty_table(columns, caption=f"GiB per {machine.place}; host: GiB per node")
     for plan in choice.candidates:
         numbers = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
         table.add_row(
@@ -540,16 +558,15 @@ def describe_model(size: ModelSize) -> str:
 
 def show_plans(chosen: Plan, plans: list[Plan], size: ModelSize, machine: Machine, *, is_traced: bool = True) -> None:
     """The table of these candidates, the chosen one marked. Args: `is_traced`: activations are the model's own."""
-    device = "GPU" if machine.has_gpu else "rank"
     error = ""
     if machine.has_gpu:
         least, most = TIME_RANGES.get(chosen.time.kind, (0, 0))
         error = f"; published runs of this kind took {least:.2f} to {most:.2f} of their time" if most else ""
         error += f"; memory of published runs was within {MEMORY_ERROR:.0%}" if is_traced else ""
-    numbers = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", f"per {device}")
+    numbers = ("states", "buffers", "activations", "step", "peak", "host", "s/step", "tokens/s", f"per {machine.place}")
     table = empty_table(
         ("", "ZeRO", "ckpt", "batch", *numbers, "fits"),
-        caption=f"GiB per {device}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
+        caption=f"GiB per {machine.place}; host: GiB per node; batch: sequences of a micro batch x accumulation{error}",
         **NARROW,
     )
     for plan in plans:
@@ -580,7 +597,7 @@ def _fits(plan: Needs) -> str:
 def speed_text(plan: Plan, machine: Machine) -> str:
     """Tokens per second of one GPU, to be appended; empty where no time is predicted."""
     speed = plan.time.tokens_per_second / machine.world_size
-    return f", {speed:,.0f} tokens/s per {'GPU' if machine.has_gpu else 'rank'}" if plan.has_time_estimate else ""
+    return f", {speed:,.0f} tokens/s per {machine.place}" if plan.has_time_estimate else ""
 
 
 def explain(plan: Plan) -> None:

@@ -56,6 +56,7 @@ from dsft.doctor.links import (
 )
 from dsft.doctor.phases import MARK, NodeFacts, Reached, typed
 from dsft.errors import UserError, one_line
+from dsft.planner.step_time import GPUS, gpu_name, named_gpus, speeds_of
 from dsft.runtime.hardware import Machine, cpu_rank_bytes, has_gpu, job_machine
 from dsft.runtime.launcher_env import LOOPBACK, Node, ssh_command, ssh_problem
 from dsft.runtime.patches import active_patches
@@ -305,13 +306,12 @@ def _measure(
 
 def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
     """Plan the training that `argv` describes for the nodes of `report`, with its text and findings there. Returns the
-    bytes that the run writes to disk at most (the model and the checkpoints that are kept; None: not known), and the
+    bytes that the run needs on its disk (the model and the checkpoints that are kept; None: not known), and the
     planner's `Speeds` that it assumes for these nodes without a measurement.
     """
-    from dsft.config.options import TrainConfig
+    from dsft.config.options import TrainConfig, decide
     from dsft.config.reader import read_config
-    from dsft.planner.step_time import speeds_of
-    from dsft.run_setup.arguments import checkpoint_size
+    from dsft.run_setup.arguments import checkpoint_size, needed_bytes
     from dsft.run_setup.resolve import plan_run, resolve_offline
 
     facts, machine, written = report.facts, machine_of(report.facts), None
@@ -340,8 +340,9 @@ def plan_on(report: Report, argv: list[str]) -> tuple[int | None, Any]:
                 raise
             choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file)
             chosen, report.plan = choice.plan, choice.reason
-            whole = dataclasses.replace(asked, dtype=run.options.dtype)
-            written = checkpoint_size(whole, run.model.size, chosen.deepspeed_config).total_bytes
+            whole = decide(asked, run.decisions)
+            size = checkpoint_size(whole, run.model.size, chosen.deepspeed_config)
+            written = needed_bytes(whole.training["output_dir"], size)
         free = {name: node.available_bytes for name, node in facts.items() if node.available_bytes < chosen.host_bytes}
         if free:
             needed, least = chosen.host_bytes / GiB, min(free.values()) / GiB
@@ -376,7 +377,11 @@ def machine_of(facts: dict[str, NodeFacts]) -> Machine:
             host_names=(node.host,),
         )
         machines.append(machine)
-    return job_machine(machines)
+    machine = job_machine(machines)
+    if named_gpus(machine.gpu_type):  # nvidia-smi counts what the driver keeps, too
+        usable_bytes = GPUS[gpu_name(machine)].usable_bytes
+        machine = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, usable_bytes))
+    return machine
 
 
 class PhaseCommand:

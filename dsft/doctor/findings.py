@@ -472,7 +472,7 @@ def read_run_files(argv: list[str]) -> RunFiles:
         data=words["data"] + words["eval_data"],
         models=[*dict.fromkeys(words["model"] + words["tokenizer"] + words["adapter"])],
         output_dir="".join(words["output_dir"][:1]),
-        saves=str(values.get("save_strategy", "steps")) != "no",
+        saves=values.get("save_strategy") not in ("no", False) or bool(values.get("save_minutes")),  # YAML's bare no
         nvme=any(offloads(read_zero_file(zero, []), to=("nvme",)) for zero in words["zero"]),
         config=config,
         config_is_sent=config in sent_files(),

@@ -122,7 +122,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
         # There is nothing to shard. 1 is 2 with fewer buffers, and without fp32 sums; in fp32 it has a second copy of
         # the weights.
         left_out |= {"1", "2"} if job.dtype == "float32" else {"0"}
-    if machine.nodes == 1 or machine.ranks_per_node == 1 or machine.num_ranks:  # uneven nodes are cut by no one number
+    if machine.nodes == 1 or machine.ranks_per_node == 1 or machine.num_ranks:  # uneven nodes share no size
         left_out.add("3-hpz")
     if not machine.has_gpu:
         left_out |= {name for name in NAMES if "offload" in name}  # device and host are the same memory

@@ -18,7 +18,7 @@ from dsft.planner.activations import Job
 from dsft.planner.calibration import speeds_for
 from dsft.planner.candidates import fit_nvme_buffers
 from dsft.planner.plans import Needs, add_up, available, shortage, with_room
-from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards
+from dsft.planner.states import frozen_bytes, gathered, host_terms, load_terms, shards, workspace_terms
 from dsft.planner.step_time import (
     GATHER_SECONDS,
     Speeds,
@@ -188,7 +188,7 @@ def _plan(
         how = f"{rank_tokens:,} tokens x (3 q + k + v = {width:,}) x {layout.weight_bytes} B"
         num_bytes = rank_tokens * width * layout.weight_bytes
         activations.append(Term("positions exchanged for heads", num_bytes, how, "compute"))
-    terms = [*weights, *activations]
+    terms = [*weights, *activations, *workspace_terms(machine, threads=1)]
     # One forward on every rank: products and attention of a causal sequence, gathers, and what comes from host memory
     # or NVMe.
     attention = attention_flops_per_token(size, job.seq_len) / speeds.attention_flops

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dsft.config.deepspeed import stage
+from dsft.config.deepspeed import AUTO, stage
 from dsft.config.options import HALF_PRECISION
 from dsft.errors import UserError
 from dsft.planner.activations import Job, exchange_term
@@ -29,7 +29,15 @@ from dsft.planner.candidates import (
     settings,
     wants_fp32_sums,
 )
-from dsft.planner.states import copied_terms, late_bytes, load_terms, quantised_room, sample_terms, state_terms
+from dsft.planner.states import (
+    copied_terms,
+    late_bytes,
+    load_terms,
+    quantised_room,
+    sample_terms,
+    state_terms,
+    workspace_terms,
+)
 from dsft.planner.step_time import GPUS, TIME_RANGES, OutsideMemory, Speeds, StepTime, step_time
 from dsft.planner.zero_layout import OVERHEAD, Term, ZeroLayout, peak_bytes, resolve_auto
 from dsft.runtime.hardware import Machine
@@ -305,7 +313,7 @@ def _fitted(
         )
         states = state_terms(layout)
         held = traced.as_gradients_come(activations, late_bytes(layout, states))
-        terms = states + load_terms(layout) + held
+        terms = states + load_terms(layout) + held + workspace_terms(machine, threads=2)
         terms += quantised_room(layout, states, activations)
         terms += sample_terms(layout) if job.samples else []
         terms += copied_terms(layout) if job.async_save else []
@@ -368,7 +376,7 @@ def nearest_miss(chosen: Plan, plans: list[Plan], machine: Machine) -> Plan | No
 
 def available(machine: Machine) -> str:
     """Say what memory a machine has, to be appended."""
-    device = f"{in_gib(machine.device_bytes)} per {'GPU' if machine.has_gpu else 'rank'}"
+    device = f"{in_gib(machine.device_bytes)} per {machine.place}"
     return f"; available: {device} and {in_gib(machine.host_bytes)} per host"
 
 
@@ -410,7 +418,7 @@ def reason(
         elif fastest.zero == PASSED_OVER or (fastest.is_unbenchmarked and not chosen.is_unbenchmarked):
             doubt = "predicted, not benchmarked"
         else:
-            doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per GPU"
+            doubt = f"in {in_gib(fastest.device_bytes)} instead of {in_gib(chosen.device_bytes)} per {machine.place}"
         why = f"{label} is chosen{speed}; ZeRO {fastest.zero} would gain {gain - 1:.0%}, {doubt}"
     if zero != "auto":
         why = f"zero={zero} ({'as the resumed run began' if resumes else 'requested'}): {label} fits{speed}"
@@ -456,8 +464,11 @@ def checkpointing_flags(plan: Plan, job: Job) -> str:
     return flags
 
 
-def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float) -> list[Path]:
-    """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
+def write_plan(
+    folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float, by_tokens: bool
+) -> list[Path]:
+    """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths. Args: `by_tokens`: batch_tokens fills
+    the micro batches, and no number of sequences may stand beside it.
 
     Raises:
         UserError: where one of them exists already, or the folder cannot be written.
@@ -470,9 +481,9 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad
     resolved = resolve_auto(zero, job.size.hidden_size)
     # Without "auto", but for what only the training's options say (learning rate and the like).
     config = plan.deepspeed_config | {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "train_micro_batch_size_per_gpu": AUTO if by_tokens else plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
+        "train_batch_size": AUTO if by_tokens else job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
         "gradient_clipping": max_grad_norm,
         **{
             key: plan.deepspeed_config.get(key, {}) | {"enabled": job.dtype == dtype}

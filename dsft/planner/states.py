@@ -13,9 +13,10 @@ import math
 from collections import Counter
 from functools import partial
 
-from dsft.planner.step_time import ASSUMED
-from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, peak_bytes, pinned_bytes
-from dsft.units import GB, in_gib
+from dsft.planner.step_time import ASSUMED, gpu_name
+from dsft.planner.zero_layout import OPTIMIZERS, Phase, Term, ZeroLayout, checkpoint_parts, peak_bytes, pinned_bytes
+from dsft.runtime.hardware import Machine
+from dsft.units import GB, MiB, in_gib, plural
 
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
@@ -26,6 +27,10 @@ Without: what a rank of a tiny model holds beyond its states (measured: 0.63 to 
 QUANTISED_BYTES, QUANTISED_STATES, QUANTISED_ACTIVATIONS = 2**30, 0.05, 0.4
 """What trainings over a quantised base took on a GPU beyond their formulas, whose reason is not known, and as shares of
 states and of activations: five published runs of 1.8 to 72 B (tests/planner/test_published.py) are met within 10 % so.
+"""
+WORKSPACE_BYTES = 32 * MiB
+"""Of cuBLAS on GPUs of compute capability 9.0, for each thread that multiplies, out of torch's allocator and for good
+(its default of CUBLAS_WORKSPACE_CONFIG). Two were measured on an H100; those of other cards are small, and not counted.
 """
 GONE_AFTER_STEP = ("gradients", "secondary partition")
 """Terms that are counted as always there, since computing and the step need them; between steps they are gone."""
@@ -38,6 +43,13 @@ def state_terms(layout: ZeroLayout) -> list[Term]:
     else:
         device = _stage_3(layout) if layout.stage else _stage_0(layout)
     return [term for term in device + host_terms(layout) if term.num_bytes]
+
+
+def workspace_terms(machine: Machine, *, threads: int) -> list[Term]:
+    """List the workspaces of cuBLAS: of a backward's thread too, where there is one."""
+    if not (machine.has_gpu and gpu_name(machine).startswith(("H", "GH"))):  # of gpus.toml, all with 9.0 and no others
+        return []
+    return [Term("cuBLAS workspaces", threads * WORKSPACE_BYTES, f"{plural(threads, 'thread')} x {WORKSPACE_BYTES:,}")]
 
 
 def quantised_room(layout: ZeroLayout, states: list[Term], activations: list[Term]) -> list[Term]:
@@ -321,21 +333,17 @@ def sample_terms(layout: ZeroLayout) -> list[Term]:
 
 def copied_terms(layout: ZeroLayout) -> list[Term]:
     """List the copies of a checkpoint that lie in host memory until they are written (checkpoints/save.py): of each
-    rank's shard, and on rank 0 of the weights, which stages 0 to 2 write twice.
+    rank's shard, and on rank 0 of what is not cut into shards.
     """
-    size, states = layout.size, layout.optimizer.checkpoint_bytes
-    written = size.saved_params
-    times, of_rank_0 = 2 if layout.stage < 3 else 1, states * size.num_trainable if layout.stage == 0 else 0
-    weights = f"{times} x {layout.weight_bytes} x {written:,}" + (f" + {of_rank_0:,} of states" if of_rank_0 else "")
-    shards = states * layout.share if layout.stage else 0
+    weights, copies, states = checkpoint_parts(
+        layout.size, layout.optimizer, stage=layout.stage, weight_bytes=layout.weight_bytes
+    )
+    whole, cut = (copies, 0) if layout.stage < 3 else (0, copies)
+    whole, cut = (whole, cut + states) if layout.stage else (whole + states, cut)
+    how, ranks = f"weights {weights:,} + {whole:,} of DeepSpeed's own on rank 0", layout.machine.world_size
     return [
-        Term(
-            "copies of weights to be written",
-            times * layout.weight_bytes * written + int(of_rank_0),
-            weights,
-            place="host",
-        ),
-        _on_node(layout, "copies of shards to be written", shards, f"{states:g} x {layout.share:,}"),
+        Term("copies of weights to be written", weights + whole, how, place="host"),
+        _on_node(layout, "copies of shards to be written", cut / ranks, f"{cut:,} / {ranks}"),
     ]
 
 

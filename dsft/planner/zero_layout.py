@@ -138,6 +138,20 @@ def optimizer_memory(
     return memory
 
 
+def checkpoint_parts(
+    size: "ModelSize", optimizer: OptimizerMemory, *, stage: int, weight_bytes: int
+) -> tuple[int, int, int]:
+    """Count the bytes of a checkpoint over all ranks: (weights as safetensors, DeepSpeed's own copies of these, states
+    of the optimizer).
+    """
+    in_module = size.num_trainable if size.lora_r else size.num_params
+    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
+    # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.
+    copied = (in_module if stage < 3 else 0) + (in_module - size.num_trainable if stage >= 2 else 0)
+    states = optimizer.state_bytes if stage == 0 and weight_bytes == 4 else optimizer.checkpoint_bytes
+    return weight_bytes * size.saved_params, weight_bytes * copied, int(states * size.num_trainable)
+
+
 Phase = Literal["always", "compute", "step", "sample", "save", "load"]
 """always: from the first step to the last. compute: forward and backward of a micro batch. step: the optimizer's.
 sample: while samples are generated. save: while a checkpoint is written. load: before training.
@@ -262,6 +276,8 @@ class ZeroLayout:
         self.optimizer_device, self.param_device = (
             (zero[part] or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")
         )
+        if self.stage < 3:  # there DeepSpeed takes host memory for either, and offloads no weights (stage_1_and_2.py)
+            self.optimizer_device, self.param_device = self.optimizer_device.replace("nvme", "cpu"), "none"
         # Format of the base where its weights stay in it on this device.
         is_packed = size.quantization and ("cuda" if machine.has_gpu else "cpu") not in size.quantization.unpacked_on
         self.packed: Quantization | None = size.quantization if is_packed else None

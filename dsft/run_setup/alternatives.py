@@ -14,12 +14,12 @@ from typing import Any
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.size import USUAL_MODELS, num_experts_of, usual_config
+from dsft.models.size import USUAL_MODELS, max_positions, num_experts_of, usual_config
 from dsft.planner.activations import Cost, Job, TrainingActivations
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.planner.traced_model import Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER
-from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, plan_run, resolve_offline
+from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, micro_batch_of, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -87,7 +87,8 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
             trials.append(({"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine))
         seq_len = job.seq_len // 2
         while seq_len >= SHORTEST:
-            trials.append(({"seq_len": seq_len}, of_length(job, seq_len), machine))
+            micro = micro_batch_of(options, seq_len=seq_len)
+            trials.append(({"seq_len": seq_len}, of_length(job, seq_len, micro_batch=micro), machine))
             seq_len //= 2
         solved: set[str] = set()
         for change, changed_job, changed_machine in trials:
@@ -182,7 +183,8 @@ class Largest:
 
 def largest_models(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Largest]:
     """Finds for each method of this machine the largest usual model that fits; smaller ones are taken to fit too."""
-    answers, names = [], list(USUAL_MODELS)
+    answers, long_enough = [], [name for name in USUAL_MODELS if max_positions(usual_config(name)) >= options.seq_len]
+    names = long_enough or list(USUAL_MODELS)  # all are refused then, with the reason
     costs = {field.name: Cost() for field in dataclasses.fields(TrainingActivations) if field.type in (Cost, "Cost")}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:

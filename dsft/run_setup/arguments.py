@@ -48,7 +48,7 @@ from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
 from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
 from dsft.planner.plans import Plan
-from dsft.planner.zero_layout import optimizer_memory, sums_in_fp32
+from dsft.planner.zero_layout import checkpoint_parts, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
@@ -59,6 +59,8 @@ BYTES_PER_TOKEN = 200
 """Of a tokenizer's files, at most: Llama 3's take 134."""
 SMALL_FILES_BYTES = 100_000
 """Of the config, the model card, the training arguments and run.json."""
+ON_HOST = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
+"""Values of `optim` in whose place an optimizer of DeepSpeed's may step in host memory, with the same arithmetic."""
 REPORTERS = {
     "tensorboard": ("tensorboard", "tensorboardX"),
     "azure_ml": ("azureml",),
@@ -283,14 +285,14 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     """Lists what dsft cannot do of an explicit `zero`, or this machine."""
     zero = options.zero
     problems = check_nvme(zero_file, zero) if machine.measured else []
-    over = get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1
-    if over > 1 and not zero.endswith(".json"):
-        over = machine.ranks_per_node  # as `compose` sets it in a named configuration
-    over = min(over, machine.world_size)
+    hpz_ranks = get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1
+    if hpz_ranks > 1 and not zero.endswith(".json"):  # `compose` sets it
+        hpz_ranks = machine.ranks_per_node
+    over = min(hpz_ranks, machine.world_size)
     if stage(zero_file) == 3 and machine.world_size % over:  # groups.py, _create_zero_param_parallel_group, asserts it
+        way_out = "take zero 3" if machine.num_ranks else f"use {machine.ranks_per_node}, the ranks of a node"
         problems.append(
-            f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; use"
-            f" {math.gcd(machine.world_size, machine.ranks_per_node)} (in a DeepSpeed JSON of yours), or zero 3"
+            f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; {way_out}"
         )
     if options.method == "qlora" and (stage(zero_file) == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
@@ -325,6 +327,15 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
     if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
+    # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
+    optim = options.training.get("optim")
+    is_offloaded = get_value(zero_file, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    is_mapped = "optimizer" not in zero_file and zero_file.get("zero_force_ds_cpu_optimizer", True)
+    if is_offloaded and is_mapped and not (optim in (None, *ON_HOST) or optimizer_memory({}, optim).counts_steps):
+        problems.append(
+            f"optim={optim} cannot be combined with zero={zero}: DeepSpeed's CPUAdam would take its place on the host;"
+            f" choose from {', '.join(ON_HOST)}, or name an optimizer in the DeepSpeed JSON"
+        )
     # A schedule-free optimizer's average counts the steps of a group of parameters, and refuses steps before training.
     if optimizer_memory({}, options.training.get("optim")).counts_steps:
         is_half, reason = resolve_dtype(options.dtype) in HALF_PRECISION.values(), ""
@@ -587,16 +598,10 @@ def checkpoint_size(
     """Counts what a training with a decided `dtype` writes; where no plan or explicit `zero` gives a config yet, by the
     stage that writes least.
     """
-    num_bytes = DTYPE_BYTES[options.dtype]
     config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
     optimizer = optimizer_memory(config, options.training.get("optim"), size=size)
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
-    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments); of
-    # adapters none writes the base. ZeRO 0 in fp32 trains the weights themselves, without a master.
-    in_module = size.num_trainable if size.lora_r else size.num_params
-    module = (in_module if zero < 3 else 0) + (in_module - size.num_trainable if zero >= 2 else 0)
-    of_optimizer = optimizer.state_bytes if zero == 0 and num_bytes == 4 else optimizer.checkpoint_bytes
-    states = num_bytes * module + of_optimizer * size.num_trainable
+    weights, copies, states = checkpoint_parts(size, optimizer, stage=zero, weight_bytes=DTYPE_BYTES[options.dtype])
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.
     values = with_defaults(options)
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
@@ -615,17 +620,22 @@ def checkpoint_size(
             num_saved = math.ceil(max_steps / every)
     known = min(num_kept, num_saved)
     return CheckpointSize(
-        weight_bytes=num_bytes * size.saved_params,
-        state_bytes=0 if options.training.get("save_only_model") else int(states),
+        weight_bytes=weights,
+        state_bytes=0 if options.training.get("save_only_model") else copies + states,
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
         kept=2 if known == math.inf else int(known),
     )
 
 
-def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
-    """Compares the free bytes of output_dir's disk with what the run will hold there at once."""
+def needed_bytes(output_dir: str, size: CheckpointSize) -> int:
+    """Counts what the run will hold there at once, beyond the checkpoints that it replaces."""
     replaced = sum(file.stat().st_size for folder in checkpoints(output_dir) for file in files_of(folder))
-    needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
+    return max(size.final_bytes, size.total_bytes - replaced)
+
+
+def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
+    """Compares the free bytes of output_dir's disk with what the run needs there."""
+    needed, free = needed_bytes(output_dir, size), free_bytes(output_dir)
     if free is None or free >= needed:
         return []
     each = f"{size.checkpoint_bytes / GB:.3g} GB"

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,13 +193,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if run.checkpoint:
         files[f"{run.checkpoint} to resume from"] = manifest_hash(Path(run.checkpoint))
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
-    # A rank that cannot compile DeepSpeed's Adam takes torch's, and so all do.
-    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
-    if uncompiled := [problem for problem in distributed.from_all([nvcc_problem()]) if problem] if kind else []:
-        if not kind.startswith("adam"):
-            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
-        run.zero_file = with_torch_adam(run.zero_file)
-        run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
+    replace_uncompiled_adam(run, distributed.from_all)
     run.apply(decisions)
     options = run.options
     if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
@@ -263,6 +257,8 @@ def resolve_offline(
         problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     run = check_run(options, machine, problems, starts=starts, scored=scored)
     raise_if_any(run.problems)
+    if machine.measured:
+        replace_uncompiled_adam(run, list)
     decide_run(run)
     if run.options.training.get("resume_from_checkpoint"):
         run.notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
@@ -276,6 +272,18 @@ def resolve_offline(
     if attention:
         run.job = dataclasses.replace(run.job, attention=attention)
     return run
+
+
+def replace_uncompiled_adam(run: TrainingRun, of_all: Callable[[list[str]], list[str]]) -> None:
+    """Takes torch's Adam in the place of DeepSpeed's where a rank cannot compile it; `of_all` gives all ranks' problems
+    for this one's. Raises UserError for another optimizer.
+    """
+    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
+    if uncompiled := [problem for problem in of_all([nvcc_problem()]) if problem] if kind else []:
+        if not kind.startswith("adam"):
+            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
+        run.zero_file = with_torch_adam(run.zero_file)
+        run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
 
 
 def decide_run(run: TrainingRun) -> None:
@@ -536,9 +544,9 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         tiled_loss=options.tiled_loss,
         adapters=facts.adapters,
         patterns=(tuple(options.trainable), tuple(options.frozen)),
-        micro_batch=training.get("per_device_train_batch_size")
-        or (options.batch_tokens and -(-options.batch_tokens // options.seq_len)),  # short sequences fill it up
-        accumulation=training.get("gradient_accumulation_steps"),
+        micro_batch=micro_batch_of(options, seq_len=options.seq_len),
+        # It follows from global_batch_size, on each machine anew.
+        accumulation=None if options.global_batch_size else training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,
         checkpointing=False if checkpointing is None and options.zero != "auto" else checkpointing,
@@ -552,6 +560,13 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         samples=bool(options.generate_samples),
         async_save=options.async_save,
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
+    )
+
+
+def micro_batch_of(options: TrainConfig, *, seq_len: int) -> int | None:
+    """Sequences of one forward on one rank, where options say so: those that fill batch_tokens are full, as planned."""
+    return options.training.get("per_device_train_batch_size") or (
+        options.batch_tokens and -(-options.batch_tokens // seq_len)
     )
 
 
@@ -590,12 +605,14 @@ def choose_plan(
     config = plan.deepspeed_config
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
         because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
+        if get_value(config, "zero_optimization.offload_optimizer.device") == "nvme":  # `gradient_types` has why
+            because = "float32 was not tried with NVMe"
         notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}.")
     may_gain = job.dtype == "bfloat16" and job.fp32_accumulation is None and plan.fits and plan.has_time_estimate
     if zero == "auto" and may_gain:
         # How much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word.
         in_bf16 = job.with_same_activations(fp32_accumulation=False)
-        names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS]
+        names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS and name not in left_out]
         plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
         fitting = [other for other in plans if other.fits]
         gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)
@@ -666,8 +683,8 @@ def plan_run(
 
 
 def with_disk_of(zero_file: dict[str, Any], machine: Machine) -> Machine:
-    """Returns the machine with the NVMe that a DeepSpeed JSON names, where it is here."""
-    if (path := nvme_path(zero_file)) and Path(path).is_dir():
+    """Returns the machine with the NVMe that a DeepSpeed JSON names, where it is here and no other is asked for."""
+    if not machine.nvme_bytes and (path := nvme_path(zero_file)) and Path(path).is_dir():
         return dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
     return machine
 

@@ -301,10 +301,17 @@ def this_node() -> tuple[str, str]:
     return socket.gethostname(), boot_id()
 
 
+def cores_of_node() -> frozenset[int]:
+    """Return the cores that the ranks of this node may run on, all together. Collective."""
+    here, mine = this_node(), frozenset(os.sched_getaffinity(0))
+    return frozenset().union(*(cores for node, cores in from_all([(here, mine)]) if node == here))
+
+
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
     mine = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
-    of_ranks = from_all([(this_node(), dataclasses.replace(mine, host_names=(socket.gethostname(),)))])
+    about = {"host_names": (socket.gethostname(),), "cores": cpu_count(cores_of_node())}
+    of_ranks = from_all([(this_node(), dataclasses.replace(mine, **about))])
     ranks, nodes = Counter(node for node, _ in of_ranks), dict(reversed(of_ranks))  # a node's machine by its first rank
     least = {name: min(getattr(machine, name) for _, machine in of_ranks) for name in ("device_bytes", "host_bytes")}
     return job_machine([dataclasses.replace(nodes[node], ranks_per_node=ranks[node], **least) for node in ranks])
@@ -438,8 +445,7 @@ def use_bound_cores(*, chooses_threads: bool) -> None:
     of its own, divided again, most would lie idle. Not where `chooses_threads` is False: the environment says how many.
     Collective.
     """
-    here, mine = this_node(), frozenset(os.sched_getaffinity(0))
-    of_node = frozenset().union(*(cores for node, cores in from_all([(here, mine)]) if node == here))
+    mine, of_node = os.sched_getaffinity(0), cores_of_node()
     if chooses_threads and mine != of_node:
         _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
 

@@ -56,6 +56,11 @@ class Machine:
     def world_size(self) -> int:
         return self.num_ranks or self.nodes * self.ranks_per_node
 
+    @property
+    def place(self) -> str:
+        """What has `device_bytes`, in a word."""
+        return "GPU" if self.has_gpu else "rank"
+
     def __str__(self) -> str:
         device = "GPU" if self.has_gpu else "CPU rank"
         ranks = plural(self.ranks_per_node, device) + (f" at most, {self.num_ranks} in all," if self.num_ranks else "")

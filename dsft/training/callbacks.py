@@ -279,7 +279,7 @@ class PlanCheck(TrainerCallback):
             planned += plan.ranks_per_node * peak_bytes(terms, "device")
         rows = [("host memory of a node", planned, max(nodes.values()), "GiB")]
         if has_gpu():
-            of_torch = [term for term in plan.terms if term.name != OVERHEAD]
+            of_torch = [term for term in terms if term.name != OVERHEAD]
             allocated = peak_bytes(of_torch, "device")
             if largest["held"]:
                 stays = [term for term in of_torch if term.name not in GONE_AFTER_STEP]

@@ -143,7 +143,7 @@ def describe_plan(run: TrainingRun) -> None:
     say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
     say(f"plan: {run.reason}")
     say(
-        f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {'GPU' if run.machine.has_gpu else 'rank'},"
+        f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {run.machine.place},"
         f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
         + (f"; {plan.time.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
     )

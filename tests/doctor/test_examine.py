@@ -21,6 +21,7 @@ from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
 from safetensors.torch import load_file, save_file
 
+from dsft.checkpoints.manifest import TRAINER_STATE
 from dsft.cli import doctor
 from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor import COLUMNS
@@ -48,9 +49,9 @@ from dsft.doctor.links import Measured, check_answers, check_assumed, check_meas
 from dsft.doctor.phases import Connection, FileContent, NodeFacts, Reached, parse_gpus, reach, typed
 from dsft.errors import UserError
 from dsft.planner.calibration import keep, links_key, speeds_file, speeds_for
-from dsft.planner.step_time import speeds_of
+from dsft.planner.step_time import GPUS, speeds_of
 from dsft.runtime import distributed
-from dsft.runtime.hardware import Machine
+from dsft.runtime.hardware import Machine, cpu_count
 from dsft.runtime.launcher_env import Node, read_hosts, ssh_problem
 from dsft.runtime.patches import PATCHES, Patch
 from dsft.units import GiB
@@ -420,6 +421,13 @@ def test_nodes_are_planned_with_the_network_that_their_ranks_would_read():
     assert machine_of({"n1": node("n1", interconnect="nvlink+eth25")}).interconnect == "nvlink+eth25"
 
 
+def test_nodes_are_planned_with_the_memory_that_programs_see():
+    """nvidia-smi counts half a GiB of an H100 more, and the doctor found plans to fit that a training refuses."""
+    assert machine_of({"n1": node("n1")}).device_bytes == GPUS["H100"].usable_bytes
+    taken = machine_of({"n1": node("n1", gpus=smi("81559, 4,", "81559, 10000,"))}).device_bytes
+    assert taken == (81559 - 10000) * 2**20
+
+
 def test_of_two_clocks_none_is_blamed_without_a_reason():
     offsets = {"n1": 0.0, "n2": -100.0}
     [both] = check_clocks(offsets)
@@ -555,6 +563,9 @@ def test_the_runs_files_are_read_from_yaml_and_flags(tmp_path):
     for device in ("cpu", "nvme"):
         json_file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}))
         assert read_run_files(["--zero", str(json_file)]).nvme == (device == "nvme")
+    for given, saves in (("save_strategy: no", False), ("save_strategy: no\nsave_minutes: 5", True), ("", True)):
+        (tmp_path / "run.yaml").write_text(given)
+        assert read_run_files(["--config", str(tmp_path / "run.yaml")]).saves == saves, given
     # The run refuses an option that is given twice; what is looked at is one of them.
     assert read_run_files(["--output_dir", "a", "--output_dir", "b"]).output_dir == "a"
     assert read_run_files(["--config", "a", "--config", "b"]).config == "a"
@@ -635,6 +646,16 @@ def _machine_of_namesakes() -> tuple[int, int, tuple[str, ...]]:
     return _machine_of_uneven_nodes("a", "a")
 
 
+def _cores_of_bound_ranks() -> int:
+    core = distributed.rank()
+    os.sched_getaffinity = lambda pid: {core}  # as a launcher ties each rank to a core of its own
+    return distributed.smallest_machine().cores
+
+
+def test_a_node_has_the_cores_of_all_its_ranks():
+    assert on_ranks(2, _cores_of_bound_ranks) == [min(2, cpu_count(range(2)))] * 2
+
+
 def test_uneven_nodes_are_counted_by_host_on_every_rank():
     assert on_ranks(3, _machine_of_uneven_nodes) == [(2, 2, ("a", "b"))] * 3
 
@@ -668,6 +689,27 @@ def test_a_node_that_runs_another_version_of_dsft_is_named():
 
     report = examine(Others(), [Node(name="n3", slots=1)], argv=[], quick=True, port=None, master="")
     assert [(entry.code, entry.where) for entry in report.findings] == [("no-dsft", "n3")] and report.facts == {}
+
+
+def test_the_doctor_counts_the_room_of_a_run_as_the_training_does(options, tmp_path):
+    """Checkpoints that are replaced make room, and a DeepSpeed JSON may say how many there will be."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "scheduler": scheduler}))
+    asked = options(tmp_path / "run", zero=str(file), max_steps=None, save_strategy="steps", save_steps=5)
+
+    def written() -> int:
+        report = Report(nodes=["n1"], quick=True, facts={"n1": node("n1", cpu_only=True)})
+        num_bytes, _ = plan_on(report, flags(asked))
+        assert report.findings == []
+        return num_bytes
+
+    fresh, folder = written(), tmp_path / "run" / "checkpoint-5"
+    folder.mkdir(parents=True)
+    (folder / TRAINER_STATE).write_text("{}" + 998 * " ")
+    assert fresh - written() == 1000
+    asked["save_steps"] = 10
+    assert written() < fresh - 1000, "one checkpoint of 10 steps, and not two"
 
 
 def test_the_doctor_plans_a_run_that_starts_now_whose_weights_must_be_there(options, tiny, tmp_path):

@@ -14,8 +14,9 @@ from dsft.config.options import TrainConfig
 from dsft.models.quantization import FORMATS
 from dsft.models.size import measure_model
 from dsft.planner.activations import Job
-from dsft.planner.states import GONE_AFTER_STEP, late_bytes, load_terms, sample_terms, state_terms
+from dsft.planner.states import GONE_AFTER_STEP, copied_terms, late_bytes, load_terms, sample_terms, state_terms
 from dsft.planner.zero_layout import OPTIMIZERS, OptimizerMemory, ZeroLayout, peak_bytes, resolve_auto
+from dsft.run_setup.arguments import checkpoint_size
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
 
@@ -419,6 +420,27 @@ def test_rank_0_copies_what_is_saved_to_its_host_memory(stage, sizes):
         assert saved == 2 * sizes[False, lora_r].num_trainable
         always = sum(term.num_bytes for term in terms if (term.phase, term.place) == ("always", "host"))
         assert peak_bytes(terms, "host") == always + saved
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_save_in_the_background_copies_are_the_bytes_of_its_checkpoint(stage, sizes):
+    full, config = sizes[False, 0], {"zero_optimization": {"stage": stage}}
+    partly_frozen = dataclasses.replace(full, num_trainable=full.num_trainable // 4)
+    for size in (full, sizes[False, 32], partly_frozen):
+        for dtype in ("bfloat16", "float32"):
+            written = checkpoint_size(TrainConfig(dtype=dtype), size, config)
+            layout = ZeroLayout(size, config, machine_of(16, ranks_per_node=16), dtype=dtype)
+            copied = sum(term.num_bytes for term in copied_terms(layout))
+            assert copied == pytest.approx(written.weight_bytes + written.state_bytes, abs=16)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_below_stage_3_an_offload_to_nvme_is_one_to_host_memory(stage, sizes):
+    def terms(**parts: str) -> list:
+        section = {"stage": stage} | {part: {"device": device} for part, device in parts.items()}
+        return state_terms(on_16_ranks(sizes[False, 0], {"zero_optimization": section}))
+
+    assert terms(offload_optimizer="nvme", offload_param="nvme") == terms(offload_optimizer="cpu")
 
 
 def test_what_ratio_leaves_on_the_device_is_not_in_host_memory(sizes):

@@ -44,9 +44,10 @@ from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation
 from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason, shortlist
 from dsft.planner.states import frozen_bytes, load_terms
 from dsft.planner.step_time import GPUS, TIME_RANGES, collective_seconds, flops_per_token, parse_interconnect, speeds_of
-from dsft.planner.zero_layout import Term, ZeroLayout, bytes_by_phase, sums_in_fp32
+from dsft.planner.zero_layout import OPTIMIZERS, Term, ZeroLayout, bytes_by_phase, sums_in_fp32
 from dsft.run_setup.alternatives import of_length, ways_to_fit
-from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run
+from dsft.run_setup.arguments import check_zero_file
+from dsft.run_setup.resolve import TrainingRun, choose_plan, decide_run, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine, parse_bytes, this_machine
 from dsft.units import GB
 
@@ -156,6 +157,15 @@ def test_experts_in_one_parameter_are_planned_as_bitsandbytes_leaves_them(config
         for note in unmodelled(paper_job(TrainConfig(model=configs["mixtral"], method="qlora")), {})
     )
     assert measure_model(TrainConfig(model=configs["mixtral"], method="lora")).size.plain_expert_params == 0
+
+
+def test_the_workspaces_of_cublas_are_planned_on_hopper_alone(configs):
+    planned = {}
+    for name in GPUS:
+        plan, _ = plans_of(configs["8b"], gpus(8, gpu_type=name), zero="3", micro_batch=1, accumulation=1)
+        planned[name] = sum(term.num_bytes for term in plan.terms if term.name == "cuBLAS workspaces")
+    hopper = {"H100", "H100-NVL", "H100-PCIE", "H200", "H200-NVL", "H20", "H20-3E", "H800", "GH200"}
+    assert planned == {name: 2 * 2**25 if name in hopper else 0 for name in GPUS}
 
 
 def test_a_multimodal_wrapper_is_planned_by_its_text_model(configs):
@@ -290,7 +300,9 @@ def test_what_is_not_modelled_is_said(configs):
     def notes(zero: dict | None = None, **training) -> list[str]:
         return unmodelled(paper_job(TrainConfig(model=configs["8b"], training=training)), zero or {})
 
-    assert notes() == notes(optim="adamw_8bit") == notes(use_liger_kernel=True) == notes(read_zero_file("3", [])) == []
+    plain = paper_job(TrainConfig(model=configs["8b"]))
+    assert not any(unmodelled(dataclasses.replace(plain, optimizer=optimizer), {}) for optimizer in OPTIMIZERS)
+    assert notes() == notes(use_liger_kernel=True) == notes(read_zero_file("3", [])) == []
     assert notes(optim="ademamix")[0].startswith("optim ademamix is not modelled: planned with the states of adamw_")
     assert notes(torch_compile=True)[0].startswith("torch.compile is not modelled")
     settings = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}, "data_types": {}}
@@ -386,6 +398,8 @@ def test_zero_0_and_1_add_up_no_4_micro_batches_in_bf16_unless_asked_for(configs
     named = dataclasses.replace(asked, fp32_accumulation=None)
     why = choose_plan(named, machine, zero="1", zero_file=read_zero_file("1", [])).reason
     assert "4 micro batches are added up in bfloat16: ZeRO 1 cannot in float32." in why
+    on_nvme = choose_plan(named, gpus(ranks, nvme_bytes=4 * 10**12), zero="3-nvme").reason
+    assert "4 micro batches are added up in bfloat16: float32 was not tried with NVMe." in on_nvme
 
 
 def test_a_plan_says_where_fp32_sums_cost_speed(configs):
@@ -394,6 +408,8 @@ def test_a_plan_says_where_fp32_sums_cost_speed(configs):
     said = [choose_plan(job, gpus(8, 90, interconnect=links)).reason for links in ("pcie", "nvlink")]
     assert [f"{WAY} (--fp32_accumulation false)" in why for why in said] == [True, True]
     assert WAY not in choose_plan(dataclasses.replace(job, **REFUSED), gpus(8, 90, interconnect="pcie")).reason
+    resumed = choose_plan(job, gpus(8, 90, interconnect="pcie"), left_out=("0", "1"))  # on other ranks, say
+    assert WAY not in resumed.reason
 
 
 WAY = "times as fast, but adds up gradients in bfloat16"
@@ -546,6 +562,17 @@ def test_a_frozen_base_crosses_nodes_no_more_with_hpz(configs):
     assert chosen.zero == "3-hpz"
     assert by_zero["3-hpz"].communication_seconds < 0.2 * by_zero["3"].communication_seconds
     assert by_zero["3-hpz"].step_seconds < 0.7 * by_zero["3"].step_seconds
+
+
+def test_hpz_is_for_nodes_of_as_many_ranks(configs):
+    job, options = job_in_bf16(configs["70b"], "lora"), TrainConfig(method="lora", dtype="bfloat16")
+    slow = {"nodes": 2, "interconnect": "nvlink+eth25"}
+    assert plan_run(options, of_length(job, 2048), gpus(8, **slow)).plan.zero == "3-hpz"
+    assert plan_run(options, of_length(job, 2048), gpus(8, **slow, num_ranks=12)).plan.zero == "3"
+    named, content = dataclasses.replace(options, zero="3-hpz"), read_zero_file("3-hpz", [])
+    assert check_zero_file(content, named, gpus(4, nodes=3)) == [], "of the 4 ranks of each node"
+    (refusal,) = check_zero_file(content, named, gpus(8, nodes=2, num_ranks=12))
+    assert "zero_hpz_partition_size=8 does not divide the 12 ranks; take zero 3" in refusal
 
 
 def test_the_size_of_hpz_that_a_json_names_is_kept_and_must_divide_the_ranks(configs, tmp_path):
@@ -933,6 +960,11 @@ def test_the_cheapest_machine_and_the_smallest_are_found(configs, capsys, tmp_pa
     (chosen,) = json.loads(run_plan(capsys, *small, "--zero", str(tmp_path / "own.json")))  # 8 ranks alone take 64 so
     assert chosen["machine"]["gpu_type"] == "H100"
     assert (chosen["plan"]["micro_batch"], chosen["plan"]["accumulation"]) == (4, 2)
+    file |= {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}
+    (tmp_path / "own.json").write_text(json.dumps(file | {"optimizer": {"type": "Lion"}}))
+    (chosen,) = json.loads(run_plan(capsys, *small, "--zero", str(tmp_path / "own.json")))
+    assert chosen["cost"]["steps"] == 10, "as the JSON says"
+    assert "Lion (--zero)\n" in run_plan(capsys, *small[:-1], "--zero", str(tmp_path / "own.json"))
     for content, more, said in [
         ("[[machine]]\ngpu = 1\n", (), "prices.toml: machine 1: unknown key gpu"),
         ("[[machine]]\nnodes = '2'\n", (), "prices.toml: machine 1: it needs gpus, such as 8xH100"),
@@ -983,6 +1015,37 @@ def test_what_does_not_fit_ends_with_1_and_says_as_commands_what_would(configs, 
     assert any("--method lora" in line or "--method qlora" in line for line in commands) and len(commands) >= 3
     for command in commands:  # each is a whole command, and keeps its word
         assert json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]["fits"], command
+
+
+def test_every_way_out_takes_the_step_that_was_asked_for(configs):
+    batch = {"global_batch_size": 64, "training": {"per_device_train_batch_size": 4}}
+    machine = gpus(1, 24, host=64, gpu_type="4090")
+    run = resolve_offline(TrainConfig(model=configs["8b"], dtype="bfloat16", **batch), machine, attention="flash")
+    ways = ways_to_fit(run.options, run.job, machine, attention="flash")
+    assert any("nodes" in way.change for way in ways)
+    for way in ways:
+        assert way.plan.time.tokens_per_step == 64 * way.change.get("seq_len", 1024), way.change
+
+
+def test_a_way_out_of_a_json_is_planned_without_its_batch_as_its_command_is(configs, capsys, tmp_path, cheap_traces):
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 3}))
+    words = ["--model", configs["8b"], "--gpus", "8xA100-40GB", "--zero", str(file)]
+    with pytest.raises(SystemExit):
+        run_plan(capsys, *words)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    ways = [(line, lines[number + 1]) for number, line in enumerate(lines) if line.startswith("dsft plan")]
+    command, label = ways[0]
+    plan = json.loads(run_plan(capsys, *command.split()[2:], "--json"))["chosen"]
+    assert f"micro batch {plan['micro_batch']} x {plan['accumulation']} accumulated" in label
+
+
+def test_shorter_sequences_fill_a_budget_of_tokens_as_longer_ones_do(configs):
+    options = TrainConfig(model=configs["8b"], method="lora", dtype="bfloat16", seq_len=8192, batch_tokens=2**16)
+    machine = gpus(1, 24, host=64, gpu_type="4090")
+    run = resolve_offline(options, machine, attention="flash")
+    ways = ways_to_fit(run.options, run.job, machine, attention="flash")
+    assert all(way.plan.micro_batch * way.change.get("seq_len", 8192) == 2**16 for way in ways)
 
 
 def test_the_nodes_of_a_host_file_are_all_there_are(configs, capsys, tmp_path):
@@ -1064,6 +1127,9 @@ def test_the_batch_stays_or_grows_with_the_nodes(configs, capsys):
     }
     assert steps == {"strong": [64 * 1024] * 2, "weak": [64 * 1024, 2 * 64 * 1024]}
     assert "stays (strong scaling)" in run_plan(capsys, *words)
+    batch = ("--tokens_per_step", str(64 * 1024), "--gradient_accumulation_steps", "2")
+    rows = json.loads(run_plan(capsys, *words, *batch, "--json"))
+    assert [(row["micro_batch"], row["accumulation"]) for row in rows] == [(4, 2), (2, 2)]
 
 
 def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
@@ -1083,6 +1149,10 @@ def test_the_command_as_json_and_as_files(configs, capsys, tmp_path):
     assert written["gradient_clipping"] == 0.5 and written["bf16"]["bf16_optimizer_states"] is True
     again = json.loads(run_plan(capsys, *words, *more, "--zero", str(tmp_path / "more/deepspeed.json"), "--json"))
     assert again["chosen"]["fits"], "what was written is taken with the same options"
+    filled = ("--batch_tokens", "3000", "--gradient_accumulation_steps", "2", *words[:4])
+    run_plan(capsys, *filled, "--write", str(tmp_path / "filled"))
+    again = json.loads(run_plan(capsys, *filled, "--zero", str(tmp_path / "filled/deepspeed.json"), "--json"))
+    assert (again["chosen"]["micro_batch"], again["chosen"]["accumulation"]) == (3, 2), "as it was"
     half_file = read_zero_file("2", []) | {"fp16": {"enabled": True, "initial_scale_power": 12}}
     (tmp_path / "own.json").write_text(json.dumps(half_file))
     half = ("--dtype", "float16", "--zero", str(tmp_path / "own.json"))

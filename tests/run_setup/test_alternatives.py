@@ -79,11 +79,24 @@ def test_what_is_asked_for_is_asked_of_the_largest_too_and_leaves_out_methods_th
     assert [(row["method"], row["plan"]["zero"]) for row in rows] == [("full", "3"), ("lora", "3")]
 
 
+def test_a_model_with_too_few_positions_is_none_of_those_that_fit(capsys, cheap_traces):
+    small = {"model_type": "llama", **ARCHITECTURES["llama"][1]}
+    models = {"short": small | {"max_position_embeddings": 16}, "small": small | {"max_position_embeddings": 32}}
+    with mock.patch.dict(USUAL_MODELS, models, clear=True):
+        main(["plan", "--largest", "--gpus", "8xH100", "--seq_len", "32", "--json"])
+    assert {tuple(row["fits"]) for row in json.loads(capsys.readouterr().out)} == {("small",)}
+
+
 def test_a_model_without_the_name_of_its_positions_is_planned_up_to_them(tmp_path, capsys, cheap_traces):
     MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=1000, max_seq_len=700).save_pretrained(tmp_path)
     words = ["--model", str(tmp_path / "config.json"), "--seq_len", "512", "--gpus", "1xH100"]
     main(["plan", *words, "--longest", "--json"])
     assert json.loads(capsys.readouterr().out)["seq_len"] == 512
+
+
+def test_what_the_longest_sequence_takes_of_a_machine_without_gpus_is_a_rank_s(tiny, capsys, cheap_traces):
+    main(["plan", "--model", str(tiny / "model"), "--seq_len", "64", "--longest"])
+    assert capsys.readouterr().out.endswith("GiB per rank\n")
 
 
 def test_a_machine_without_gpus_is_asked_for_no_qlora(capsys, cheap_traces):

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from transformers import TrainingArguments
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.config.deepspeed import offloads, read_zero_file
+from dsft.config.deepspeed import offloads
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
@@ -29,10 +29,10 @@ from dsft.run_setup.arguments import (
     training_arguments,
     with_defaults,
 )
-from dsft.runtime.hardware import Machine, has_gpu
-from dsft.units import GB
+from dsft.runtime.hardware import has_gpu
 
 SIZE = SimpleNamespace(quantization=FORMATS["int8"])
+OFFLOADED = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 PLAN = SimpleNamespace(
     micro_batch=3,
     accumulation=2,
@@ -174,11 +174,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         (TrainConfig(training={"skip_memory_metrics": False}), {}, ["skip_memory_metrics: ignored", "peak_host_gib"]),
         (TrainConfig(training={"ddp_backend": "gloo"}), {}, ["ddp_backend: ignored", "DeepSpeed reduces gradients"]),
         (TrainConfig(training={"optim": "sgd"}), {"optimizer": {"type": "Lion"}}, ["optim: ignored", "brings Lion"]),
-        (
-            TrainConfig(training={"optim": "ademamix"}),
-            read_zero_file("2-offload", []),
-            ["optim: ", "which offload needs"],
-        ),
+        (TrainConfig(training={"optim": "adamw_8bit"}), OFFLOADED, ["optim: ignored", "AdamW, which offload needs"]),
         (TrainConfig(), {"optimizer": {"type": "AdamW"}}, []),
         (TrainConfig(training={"weight_decay": 0.1}), {"optimizer": {"type": "AdamW"}}, ["weight_decay: DeepSpeed's"]),
         (TrainConfig(training={"weight_decay": 0.1}), {}, []),
@@ -276,13 +272,23 @@ def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
     assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
 
 
-@pytest.mark.parametrize(("ranks", "nodes", "uneven", "refusal"), [(4, 3, 0, ""), (4, 2, 6, "; use 2 (in a")])
-def test_hpz_of_dsft_s_own_configuration_spans_a_node_whatever_number_its_file_has(ranks, nodes, uneven, refusal):
-    """8 stands in ds_configs/zero3_hpz.json."""
-    about = {"device_bytes": 80 * GB, "host_bytes": 1000 * GB, "has_gpu": True, "num_ranks": uneven}
-    machine = Machine(nodes=nodes, ranks_per_node=ranks, **about)
-    problems = check_zero_file(read_zero_file("3-hpz", []), TrainConfig(zero="3-hpz"), machine)
-    assert len(problems) == bool(refusal) and all(refusal in problem for problem in problems), problems
+@pytest.mark.parametrize(
+    ("optim", "more", "is_taken"),
+    [
+        ("sgd", {}, False),
+        ("adamw_8bit", {}, False),  # it would be Adam with L2
+        ("adafactor", {"optimizer": {"type": "AdamW"}}, True),  # the file's, as a note reports
+        ("sgd", {"zero_force_ds_cpu_optimizer": False}, True),
+        ("adagrad", {}, False),  # the engine would refuse CPUAdagrad
+        *((name, {}, True) for name in (None, "adamw_torch", "adamw_torch_fused")),
+    ],
+)
+def test_an_optimizer_that_an_offload_would_replace_is_refused(optim, more, is_taken):
+    machine, options = SimpleNamespace(measured=False, world_size=1), TrainConfig(zero="ds.json")
+    options = replace(options, training={} if optim is None else {"optim": optim})
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    problems = check_zero_file({"zero_optimization": section} | more, options, machine)
+    assert len(problems) == (not is_taken) and all(f"optim={optim} cannot be combined" in each for each in problems)
 
 
 def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypatch):

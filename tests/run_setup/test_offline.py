@@ -14,7 +14,7 @@ from dsft.cli.main import main
 from dsft.cli.plan_answers import describe_question, prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.batches import PaddedToFullSteps, sequences_in
+from dsft.data.batches import EpochSampler, PaddedToFullSteps, sequences_in
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials
@@ -104,7 +104,12 @@ def test_data_that_is_not_here_is_named(asked, capsys):
 WEIGHTED = {"data": ["pairs.jsonl", "texts.jsonl"], "data_weights": [9.0, 1.0]}  # short sequences and full ones
 
 
-@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, {"data": "PAIRS", "packing": True}, WEIGHTED])
+PACKED = {"data": "PAIRS", "packing": True}
+BUDGET = {"data": "PAIRS", BATCH: None, "batch_tokens": 64}
+FULL_STEPS = {"data": "PAIRS", BATCH: 1, "dataloader_drop_last": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, PACKED, WEIGHTED, BUDGET, FULL_STEPS])
 def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_path, changes):
     if "data_weights" in changes:
         changes = changes | {"data": [str(tiny / name) for name in changes["data"]]}
@@ -114,11 +119,13 @@ def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_
     assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
     data = load_training_data(run.options, list(run.data), [], run.tokenizer)
     tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
-    per_step = 8 * plan.micro_batch * plan.accumulation
-    assert steps * per_step == len(PaddedToFullSteps(data.items, per_step))
+    per_step = 8 * (1 if config.batch_tokens else plan.micro_batch) * plan.accumulation
+    how = {"seed": 0, "step": lambda: 0, "drop_last": config.value("dataloader_drop_last")}
+    assert steps * per_step == EpochSampler(PaddedToFullSteps(data.items, per_step), **how).number > 0
     drawn = sequences_in(data.items[index] for index in range(len(data.items)))
     assert tokens == sum(len(each["input_ids"]) for each in drawn) and 0 < mean_len <= config.seq_len
-    assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
+    items = len(data.items) * (plan.micro_batch if config.batch_tokens else 1)
+    assert tokens <= (mean_len + 1) * items, "padding is part of what is fed"
 
 
 def test_what_fills_no_step_is_left_out_of_a_planned_epoch_as_of_a_training(asked, cheap_traces, tmp_path):
@@ -151,7 +158,7 @@ def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has
     for changes, rank, named in (({"adapter": adapter}, 3, f"lora of {adapter} "), ({}, 16, "lora of rank 16 ")):
         run = resolve_offline(make_config(TrainConfig, asked(method="lora", **changes), []), EIGHT_GPUS)
         assert run.job.size.lora_r == rank
-        assert describe_question(run.options, run.job, ["bfloat16"]).startswith(named)
+        assert describe_question(run, ["bfloat16"]).startswith(named)
 
 
 def test_the_question_names_the_optimizer_that_trains(tmp_path):
@@ -203,6 +210,19 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
         monkeypatch.setattr(resolve, "attention_like_eager", lambda *_, **__: None)
     without = resolve_offline(options, this_machine())
     assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
+
+
+def test_a_plan_of_this_machine_takes_torch_s_adam_where_a_training_does(asked, tmp_path, monkeypatch):
+    """It takes 8 bytes more of a parameter while it updates: the plan fitted, and the training was refused."""
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}))
+    monkeypatch.setattr(resolve, "has_gpu", lambda: True)
+    monkeypatch.setattr(resolve, "nvcc_problem", lambda: "nvcc is not installed")
+    config = make_config(TrainConfig, asked(zero=str(file)), [])
+    for measured in (True, False):
+        run = resolve_offline(config, dataclasses.replace(EIGHT_GPUS, measured=measured))
+        assert run.zero_file["optimizer"]["params"].get("torch_adam", False) == measured
+        assert any("FusedAdam cannot be compiled (nvcc is not installed)" in note for note in run.notes) == measured
 
 
 def test_kernels_that_would_be_faster_are_named_where_they_can_be_taken():

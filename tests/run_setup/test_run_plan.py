@@ -20,7 +20,7 @@ from dsft.planner.activations import Job
 from dsft.planner.candidates import NAMES, SEQUENCES_PER_RANK
 from dsft.planner.zero_layout import Term
 from dsft.run_setup.arguments import step_limit_decision
-from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
+from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan, with_disk_of
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -176,6 +176,13 @@ def test_the_nvme_that_a_deepspeed_json_names_is_counted(facts, tmp_path):
         nowhere = {"zero_optimization": content["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}}
         nowhere["zero_optimization"]["offload_param"] = {"device": "nvme"}
         plan_run(options, plain_job(facts, options), EIGHT_GPUS, zero_file=nowhere)
+
+
+def test_the_disk_that_a_plan_is_asked_for_goes_before_that_of_a_json(tmp_path):
+    content = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    assert with_disk_of(content, EIGHT_GPUS).nvme_path == str(tmp_path)
+    elsewhere = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)  # as --nvme 4000GB names it
+    assert with_disk_of(content, elsewhere) == elsewhere
 
 
 def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path):

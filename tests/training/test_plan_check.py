@@ -43,6 +43,7 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
         Term("step", 80, "", "step"),
         Term(OVERHEAD, 1000, ""),
         Term("weights while they load", 5000, "", "load", "host"),
+        Term("weights while they load", 5000, "", "load"),
     ]
     time = SimpleNamespace(step_seconds=3.0)
     check = PlanCheck(SimpleNamespace(terms=terms, has_gpu=True, time=time, has_time_estimate=True))

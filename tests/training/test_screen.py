@@ -266,7 +266,7 @@ def test_host_memory_that_other_programs_hold_is_a_warning(monkeypatch, capsys, 
     monkeypatch.setattr(run_module, "peak_resident_bytes", lambda: GiB)
     plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, ranks_per_node=2, has_time_estimate=False)
     model = SimpleNamespace(size=SimpleNamespace(num_params=1, num_trainable=1))
-    machine, options = SimpleNamespace(has_gpu=True), SimpleNamespace(dtype="bfloat16")
+    machine, options = SimpleNamespace(has_gpu=True, place="GPU"), SimpleNamespace(dtype="bfloat16")
     run_module.describe_plan(
         SimpleNamespace(model=model, plan=plan, machine=machine, options=options, reason="asked for", notes=())
     )
