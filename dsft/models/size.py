@@ -40,7 +40,6 @@ from dsft.models.trained import (
     adapted_for_a_look,
     adapters_of,
     check_lora_options,
-    fused_experts,
     grow_embeddings,
     grow_for,
     learning_rates,
@@ -443,20 +442,21 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     decoder = {id(layer) for layer in decoder_layers(model)}
     layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
-    fused = sum(model.get_parameter(name).numel() for name in fused_experts(model))
+    # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt, and
+    # bitsandbytes does not quantise; those of convolutions have 3 dimensions too.
+    kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    fused = {
+        name: p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() == 3 and p.shape[0] > 1 and p.requires_grad and id(p) not in kernels
+    }
     unadapted = 0
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
-        # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt;
-        # those of convolutions have 3 dimensions too.
-        names = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
-        with_adapter = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
-        kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
-        experts = {
-            name: p for name, p in names.items() if p.dim() == 3 and not p.requires_grad and id(p) not in kernels
-        }
-        unadapted = sum(p.numel() for name, p in experts.items() if name.rpartition(".")[0] not in with_adapter)
+        names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if ".lora_" in name)
+        adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in names}
+        unadapted = sum(number for name, number in fused.items() if name.rpartition(".")[0] not in adapted)
     saved = sum(p.numel() for p in model.parameters() if adapters is None or p.requires_grad)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -481,7 +481,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         active_expert_params=active_experts,
         looped_experts=len(lists) * num_experts if looped and isinstance(num_experts, int) else 0,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
-        fused_expert_params=fused,
+        fused_expert_params=sum(fused.values()),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
         largest_gathered_params=max(largest_gathered, *tiled, 0),

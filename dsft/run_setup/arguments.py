@@ -285,10 +285,8 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     """Lists what dsft cannot do of an explicit `zero`, or this machine."""
     zero = options.zero
     problems = check_nvme(zero_file, zero) if machine.measured else []
-    hpz_ranks = get_value(zero_file, "zero_optimization.zero_hpz_partition_size") or 1
-    if hpz_ranks > 1 and not zero.endswith(".json"):  # `compose` sets it
-        hpz_ranks = machine.ranks_per_node
-    over = min(hpz_ranks, machine.world_size)
+    composed = compose(zero_file, hpz_ranks=None if zero.endswith(".json") else machine.ranks_per_node)
+    over = min(get_value(composed, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
     if stage(zero_file) == 3 and machine.world_size % over:  # groups.py, _create_zero_param_parallel_group, asserts it
         way_out = "take zero 3" if machine.num_ranks else f"use {machine.ranks_per_node}, the ranks of a node"
         problems.append(

@@ -20,6 +20,7 @@ from transformers import (
     AriaTextConfig,
     AutoConfig,
     Gemma4TextConfig,
+    JetMoeConfig,
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
@@ -157,6 +158,15 @@ def test_experts_in_one_parameter_are_planned_as_bitsandbytes_leaves_them(config
         for note in unmodelled(paper_job(TrainConfig(model=configs["mixtral"], method="qlora")), {})
     )
     assert measure_model(TrainConfig(model=configs["mixtral"], method="lora")).size.plain_expert_params == 0
+
+
+def test_experts_that_are_not_called_so_are_planned_as_bitsandbytes_leaves_them(tmp_path):
+    """JetMoE has them in attention and in feed-forwards, under names of their own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_local_experts": 4}
+    JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=8, vocab_size=64).save_pretrained(tmp_path)
+    size = measure_model(TrainConfig(model=str(tmp_path), method="qlora")).size
+    experts, hidden, width, heads = 4, 16, 24, 2 * 8
+    assert size.plain_expert_params == 2 * experts * hidden * (3 * width + 2 * heads)
 
 
 def test_the_workspaces_of_cublas_are_planned_on_hopper_alone(configs):
