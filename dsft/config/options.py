@@ -77,6 +77,8 @@ _IGNORED = {
 }
 IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
+REMOVED_OPTIONS: dict[str, str] = {}
+"""Options that dsft had once -> what they did, and what to use instead."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,

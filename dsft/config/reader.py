@@ -29,6 +29,7 @@ from dsft.config.options import (
     HALF_PRECISION,
     REFUSED_ARGUMENTS,
     REFUSED_OPTIMIZERS,
+    REMOVED_OPTIONS,
     EvalConfig,
     TimeoutFields,
     TrainConfig,
@@ -335,6 +336,9 @@ def check_values(
     """
     checked = {}
     for key, value in values.items():
+        if key in REMOVED_OPTIONS and key not in types_by_name:
+            problems.append(f"{key}: removed; {REMOVED_OPTIONS[key]}")
+            continue
         if key not in types_by_name:
             known = [*types_by_name, *(field_types(also) if also else ())]
             problems.append(f"{key}: unknown key{_hint(key, known)}")
