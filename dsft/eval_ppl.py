@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         from dsft.perplexity.compare import print_together
 
     say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and models")
-    for note in notes_on_escapes(config):
+    for note in [*config.notes, *notes_on_escapes(config)]:
         say(f"note: {note}")
     evaluations = []
     for evaluation in evaluate(config, problems, progress=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import Group, command_groups, usage
-from dsft.config.elsewhere import DEFAULTS, ELSEWHERE
+from dsft.config.elsewhere import HINTS, OURS
 
 HEAD = """# Options of every command
 
@@ -15,12 +15,10 @@ Made from the fields' texts by `python scripts/reference.py > docs/reference.md`
 Options of `train` and `eval` have the same names in the YAML file and as flags, and a flag wins. A switch alone means
 true. A flag given twice is one longer list where its option takes several values, and an error elsewhere."""
 MIGRATING = Path(__file__).parent.parent / "docs" / "migrating.md"
-TABLES = "## Defaults that are written down"
+TABLES = "## Names of other trainers"
 """Heading of docs/migrating.md from which on it is made here."""
-DEFAULTS_HEAD = """Where a file gives nothing, its trainer takes these, and dsft would not. They stand in the
-run.yaml with that remark."""
-NAMES_HEAD = """Options of TRL, axolotl, LLaMA-Factory, torchtune, transformers' examples and others, and what dsft
-calls them. An error names that option where one of these is given. Of two, a command has the first or the other."""
+NAMES_HEAD = """A file may use these names of TRL, axolotl, LLaMA-Factory, torchtune and transformers' examples: dsft
+reads them as its own, with a note. Where the value has another form, an error says what to write."""
 
 
 def reference() -> str:
@@ -36,19 +34,10 @@ def reference() -> str:
 
 def tables_of_migrating() -> str:
     """Returns the generated end of docs/migrating.md."""
-    defaults = ["| trainer | options |", "|---|---|"]
-    for trainer, values in DEFAULTS.items():
-        given = [f"`{name}: {value}`" for name, value in values.items() if value != ""]
-        defaults.append(f"| {trainer} | {', '.join(given)} |")
-    names = ["| elsewhere | dsft | |", "|---|---|---|"]
-    for each in ELSEWHERE:
-        words = (", ".join(f"`{name}`" for name in text.split()) for text in (each.names, each.ours))
-        how = each.how
-        if each.is_refused:
-            how = f"{how}; others are refused" if set(each.becomes) - {False} else f"refused: {how}"
-        names.append(f"| {' | '.join((*words, how))} |")
-    parts = [TABLES, DEFAULTS_HEAD, "\n".join(defaults), "## Names of other trainers", NAMES_HEAD, "\n".join(names)]
-    return "\n\n".join(parts) + "\n"
+    names = ["| elsewhere | dsft |", "|---|---|"]
+    names += [f"| `{theirs}` | `{ours}` |" for theirs, ours in OURS.items()]
+    names += [f"| `{theirs}` | {hint} |" for theirs, hint in HINTS.items()]
+    return "\n\n".join([TABLES, NAMES_HEAD, "\n".join(names)]) + "\n"
 
 
 def _table(group: Group) -> str:

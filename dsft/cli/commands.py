@@ -144,11 +144,9 @@ class ConvertOptions:
     """Conversion: of which file, and where to."""
 
     file: str
-    """A YAML file of axolotl, LLaMA-Factory or TRL, or a shell script with one command line of theirs."""
+    """A YAML file of axolotl, LLaMA-Factory or TRL."""
     _: KW_ONLY
-    from_: Literal["axolotl", "llamafactory", "trl"] | None = None
-    """Whose file it is; by default the options in it show that."""
-    output: str = "run.yaml"
+    out: str = "run.yaml"
     """The file to write."""
 
 
@@ -191,14 +189,6 @@ class QuickstartOptions:
 
     folder: str = "quickstart"
     """A new folder."""
-
-
-@dataclass
-class CompletionOptions:
-    """Completion: the shell."""
-
-    shell: Literal["bash", "zsh", "fish"]
-    """The one whose script is printed."""
 
 
 @dataclass
@@ -275,13 +265,9 @@ _LAUNCHED = "The command that is run is printed first; --dry_run prints it and s
 _PLANNED = """\
 Takes the options of dsft train and its --config beside its own, and decides what that would on such a machine.
 Exit code 1 where nothing fits."""
-_COMPLETION = """\
-  bash   in ~/.bashrc: source <(dsft completion bash)
-  zsh    in ~/.zshrc after compinit: eval "$(dsft completion zsh)"
-  fish   once: dsft completion fish > ~/.config/fish/completions/dsft.fish"""
-_CONVERTED = """\
-Every option without a counterpart is named, on the screen and in the file; docs/migrating.md has the names. DPO, vision
-and what else dsft cannot train is refused."""
+_CONVERTED = (
+    "Every option without a counterpart is named, on the screen and in the file; docs/migrating.md has the names."
+)
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
@@ -348,12 +334,6 @@ COMMANDS = {
     ),
     "merge": Command("an adapter merged into its base model", "dsft.cli.folders:export_or_merge", MergeOptions),
     "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:chat", ChatOptions),
-    "completion": Command(
-        "the script with which bash, zsh or fish completes commands",
-        "dsft.cli.help:print_completion",
-        CompletionOptions,
-        details=_COMPLETION,
-    ),
     "demo-data": Command("write the demo data set, tokenizer and configs", "dsft.cli.quickstart:demo", FolderOptions),
     "quickstart": Command("the whole job on the demo data", "dsft.cli.quickstart:run", QuickstartOptions),
 }

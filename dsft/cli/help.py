@@ -8,7 +8,6 @@ import ast
 import dataclasses
 import functools
 import importlib.util
-import re
 import shutil
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsft.cli.commands import COMMANDS, Command, CompletionOptions
+from dsft.cli.commands import COMMANDS, Command
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, EvalConfig, TrainConfig
 from dsft.config.reader import options_of
 
@@ -196,34 +195,3 @@ def _placeholder(annotation: ast.expr) -> str:
             return "|".join(str(value) for value in ast.literal_eval(f"[{ast.unparse(annotation.slice).strip('()')}]"))
         return f"{_placeholder(annotation.slice)} ..." if name == "list" else PLACEHOLDERS.get(name, "")
     return PLACEHOLDERS.get(ast.unparse(annotation), "")  # a type of transformers stands beside `str`
-
-
-def print_completion(options: CompletionOptions) -> None:
-    """Print the script for a shell: every command with its options, and those of the run that it takes beside."""
-    import argparse  # both for this command alone: other help starts sooner
-
-    import shtab
-
-    parser = argparse.ArgumentParser(prog="dsft")
-    commands = parser.add_subparsers()
-    for name, command in COMMANDS.items():
-        of_command = commands.add_parser(name, help=command.summary)
-        groups = command_groups(command)
-        if command.run_options:
-            groups = groups + class_groups(command.run_options)
-        if name == "launch":
-            groups = groups + command_groups(COMMANDS["train"])
-            of_command.add_argument("command", choices=["train", "eval"])
-        if name == "launch" or command.run_options:
-            of_command.add_argument("--config", help="YAML file with options of the run").complete = shtab.FILE
-        for field in {field.name: field for group in groups for field in group.fields}.values():
-            choices = ["true", "false"] if field.placeholder == PLACEHOLDERS["bool"] else None
-            if re.fullmatch(r"[a-z0-9][\w.-]*(\|[\w.-]+)+", field.placeholder):
-                choices = field.placeholder.split("|")
-            # Of what shtab takes over, only the first sentence fits beside the option.
-            text = re.split(r"(?<=[.;:]) ", field.text)[0].rstrip(".;:").replace("%", "%%")
-            flag = field.name if field.is_positional else f"--{field.name}"
-            argument = of_command.add_argument(flag, help=text, choices=choices)
-            if choices is None:
-                argument.complete = shtab.FILE
-    print(shtab.complete(parser, options.shell))

@@ -102,6 +102,8 @@ EVALUATES = {
 class ModelFields:
     """Model: what is loaded, and how it computes."""
 
+    notes: tuple[str, ...] = field(default=(), metadata={"option": False})
+    """What was read otherwise than it is written."""
     model: str | None = None
     """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than the
     other stages)."""
@@ -492,6 +494,7 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     code |= {key: name_of(value) for key, value in named(options) if key not in code}
     values = dataclasses.asdict(dataclasses.replace(options, **code))
     values |= values.pop("training", {})
+    values.pop("notes")
     return {key: value for key, value in values.items() if not key.endswith("_token")}
 
 

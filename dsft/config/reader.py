@@ -17,14 +17,14 @@ import types
 import typing
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dsft.config.elsewhere import OF, VALUES
+from dsft.config.elsewhere import HINTS, OURS, SAME_VALUES
 from dsft.config.options import (
     HALF_PRECISION,
     REFUSED_ARGUMENTS,
@@ -134,12 +134,16 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
     all_types = training_types() if cls is TrainConfig else dsft_types
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
+    if values.get("report_to", "none") is None:
+        values = {key: value for key, value in values.items() if key != "report_to"}
+    notes: list[str] = []
+    values = own_names(values, all_types, notes)
     refused: list[str] = []
     checked = check_values(values, all_types, refused, also=also)
     options = {key: value for key, value in checked.items() if key in dsft_types}
     if cls is TrainConfig:
         options["training"] = {key: value for key, value in checked.items() if key not in dsft_types}
-    config = cls(**options)
+    config = cls(**options, notes=tuple(notes))
     problems += refused + without_second_errors(check_config(config), refused)
     return config
 
@@ -335,7 +339,11 @@ def check_values(
     `problems`.
     """
     checked = {}
+    if len(HINTS.keys() & values.keys() - types_by_name.keys()) >= 3:
+        problems.append("this looks like the file of another trainer: dsft convert FILE writes a run.yaml of it")
     for key, value in values.items():
+        if value is None and key in types_by_name and not takes_none(types_by_name[key]):
+            continue  # null in YAML: the option is not set
         if key in REMOVED_OPTIONS and key not in types_by_name:
             problems.append(f"{key}: removed; {REMOVED_OPTIONS[key]}")
             continue
@@ -343,14 +351,11 @@ def check_values(
             known = [*types_by_name, *(field_types(also) if also else ())]
             problems.append(f"{key}: unknown key{_hint(key, known)}")
             continue
-        if isinstance(value, str) and (key, value) in VALUES and not os.path.exists(value):
-            problems.append(f"{key}={value}: {VALUES[key, value]}")
-            continue
         if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
             continue
         try:
-            checked[key] = convert(value, types_by_name[key])
+            checked[key] = convert(own_value(key, value), types_by_name[key])
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
     for key in PATHS:
@@ -363,26 +368,55 @@ def check_values(
     return checked
 
 
+def own_value(key: str, value: Any) -> Any:
+    """Returns dsft's value for one that other trainers use."""
+    return SAME_VALUES.get((key, value), value) if isinstance(value, str) else value
+
+
+def own_names(values: Mapping[str, Any], known: Collection[str], notes: list[str]) -> dict[str, Any]:
+    """Returns the options with the names of other trainers replaced by dsft's, if those are not given as well."""
+    renamed = {}
+    for key, value in values.items():
+        name = OURS.get(key)
+        if key not in known and name in known and name not in values and name not in renamed:
+            notes.append(f"{key}: read as {name}")
+            renamed[name] = value
+        else:
+            renamed[key] = value
+    return renamed
+
+
 def _hint(key: str, known: list[str]) -> str:
-    """Returns, after a semicolon, which known option an unknown one may mean: by other trainers' names, else by its
-    spelling; empty where nothing is like it.
-    """
-    if key not in OF:
-        return nearest(key, known)
-    ours, how = OF[key].ours, OF[key].how
-    here = next((name for name in ours.split() if name in known), None)
-    if here:
-        return f"; did you mean {here!r}{f' ({how})' * bool(how)}?"
-    if not ours:
-        return f"; {how}"
-    name = ours.split()[0]
-    command = "eval" if name in field_types(EvalConfig) else "train"
-    return f"; dsft {command} has it as {name}, and this command has no such option"
+    """Returns, after a semicolon, what an unknown option may mean; empty if nothing is similar."""
+    if key in HINTS:
+        return f"; {HINTS[key]}"
+    if OURS.get(key) in known:
+        return f"; {OURS[key]} is set too, and has the same meaning: keep one"
+    return nearest(key, known)
+
+
+def takes_none(hint: Any) -> bool:
+    """Whether None is a value of its own for a field of this type; a text `none` is where it is a text."""
+    return hint is Any or type(None) in (hint, *typing.get_args(hint))
 
 
 def takes_list(hint: Any) -> bool:
     """Whether a field of this type can hold a list."""
     return any(typing.get_origin(member) in (list, Sequence) for member in (hint, *typing.get_args(hint)))
+
+
+def _choice(value: Any, enums: list[type[Enum]], choices: Sequence[Any]) -> Any:
+    """Returns the choice that `value` names, of a Literal or of an enumeration."""
+    if enums:  # also of `IntervalStrategy | str`: the enumeration is the law
+        choices = [str(member.value) for member in enums[0]]
+        # YAML reads a bare `no` as false.
+        value = "no" if value is False else str(getattr(value, "value", value))
+    for choice in choices:
+        # The type too: Literal[False] must not take a 0, nor Literal[0] a False.
+        if (type(value) is type(choice) and value == choice) or (isinstance(value, str) and value == str(choice)):
+            return choice
+    names = [str(choice) for choice in choices]
+    raise ValueError(f"invalid choice: {value!r} (choose from {', '.join(names)}){nearest(str(value), names)}")
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -397,20 +431,12 @@ def convert(value: Any, hint: Any) -> Any:
     if hint is Any:
         return value
     if origin is typing.Literal or (enums and not (is_union and value is None)):
-        choices = arguments
-        if enums:  # also of `IntervalStrategy | str`: the enumeration is the law
-            choices = [str(member.value) for member in enums[0]]
-            # YAML reads a bare `no` as false.
-            value = "no" if value is False else str(getattr(value, "value", value))
-        for choice in choices:
-            # The type too: Literal[False] must not take a 0, nor Literal[0] a False.
-            if (type(value) is type(choice) and value == choice) or (isinstance(value, str) and value == str(choice)):
-                return choice
-        names = [str(choice) for choice in choices]
-        raise ValueError(f"invalid choice: {value!r} (choose from {', '.join(names)}){nearest(str(value), names)}")
+        return _choice(value, enums, arguments)
     if is_union:
         # A string fits `str` always and a list of one nearly always, so these come last.
         members = sorted(arguments, key=lambda each: (typing.get_origin(each) is list, each is str, each is float))
+        if value == "none" and str in members:  # report_to and run_name of most scripts
+            return value
         errors = []
         for member in members:
             try:

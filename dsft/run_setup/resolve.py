@@ -363,7 +363,7 @@ def check_run(
         starts: a training is to start now: its folder, weights and all of its data must be there.
         scored: the model is evaluated, not trained.
     """
-    run = TrainingRun(options=options, machine=machine, problems=[*problems])
+    run = TrainingRun(options=options, machine=machine, problems=[*problems], notes=[*options.notes])
     if starts and options.training.get("output_dir"):
         run_folder.check_output_dir(options, run.problems)
     run.apply(*arguments.accelerate_decisions(options, os.environ))

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
 from dsft.config.deepspeed import KINDS, read_zero_file
-from dsft.config.elsewhere import ELSEWHERE, OF, VALUES
+from dsft.config.elsewhere import HINTS, OURS
 from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
 from dsft.config.reader import (
     BOUNDS,
@@ -118,48 +118,31 @@ SAME = {"lora_r"}
 
 
 @pytest.mark.parametrize("trainer", FILES)
-def test_a_file_of_another_trainer_is_told_what_dsft_calls_each_of_its_options(trainer):
+def test_a_file_of_another_trainer_is_read_by_its_names_or_told_what_to_write(trainer):
     problems: list[str] = []
-    make_config(TrainConfig, FILES[trainer] | {"output_dir": "runs/first"}, problems)
-    assert {problem.split(":")[0].split("=")[0] for problem in problems} == FILES[trainer].keys() - SAME
-    assert [problem for problem in problems if problem.endswith("unknown key")] == []
+    config = make_config(TrainConfig, FILES[trainer] | {"output_dir": "runs/first"}, problems)
+    named = {problem.split(":")[0].split("=")[0] for problem in problems}
+    read = {note.split(":")[0] for note in config.notes}
+    same = FILES[trainer].keys() & training_types().keys()
+    assert FILES[trainer].keys() - named - read - same == set()
 
 
-def test_a_folder_of_the_name_that_other_trainers_give_as_a_value_is_taken(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for expected in (["adapter=lora: adapter is the folder of a trained adapter"], []):
-        problems: list[str] = []
-        check_values({"adapter": "lora"}, field_types(TrainConfig), problems)
-        assert [problem.partition(";")[0] for problem in problems] == expected
-        (tmp_path / "lora").mkdir(exist_ok=True)
-
-
-def test_names_of_other_trainers_are_none_of_dsft_and_mean_options_that_there_are():
+def test_names_of_other_trainers_are_not_options_and_mean_options_that_exist():
     ours = training_types().keys() | field_types(EvalConfig).keys()
-    assert len(OF) == sum(len(each.names.split()) for each in ELSEWHERE) > 150
-    assert OF.keys() & ours == set()
-    assert {name for each in ELSEWHERE for name in each.ours.split()} <= ours
-    assert [each.names for each in ELSEWHERE if not (each.ours or each.how)] == []
-    assert {option for option, _ in VALUES} <= ours
+    assert (OURS.keys() | HINTS.keys()) & ours <= {"dataset_name"}
+    assert set(OURS.values()) <= ours
+    assert OURS.keys() & HINTS.keys() == set()
 
 
-@pytest.mark.parametrize(
-    ("command", "key", "expected"),
-    [
-        (TrainConfig, "lora_rank", "did you mean 'lora_r'?"),
-        (TrainConfig, "datasets", "did you mean 'data' (a list of files or hub names, as data: [a.jsonl, owner/name"),
-        (TrainConfig, "val_set_size", "did you mean 'eval_fraction' (a share of the rows, such as 0.02;"),
-        (TrainConfig, "pad_to_sequence_len", "batches are padded to the longest sequence and a multiple of 8;"),
-        (TrainConfig, "limit", "dsft eval has it as max_documents, and this command has no such option"),
-        (EvalConfig, "lora_rank", "dsft train has it as lora_r, and this command has no such option"),
-        (EvalConfig, "batch_size", "did you mean 'batch_tokens' ("),
-        (EvalConfig, "load_in_4bit", "did you mean 'quantization' ("),
-    ],
-)
-def test_a_name_of_another_trainer_means_what_the_command_has(command, key, expected):
+def test_a_name_of_another_trainer_is_taken_with_a_note_and_not_beside_ours():
     problems: list[str] = []
-    make_config(command, {"model": "m", "data": "d", "output_dir": "o", key: "1"}, problems)
-    assert [problem.startswith(f"{key}: unknown key; {expected}") for problem in problems] == [True], problems
+    given = {"base_model": "m", "data": "d", "output_dir": "o", "cutoff_len": 512, "zero": "zero2", "dtype": "bf16"}
+    config = make_config(TrainConfig, given, problems)
+    assert problems == []
+    assert (config.model, config.seq_len, config.zero, config.dtype) == ("m", 512, "2", "bfloat16")
+    assert config.notes == ("base_model: read as model", "cutoff_len: read as seq_len")
+    make_config(TrainConfig, given | {"seq_len": 256}, problems)
+    assert problems == ["cutoff_len: unknown key; seq_len is set too, and has the same meaning: keep one"]
 
 
 def test_enumerations_name_the_choices_and_the_nearest():
@@ -652,3 +635,13 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
         assert read_yaml(str(files["run.yaml"]), problems) == {"model": "m"}
         assert read_zero_file(str(files["ds.json"]), problems) == {"steps_per_print": 1}
         assert load_template(str(files["chat.jinja"])) == "{{ bos_token }}" and problems == []
+
+
+def test_none_is_a_text_where_texts_are_taken_and_null_leaves_an_option_unset():
+    problems: list[str] = []
+    given = {"model": "m", "data": "d", "output_dir": "o", "report_to": "none", "run_name": "none", "lora_r": None}
+    config = make_config(TrainConfig, given, problems)
+    assert problems == []
+    assert config.training["report_to"] == config.training["run_name"] == "none" and config.lora_r == 16
+    config = make_config(TrainConfig, given | {"report_to": None}, problems)
+    assert problems == [] and "report_to" not in config.training
