@@ -17,7 +17,7 @@ import numpy as np
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.modes import CONTEXT, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, groups_of, html_table, on_data
-from dsft.perplexity.sums import exp, in_words, ratio_interval, sign_test, units_of
+from dsft.perplexity.sums import ONE_DOCUMENT, exp, in_words, ratio_interval, sign_test, units_of
 from dsft.runtime.console import print_table, say
 from dsft.units import plural
 
@@ -103,7 +103,7 @@ class Comparison:
         rows = {title: str(getattr(self, name)) for name, title in ESTIMATES.items() if getattr(self, name)} | {
             "documents": f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same"
             f" (sign test: p = {self.p_value:.2g}{adjusted})",
-            "interval": f"over {self.units}, in pairs",
+            "interval": f"none: {self.units}" if self.units == ONE_DOCUMENT else f"over {self.units}, in pairs",
         }
         if self.note:
             rows["note"] = self.note

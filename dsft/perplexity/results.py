@@ -216,9 +216,13 @@ class Evaluation:
         """Return the rows of a table about the result, for the screen."""
         result = self.perplexity
         interval = in_words(self.intervals.perplexity, "{:,.4f}".format)
+        units = f"over {self.intervals.units}"
+        longest = result.document_tokens.max() / result.tokens
+        if longest > 0.2 and result.documents > 1:
+            units += f"; the longest document holds {longest:.0%} of the tokens"
         rows = {
             "perplexity": f"{result.perplexity:,.4f}, {interval}",
-            "interval": f"over {self.intervals.units}",
+            "interval": units if not math.isnan(self.intervals.perplexity[0]) else f"none: {self.intervals.units}",
             "scored": f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})",
             "nats per token": f"{result.loss:.6f}",
         }

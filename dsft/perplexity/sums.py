@@ -5,7 +5,8 @@ Tokens of one document depend on each other, so intervals are over whole documen
 minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
 quantile of Student's t. Where few documents hold most tokens, the degrees of freedom are one less than the number of
 documents of one length that would be as certain, 1 / sum of squared shares (Kish, Survey Sampling, 1965, section 11.7).
-Where a single document is scored, blocks of neighbouring windows are the units.
+Where a single document is scored, blocks of neighbouring windows are the units (batch means), as long as their measured
+autocorrelation asks for; below 60 windows there is no interval.
 
 Shape suffixes: D documents, P pieces, B blocks, U units, K sums of each.
 """
@@ -20,11 +21,14 @@ from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
 from dsft.perplexity.windows import Pieces, Windows
-from dsft.units import in_digits, plural
+from dsft.units import in_digits
 
 FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them
+FEWEST_BLOCKS = 60  # of a single document: the autocorrelation of fewer cannot be measured
 MOST_BLOCKS = 1_000
+FEWEST_MERGED = 5
 LEVEL = 0.95
+ONE_DOCUMENT = "one document"
 
 Interval = tuple[float, float]
 
@@ -126,7 +130,7 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
     tokens_D = np.bincount(pieces.documents, pieces.tokens, number).astype(np.int64)
     per_block = num_blocks = 0
     if (tokens_D > 0).sum() < FEWEST_DOCUMENTS:
-        per_block = block_length(len(windows.spans))
+        per_block = max(1, -(-len(windows.spans) // MOST_BLOCKS))
         num_blocks = -(-len(windows.spans) // per_block)
     blocks = pieces.windows // max(per_block, 1)
     weights_P = np.ones(len(nats_P)) if windows.weights is None else windows.weights[pieces.windows]
@@ -151,14 +155,25 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
     )
 
 
-def block_length(windows: int) -> int:
-    """Return how many neighbouring windows, which depend on each other, make a block.
+def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbouring blocks until they are nearly independent: batch means.
 
-    It is the cube root of their number, the usual order for means of dependent data (Lahiri, Resampling Methods for
-    Dependent Data, 2003, chapter 5), but there are at least 30 blocks where there are as many windows, and at most
-    1,000.
+    With r the measured lag-1 autocorrelation, a merged block has 3 (2 r / (1 - r^2))^(2/3) B^(1/3) of B blocks. That is
+    three times Carlstein's length (The use of subseries values, Annals of Statistics, 1986), since with his the
+    interval of a few hundred windows is too short. At least 5 blocks are left.
     """
-    return max(1, min(round(windows ** (1 / 3)), windows // 30), -(-windows // MOST_BLOCKS))
+    number = len(nats_B)
+    residual_B = nats_B - tokens_B * (nats_B.sum() / tokens_B.sum())
+    variance = (residual_B**2).sum()
+    length = 1
+    if variance > 0:
+        correlation = (residual_B[1:] * residual_B[:-1]).sum() / variance
+        correlation += (1 + 4 * correlation) / number  # what the estimate is too low by (Marriott and Pope, 1954)
+        correlation = min(max(correlation, 0.0), 0.97)
+        length = math.ceil(3 * (2 * correlation / (1 - correlation**2)) ** (2 / 3) * number ** (1 / 3))
+    merged = max(number // max(length, 1), FEWEST_MERGED)
+    starts = np.arange(merged) * number // merged
+    return np.add.reduceat(nats_B, starts), np.add.reduceat(tokens_B, starts)
 
 
 def sums_by(groups: np.ndarray, values: np.ndarray, number: int) -> np.ndarray:
@@ -195,7 +210,7 @@ def units_of(
     result: Perplexity, documents_D: np.ndarray, blocks_B: np.ndarray | None, *, is_scored_D: np.ndarray
 ) -> tuple[np.ndarray, str]:
     """Choose the units of a result: [3, U] float64, their sums of what is given, then tokens, then bytes; and what they
-    are, such as "31 documents" or "43 blocks of 7 windows".
+    are, such as "31 documents" or "43 blocks of neighbouring windows".
 
     A block has the bytes that its tokens have in the mean: where in the text its windows end is not known.
 
@@ -204,13 +219,13 @@ def units_of(
         blocks_B: the same of each block of windows; None where there are none to use.
         is_scored_D: which documents count.
     """
-    if is_scored_D.sum() < FEWEST_DOCUMENTS and blocks_B is not None and result.windows_per_block:
-        tokens_B = result.block_tokens.astype(np.float64)
-        sums_KU = np.stack([blocks_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
-        return sums_KU, f"{plural(len(tokens_B), 'block')} of {plural(result.windows_per_block, 'window')}"
+    number = int(is_scored_D.sum())
+    if number < FEWEST_DOCUMENTS and blocks_B is not None and len(blocks_B) >= FEWEST_BLOCKS:
+        nats_B, tokens_B = merge_blocks(blocks_B, result.block_tokens.astype(np.float64))
+        sums_KU = np.stack([nats_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
+        return sums_KU, f"{len(tokens_B):,} blocks of neighbouring windows"
     sums_KU = np.stack([documents_D, result.document_tokens, result.document_bytes])[:, is_scored_D]
-    number = sums_KU.shape[1]
-    return sums_KU.astype(np.float64), f"{number:,} documents" if number != 1 else "1 document"
+    return sums_KU.astype(np.float64), ONE_DOCUMENT if number == 1 else f"{number:,} documents"
 
 
 def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None = None) -> Interval:
@@ -238,10 +253,10 @@ def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None =
 
 
 def in_words(interval: Iterable[float | None], write: Callable[[float], str] = in_digits) -> str:
-    """Write an interval as "1,740 to 1,831 (95 %)", or "unknown" where there are too few units for one."""
+    """Write an interval as "1,740 to 1,831 (95 %)", or "no interval" if there are too few units for one."""
     low, high = interval
     if low is None or math.isnan(low):
-        return "unknown"
+        return "no interval"
     return f"{write(low)} to {write(high)} ({100 * LEVEL:.0f} %)"
 
 

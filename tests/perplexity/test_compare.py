@@ -27,7 +27,7 @@ def evaluation(model: str, seed: int, *, documents: int = 40, blocks: int = 0, *
     tokens = np.random.default_rng(0).integers(5, 60, documents)
     hard = np.random.default_rng(1).gamma(9.0, 1 / 3, documents)
     nats = np.round(tokens * (hard + np.random.default_rng(seed).normal(-0.05 * seed, 0.1, documents)), 6)
-    block_tokens = np.full(blocks, int(tokens.sum()) // max(blocks, 1))
+    block_tokens = np.full(blocks, max(1, int(tokens.sum()) // max(blocks, 1)))
     perplexity = Perplexity(
         nats=math.fsum(nats),
         tokens=int(tokens.sum()),
@@ -123,10 +123,10 @@ def test_results_of_two_lengths_of_sequences_have_a_table_each():
 
 def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
     few, single = (
-        comparison_of(*(evaluation(name, seed, documents=number, blocks=50) for seed, name in enumerate("ab")))
+        comparison_of(*(evaluation(name, seed, documents=number, blocks=70) for seed, name in enumerate("ab")))
         for number in (3, 1)
     )
-    assert (few.units, single.units) == ("3 documents", "50 blocks of 2 windows")
+    assert few.units == "3 documents" and single.units.endswith(" blocks of neighbouring windows")
     for comparison in (few, single):
         assert comparison.nats_per_token.low < comparison.nats_per_token.high
     # Four bytes to each token.
@@ -143,11 +143,19 @@ def test_models_with_two_tokenizers_have_an_interval_over_few_documents():
     assert comparison.bits_per_byte.low < comparison.bits_per_byte.value < comparison.bits_per_byte.high
 
 
-def test_of_a_single_block_no_interval_is_told():
-    results = [evaluation(name, seed, documents=1, blocks=1) for seed, name in enumerate(("base", "other"))]
-    shown = comparison_of(*results).summary() | results[0].summary()
-    assert shown["perplexity, ratio"].endswith(", unknown")
-    assert shown["interval"] == "over 1 block of 2 windows" and shown["perplexity"].endswith(", unknown")
+def test_of_one_document_of_fewer_than_60_windows_no_interval_is_printed():
+    results = [evaluation(name, seed, documents=1, blocks=59) for seed, name in enumerate(("base", "other"))]
+    shown = results[0].summary()
+    assert shown["interval"] == "none: one document" and shown["perplexity"].endswith(", no interval")
+    shown = comparison_of(*results).summary()
+    assert shown["interval"] == "none: one document" and shown["perplexity, ratio"].endswith(", no interval")
+
+
+def test_a_document_with_more_than_a_fifth_of_the_tokens_is_named():
+    result = evaluation("base", 0, documents=3)
+    share = result.perplexity.document_tokens.max() / result.perplexity.tokens
+    assert result.summary()["interval"].endswith(f"; the longest document holds {share:.0%} of the tokens")
+    assert evaluation("base", 0).summary()["interval"] == "over 40 documents"
 
 
 def test_a_comparison_without_an_interval_is_valid_json(tmp_path, capsys):
@@ -435,7 +443,7 @@ def test_the_curves_of_two_runs_have_names_that_differ(tmp_path, monkeypatch):
 @pytest.fixture
 def folders(tmp_path) -> list[str]:
     for seed, name in enumerate(("base", "other")):
-        Results(tmp_path / name).add(evaluation(name, seed, documents=1 + 39 * seed, blocks=9 - 9 * seed))
+        Results(tmp_path / name).add(evaluation(name, seed, documents=1 + 39 * seed, blocks=70 - 70 * seed))
         Results(tmp_path / "both").add(evaluation(name, seed))
     return [str(tmp_path / name) for name in ("base", "other", "both")]
 
@@ -443,11 +451,13 @@ def folders(tmp_path) -> list[str]:
 def test_what_is_read_back_is_what_was_written(folders):
     read = read_evaluations([folders[0], f"{folders[2]}/perplexity.json"])
     for result, wanted in zip(
-        read, (evaluation("base", 0, documents=1, blocks=9), evaluation("base", 0)), strict=False
+        read, (evaluation("base", 0, documents=1, blocks=70), evaluation("base", 0)), strict=False
     ):
         assert result.report() == wanted.report() and result.intervals == wanted.intervals
     report = read[0].report()["interval"]
-    assert report["units"] == "9 blocks of 2 windows" and report["perplexity"][0] < report["perplexity"][1]
+    assert (
+        report["units"].endswith("blocks of neighbouring windows") and report["perplexity"][0] < report["perplexity"][1]
+    )
 
 
 def test_a_result_with_an_infinite_perplexity_is_shown_as_it_was_once_it_is_read_back(tmp_path):
