@@ -1,14 +1,13 @@
 """A DeepSpeed JSON: read from `ds_configs/` or the user's file, checked, compared with the options, completed.
 
-transformers fills "auto" values from TrainingArguments. DeepSpeed ignores a key that it does not know, and only its own
-reading shows which it knows: it is given each entry in a mapping that notes what it asks for.
+transformers fills "auto" values from TrainingArguments. DeepSpeed makes its own configuration of the file before ranks
+start; its errors are shown with the entry's name. An entry that it does not know, it would ignore: these are refused.
 """
 
 import contextlib
 import inspect
 import json
 import logging
-import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,15 +36,6 @@ SAME_THING = {
     "fp16.enabled": ("fp16", bool),
 }
 """DeepSpeed key -> the option of ours with the same meaning, and its type."""
-KINDS = {key: kind for key, (_, kind) in SAME_THING.items()} | {
-    **dict.fromkeys(("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", "steps_per_print"), int),
-    "tensor_parallel.autotp_size": int,
-    "gradient_predivide_factor": float,
-    **dict.fromkeys(("prescale_gradients", "disable_allgather", "dump_state", "memory_breakdown"), bool),
-    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last"), bool),
-}
-"""Values that dsft or transformers compares with options, where DeepSpeed itself would take "3" for 3, and those that
-DeepSpeed takes as they are, until a step computes with them."""
 AUTO = "auto"
 FILLED = tuple(key for key in SAME_THING if "." not in key)
 """Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
@@ -55,19 +45,20 @@ FILLED_PARAMETERS = {
     "scheduler.params.warmup_min_lr": (),
 }
 """Parameters of optimizer and scheduler whose "auto" it fills -> the options that say what with."""
-STEPS_TO_TRY = 1000  # of a scheduler, where they are filled in later
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")  # entries that dsft reads itself
+OTHER_SECTIONS = """zero_optimization timers activation_checkpointing aio tensorboard wandb comet csv_monitor
+    flops_profiler elasticity compression_training comms_logger hybrid_engine eigenvalue nebula autotuning compile
+    tensor_parallel amp weight_quantization progressive_layer_drop datastates graph_harvesting checkpoint pipeline"""
+"""Entries whose names are not constants of deepspeed/runtime/config.py, since modules of their own read them."""
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 NO_DEFAULT = (
     *("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", "tensor_parallel.autotp_size"),
     *OFFLOADED,
 )
 """Where "auto" would mean one thing to accelerate or to dsft, and another to DeepSpeed."""
-ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""What DeepSpeed itself takes from the parameters of an Adam (engine.py)."""
-MUON = (*ADAM, "lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps", "per_head_muon")
-"""All that it takes from those of Muon and of the Adam beside it (engine.py, _muon_param_groups; __init__.py,
-set_optimizer_flags); it drops others."""
+WITHOUT_BETAS = ("sgd", "adagrad", "rmsprop", "adadelta", "rprop", "asgd")
+WITHOUT_EPS = ("sgd", "lion", "rprop", "asgd")
+"""Types of optimizers, in small letters, that lack a parameter of Adam."""
 NS_METHODS = ("gram", "standard")
 NOT_FOR_SHARDS = {
     "lamb": "it scales steps by the norms of whole weights, and ZeRO's shards are flat pieces of them; use stage 0, or"
@@ -234,6 +225,19 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
             problems += _check_entry(key, value)
         elif key not in FILLED:
             problems += _check_entry(key, {}) or [f'{key}="auto": nothing fills this in; write it, or leave it out']
+    for place, (name, kind) in SAME_THING.items():
+        value = at(place)
+        if value in (None, AUTO) or kind is bool:
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or kind(value) != value:
+            problems.append(f"{place}={json.dumps(value)}: must be a {'whole ' if kind is int else ''}number")
+        else:
+            problems += [f"{place}{bound.removeprefix(name)}" for bound in check_bounds(name, value)]
+    problems += [
+        f'{place}="auto": nothing fills this in; write it, or leave it out'
+        for place in NO_DEFAULT
+        if AUTO in (at(place), at(f"{place}.device"))
+    ]
     if all(at(f"{half}.enabled") is True for half in HALF_PRECISION):
         problems.append("bf16.enabled and fp16.enabled are both true; keep one")
 
@@ -259,9 +263,9 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     if zero_stage and isinstance(at("optimizer.type"), str) and not at("zero_allow_untested_optimizer"):
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-        classes, _ = _classes("optimizer", at("optimizer.type"))
+        tested = {each.__name__.lower() for each in ZERO_SUPPORTED_OPTIMIZERS} | {"muon", *NOT_FOR_SHARDS}
         # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
-        if optimizer not in ("muon", *NOT_FOR_SHARDS) and classes and not {*classes} & {*ZERO_SUPPORTED_OPTIMIZERS}:
+        if not any(name.endswith(optimizer) for name in tested):
             problems.append(
                 f"optimizer.type {at('optimizer.type')}: DeepSpeed has not tested it over ZeRO's shards; add"
                 " zero_allow_untested_optimizer=true, or take AdamW"
@@ -287,69 +291,73 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     return [f"zero={zero}: {problem}" for problem in problems]
 
 
-def _leaves(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield place, value
-        return
-    for name, inner in value.items():
-        yield from _leaves(f"{place}.{name}", inner)
-
-
 def _check_entry(key: str, value: Any) -> list[str]:
-    """Checks the values of one entry, which DeepSpeed would take as text too, then lets DeepSpeed read it."""
+    """Returns the problems of one entry of the file: DeepSpeed's own error, or a name that DeepSpeed does not read."""
+    from deepspeed.runtime import config as names
     from pydantic import ValidationError
 
-    problems = []
-    for place, number in _leaves(key, value):
-        kind = KINDS.get(place)
-        is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
-        if number == AUTO:
-            if place.removesuffix(".device") in NO_DEFAULT:
-                problems.append(f'{place}="auto": nothing fills this in; write it, or leave it out')
-        elif kind is int and not (is_number and number == int(number)):
-            problems.append(f"{place}={json.dumps(number)}: must be a whole number")
-        elif kind is float and not is_number:
-            problems.append(f"{place}={json.dumps(number)}: must be a number")
-        elif kind is bool and not isinstance(number, bool):
-            problems.append(f"{place}={json.dumps(number)}: must be true or false")
-        elif kind:
-            option = SAME_THING.get(place, (place,))[0]
-            bounds = check_bounds(option, number)
-            problems += [f"{place}{bound.removeprefix(option)}" for bound in bounds]
-    if problems:
-        return problems
-    not_an_object = f"{key}={json.dumps(value)}: must be a JSON object; leave it out for DeepSpeed's default"
-    if key in SECTIONS and not isinstance(value, dict):
-        return [not_an_object]
+    known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
+    known |= {*OTHER_SECTIONS.split()}
+    if key not in known:
+        return [f"{key}: unknown key{nearest(key, known)}"]
+    if key in (*SECTIONS, "pipeline") and not isinstance(value, dict):
+        return [f"{key}={json.dumps(value)}: must be a JSON object; leave it out for DeepSpeed's default"]
+    if key in FILLED:  # numbers, checked with the options of the same meaning
+        return []
     if key in ("optimizer", "scheduler"):
-        problems, value = _check_type_and_parameters(key, value), value | {"params": {}}
-        if not isinstance(value.get("type"), str):  # reported; DeepSpeed would fail at it, and leave params unread
-            value["type"] = ""
-    # Stage 1, which every setting of another entry goes with; the real one is taken for all entries together.
-    content = {"zero_optimization": {"stage": 1}} | {key: value}
-    try:
-        content = _read_as_deepspeed(content)
+        return _check_type(key, value)
+    try:  # stage 1, which every setting of another entry goes with; all entries together are tried afterwards
+        _read_as_deepspeed({"zero_optimization": {"stage": 1}} | {key: value})
     except ValidationError as error:
-        for fault in error.errors():
-            is_unknown = fault["type"] == "extra_forbidden"
-            message = f"unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}" if is_unknown else fault["msg"]
-            problems.append(f"{'.'.join(map(str, (key, *fault['loc'])))}: {one_line(message)}")
-        return problems
-    except Exception as error:  # DeepSpeed raises a dozen kinds; each is the user's to see in one line
-        wants_object = isinstance(error, TypeError | AttributeError) and not isinstance(value, dict)
-        return [*problems, not_an_object if wants_object else f"{key}: {one_line(error)}"]
-    return problems + [f"{place}: unknown key{nearest(name, known)}" for place, name, known in content.unknown()]
+        return [f"{key}.{'.'.join(map(str, fault['loc']))}: {_fault(fault)}" for fault in error.errors()]
+    except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
+        return [f"{key}: {one_line(error)}"]
+    return []
 
 
-def _read_as_deepspeed(content: dict[str, Any]) -> "_Section":
-    """Makes DeepSpeed's configuration of some entries; returns them with the keys that it asked for."""
+def _fault(fault: Mapping[str, Any]) -> str:
+    """Returns the text of one error of pydantic."""
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}"
+    return one_line(fault["msg"])
+
+
+def _check_type(key: str, section: dict[str, Any]) -> list[str]:
+    """Returns the problems of an optimizer or a scheduler: a type that DeepSpeed does not know."""
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+    unknown = section.keys() - {"type", "params", "legacy_fusion"}
+    if unknown:
+        return [f"{key}.{name}: unknown key{nearest(name, ['type', 'params'])}" for name in sorted(unknown)]
+    name = section.get("type")
+    if not isinstance(name, str):
+        return [f"{key}.type: {'missing' if name is None else json.dumps(name)}; name its class, for example AdamW"]
+    if key == "scheduler":
+        known = VALID_LR_SCHEDULES
+        is_known = name in known
+    else:
+        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon"]
+        is_known = name.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name)
+    return [] if is_known else [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
+
+
+def _read_as_deepspeed(content: dict[str, Any]) -> None:
+    """Makes DeepSpeed's configuration of some entries, without the values that transformers fills in."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
-    section = _Section({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | content)
     with _quiet_deepspeed():
-        DeepSpeedConfig(section)
-    return section
+        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | _without_auto(content))
+
+
+def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in content.items()
+        if value != AUTO
+    }
 
 
 @contextlib.contextmanager
@@ -377,136 +385,23 @@ def _names_of_models() -> set[str]:
     return names
 
 
-class _Section(Mapping, dict):
-    """A mapping of the file that notes which keys it is asked for: Mapping answers all else through `__getitem__` and
-    `__iter__`. "auto" is not there: transformers fills it before DeepSpeed reads the file.
-    """
-
-    def __init__(self, content: dict[str, Any]):
-        present = {name: value for name, value in content.items() if value != AUTO}
-        dict.__init__(
-            self, {name: _Section(value) if isinstance(value, dict) else value for name, value in present.items()}
-        )
-        self.content = content
-        self.asked: set[str] = set()
-        self.is_taken_whole = False
-
-    def __getitem__(self, name: Any) -> Any:
-        self.asked.add(name)
-        return dict.__getitem__(self, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.is_taken_whole = True
-        return dict.__iter__(self)
-
-    __len__, __eq__ = dict.__len__, dict.__eq__
-
-    def __copy__(self) -> "_Section":
-        return self
-
-    def unknown(self, place: str = "") -> Iterator[tuple[str, str, Collection[str]]]:
-        """Yields (place, name, names that are known there) of each key that nobody asked for."""
-        # By a pydantic model, which refuses unknown keys itself, but for "auto".
-        if self.is_taken_whole or not self.asked:
-            names = _names_of_models()
-            for leaf, value in _leaves("", self.content):
-                if value == AUTO and (name := leaf.rpartition(".")[2]) not in names:
-                    yield f"{place}{leaf[1:]}", name, names
-            return
-        for name in self.content:
-            if name not in self.asked:
-                yield f"{place}{name}", name, self.asked
-            elif isinstance(section := dict.get(self, name), _Section):
-                yield from section.unknown(f"{place}{name}.")
-
-
-def _classes(key: str, name: str) -> tuple[list[type], Collection[str]]:
-    """(what DeepSpeed would make of a type of optimizer or scheduler, one of them; the names that it knows)."""
-    import torch
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-    from deepspeed.runtime import lr_schedules
-
-    if key == "scheduler":
-        known = lr_schedules.VALID_LR_SCHEDULES
-        return [getattr(lr_schedules, name)] if name in known else [], known
-    known = {
-        "Adam": [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam],
-        "AdamW": [FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW],
-        "Adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
-        "Lamb": [FusedLamb],
-        "Lion": [FusedLion, DeepSpeedCPULion],
-    }
-    plain = getattr(torch.optim, name, None)
-    classes = next((kinds for other, kinds in known.items() if other.lower() == name.lower()), None)
-    return classes or ([plain] if inspect.isclass(plain) and name != "Optimizer" else []), known
-
-
-def _check_type_and_parameters(key: str, section: dict[str, Any]) -> list[str]:
-    """Compares the type of an optimizer or scheduler, and its parameters, with the class that DeepSpeed will make."""
-    name, parameters = section.get("type"), section.get("params", {})
-    if not isinstance(name, str):
-        return [f"{key}.type: {'missing' if name is None else json.dumps(name)}; name its class, for example AdamW"]
-    if not isinstance(parameters, dict):
-        return [f"{key}.params={json.dumps(parameters)}: must be a JSON object"]
-    import torch
-
-    classes, known = _classes(key, name)
-    if not classes:
-        return [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
-    signatures = [inspect.signature(cls).parameters for cls in classes]
-    first = {next(iter(signature)) for signature in signatures}
-    taken = {parameter for signature in signatures for parameter in signature} - first
-    if key == "optimizer" and name.lower() in ("adam", "adamw"):
-        taken |= {*ADAM}
-    if key == "optimizer" and name.lower() == "muon":
-        taken = MUON
-    filled = [place.rpartition(".")[2] for place in FILLED_PARAMETERS if place.startswith(f"{key}.")]
-    problems = [
-        f"{key}.params.{given}: unknown key{nearest(given, taken)}" for given in parameters if given not in taken
-    ]
-    problems += [
-        f'{key}.params.{given}="auto": nothing fills this in; write it, or leave it out'
-        for given, value in parameters.items()
-        if value == AUTO and given in taken and given not in filled
-    ]
-    betas = parameters.get("betas", AUTO)
-    if betas != AUTO and not (isinstance(betas, list) and len(betas) == 2):  # the class looks no further than the first
-        problems.append(f"{key}.params.betas={json.dumps(betas)}: must be a list of two numbers")
-    if problems:
-        return problems
-    # Its values are what the class itself refuses: torch's own, for a kernel of DeepSpeed's that has none AdamW.
-    weight = torch.zeros(1, requires_grad=True)
-    made, arguments = torch.optim.AdamW, [[weight]]
-    if key == "scheduler":
-        made, arguments = classes[0], [torch.optim.AdamW([weight])]
-    elif classes[-1].__module__.startswith("torch.optim") and name.lower() != "muon":
-        made = classes[-1]
-    values = {given: value for given, value in parameters.items() if value != AUTO}
-    if parameters.get("total_num_steps") == AUTO:
-        values["total_num_steps"] = STEPS_TO_TRY
-    try:
-        with _quiet_deepspeed():
-            made(*arguments, **{each: values[each] for each in values if each in inspect.signature(made).parameters})
-    except Exception as error:  # of a comparison, of the number of values ...
-        return [f"{key}.params={json.dumps(parameters)}: {one_line(error)}"]
-    return []
-
-
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
     """A copy in which the optimizer and the scheduler of a sound file follow the options in what it leaves out, for
     which DeepSpeed has defaults of its own: 1e-3 for a learning rate. Of others only what is given is followed.
     """
+    from deepspeed.runtime import lr_schedules
+
     followed = dict(deepspeed_config)
     for place, names in FILLED_PARAMETERS.items():
         key, _, parameter = place.split(".")
         section = followed.get(key)
         if section is None or not (parameter == "lr" or any(options.value(name) is not None for name in names)):
             continue
-        classes, _ = _classes(key, section["type"])
-        is_muon = section["type"].lower() == "muon"
-        if parameter in MUON if is_muon else all(parameter in inspect.signature(cls).parameters for cls in classes):
+        kind = section["type"].lower()
+        if key == "scheduler":
+            is_taken = parameter in inspect.signature(getattr(lr_schedules, section["type"])).parameters
+        else:
+            is_taken = kind not in {"betas": WITHOUT_BETAS, "eps": WITHOUT_EPS}.get(parameter, ())
+        if is_taken:
             followed[key] = section | {"params": {parameter: AUTO} | section.get("params", {})}
     return followed

@@ -59,7 +59,7 @@ AT_LEAST_1 = """lora_r lora_alpha max_documents stride sequence_parallel ddp_tim
     early_stopping_patience max_skipped_steps max_new_tokens nodes"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
-    eval_delay verify steps_per_print generate_samples temperature early_stopping_threshold
+    eval_delay verify generate_samples temperature early_stopping_threshold
     router_aux_loss node_rank max_restarts wait_for_nodes"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [

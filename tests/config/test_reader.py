@@ -13,7 +13,7 @@ import yaml
 from transformers import TrainingArguments
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
-from dsft.config.deepspeed import KINDS, read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.elsewhere import HINTS, OURS
 from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
 from dsft.config.reader import (
@@ -541,7 +541,7 @@ def test_what_an_evaluation_is_to_do_twice_is_refused(name):
 
 def test_every_bound_is_of_an_option_and_lets_its_default_through():
     """A bound of a name that no option has any more would hold nothing."""
-    types = training_types() | field_types(EvalConfig, LaunchOptions, PreviewOptions, ChatOptions) | KINDS
+    types = training_types() | field_types(EvalConfig, LaunchOptions, PreviewOptions, ChatOptions)
     names = [name for bound in BOUNDS for name in bound[0].split()]
     assert len(set(names)) == len(names) and set(names) <= types.keys()
     assert problems_of(TrainConfig) == problems_of(EvalConfig) == []
