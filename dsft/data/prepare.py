@@ -55,15 +55,16 @@ FACTS = "facts.json"
 COUNTS = (
     *("rows", "left_out_by_map_row", "truncated", "split"),
     *("dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
-    *("rendered_apart", "unrendered", "empty_thinking", "trained_tokens", "weighted_tokens"),
+    *("rendered_apart", "unrendered", "unprompted", "empty_thinking", "trained_tokens", "weighted_tokens"),
 )
 """What is counted of every source, in the order of the data line; `tokens` and `duplicates` follow. Of chats:
-rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, empty_thinking;
+rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
+(answers that no generation prompt leads to), empty_thinking;
 weighted_tokens are trained ones of a weight other than 1.
 """
 MOST_SOURCES = 100  # each has a loss of its own in every line of the log
 TOO_MANY_SOURCES = f"source_column: it has more than {MOST_SOURCES:,} values; name another column"
-VERSION = 10  # of the folders; a change of code that changes tokens raises it
+VERSION = 11  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.

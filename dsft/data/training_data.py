@@ -45,6 +45,8 @@ ROW_NOTES = {
     "dropped_long": "warning: {share:.1%} of {source} ({number:,} of {total:,} rows) are longer than seq_len and left"
     " out; raise seq_len, or set too_long to truncate or split",
     "unrendered": "{number:,} chats of {source} are not rendered whole; the first: {first}",
+    "unprompted": "{number:,} chats of {source} have answers that no generation prompt of the chat template leads to,"
+    " which are not trained; the first: {first}",
     "rendered_apart": "{number:,} answers of {source} are trained in sequences of their own, since the chat template"
     " renders them otherwise once the chat goes on (it drops reasoning of earlier turns, say)",
     "empty_thinking": "{number:,} chats of {source} have answers without reasoning, for which the chat template renders"

@@ -1,4 +1,4 @@
-"""Chat templates that vendors publish, from the wheel of `trl`, with a small tokenizer for each, and nine chats."""
+"""Chat templates that vendors publish, from the wheel of `trl`, with a small tokenizer for each, and ten chats."""
 
 import json
 import re
@@ -119,6 +119,17 @@ CHATS = {
             {"role": "user", "content": [{"type": "text", "text": "Ask "}, {"type": "text", "text": "one?"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "Reply one."}]},
         ]
+    },
+    "call with text": {
+        "messages": [
+            _user("Rain in Oslo?"),
+            _assistant("Checking.", tool_calls=[_call(1, "weather", "Oslo")]),
+            _result(1, "weather", "wet"),
+            _assistant("It rains."),
+            _user("Ask two?"),
+            _assistant("Reply two."),
+        ],
+        "tools": [_tool("weather")],
     },
     "mixed thinking": {
         "messages": [

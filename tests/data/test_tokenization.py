@@ -151,27 +151,6 @@ def test_the_users_own_templates(tokenizer):
             made(rows, tokenizer, completion_template=template)
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_markers_and_what_is_found_without_them_agree_on_every_preset(tokenizer, preset):
-    """What the preset's generation markers say, and what is found without them."""
-    marked = load_template(preset)
-    bare = marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-    chat = [
-        message | {"role": "user"} if preset == "gemma" and message["role"] == "system" else message for message in CHAT
-    ][(preset == "gemma") :]
-    first, second = (
-        made([{"messages": chat}], with_template(tokenizer, template), seq_len=512) for template in (marked, bare)
-    )
-    assert first.ids.tolist() == second.ids.tolist()
-    assert trained(first, tokenizer) == trained(second, tokenizer) != ""
-    last = made([{"messages": chat}], with_template(tokenizer, marked), seq_len=512, train_on="last")
-    assert (
-        "small" in trained(first, tokenizer)
-        and "small" not in trained(last, tokenizer)
-        and "slow" in trained(last, tokenizer)
-    )
-
-
 def test_every_trained_token_is_the_assistants_whatever_the_chat_holds(tokenizer):
     """Against an independent reading: the trained tokens of the tiny template are what stands between <|assistant|> and
     the end token, and that token.
@@ -246,18 +225,9 @@ def test_a_marker_that_stands_for_the_white_space_after_it_is_no_token_across_th
             "{% generation %}{% endgeneration %}{{ messages[0]['content'] }}",
             r"message 2 \(user\): the chat template does not render its content",
         ),
-        (
-            "{% generation %}{{ messages[0].content }}{% endgeneration %}{% for m in messages[1:] %}{{ m.content }}{%"
-            " endfor %}",
-            "message 5: the chat template marks other text as generated, and nothing of this answer",
-        ),
-        (
-            "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
-            "message 5: the chat template marks other text as generated, and nothing of this answer",
-        ),
     ],
 )
-def test_a_template_that_raises_or_marks_nothing_names_the_row(tokenizer, template, message):
+def test_a_template_that_raises_or_renders_nothing_names_the_row(tokenizer, template, message):
     with pytest.raises(UserError, match=f"rows.jsonl, line 1: {message}"):
         made([{"messages": CHAT}], with_template(tokenizer, template))
 
@@ -320,32 +290,6 @@ def test_a_tokenizer_with_several_templates_and_one_without_offsets(tokenizer, m
     slow = with_template(tokenizer, load_template("chatml"))
     monkeypatch.setattr(type(slow), "is_fast", False)
     assert trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer) == expected
-
-
-def test_markers_hold_where_a_tokenizer_trims_its_offsets(tokenizer):
-    """transformers' own mask loses all turns after an answer that begins with a blank, and the later bytes of a
-    character at an answer's end.
-    """
-    from tokenizers.processors import ByteLevel
-
-    trims = with_template(
-        tokenizer,
-        load_template("chatml")
-        .replace("+ '<|im_end|>' }}{%- endgen", "}}{%- endgen")
-        .replace("{{- '\\n' }}\n    {%- else", "{{- '<|im_end|>\\n' }}\n    {%- else"),
-    )
-    trims.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
-    chat = [
-        CHAT[1],
-        {"role": "assistant", "content": "small"},
-        CHAT[1],
-        {"role": "assistant", "content": " slow"},
-        CHAT[1],
-        {"role": "assistant", "content": "ok 🙂"},
-    ]
-    assert trained(made([{"messages": chat}], trims, seq_len=256), trims) == (
-        "small<|im_end|><|end|> slow<|im_end|><|end|>ok 🙂<|im_end|><|end|>"
-    )
 
 
 def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
