@@ -51,17 +51,17 @@ class Items(torch.utils.data.Dataset):
     """What an epoch is made of: sequences, or lists of sequences that share a row or a batch."""
 
     lengths: np.ndarray  # tokens of each
+    stores: list[Store]  # that they are read from
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Number of items, and a digest of all lengths and of the tokens, labels and weights of some, evenly spread."""
+        """Number of items, and a digest of their lengths and of all tokens that they are made of."""
         content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
-        for sequence in sequences_in(self[index] for index in range(0, len(self), max(1, len(self) // 1000))):
-            for name in ("input_ids", "labels", "weights"):
-                content.update(sequence[name].tobytes() if name in sequence else b"")
+        for store in self.stores:
+            content.update(store.facts["tokens_hash"].encode())
         return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
 
 
@@ -110,7 +110,7 @@ class PackedRows(Items):
     """Items that are lists of sequences: those of a packed row, or of a batch within a token budget."""
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
-        self.sequences, self.groups = sequences, groups
+        self.sequences, self.groups, self.stores = sequences, groups, sequences.stores
         lengths = sequences.lengths
         self.lengths = np.array([lengths[group].sum() for group in groups])
 

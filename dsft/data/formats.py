@@ -6,7 +6,7 @@ The forms are text, prompt with completion, and chat. A format is one value of F
 import json
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -66,7 +66,7 @@ objects, and weight where it is not 1 (0 for a turn that is not trained).
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    text: str  # of a document, or of the piece of one that its row holds
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +141,8 @@ class FormattedSource:
 
     def batches(self) -> Iterator[Batch]:
         """Reads the rows in order."""
-        if self.held_out is None:
-            yield from self.source.batches()
-            return
-        first, held_out_rows, wanted = 0, self.held_out.rows(), self.held_out.wanted
-        following = next(held_out_rows)
-        for batch in self.source.batches():
-            rows = []
-            for number, row in enumerate(batch.rows, start=first):
-                is_held_out = number == following
-                if is_held_out:
-                    following = next(held_out_rows)
-                if is_held_out == wanted:  # a piece of a text is a document by itself here
-                    rows.append(row._replace(starts_document=True, ends_document=True))
-            first += len(batch.rows)
-            yield replace(batch, left_out=0 if wanted else batch.left_out, rows=rows)
+        batches = self.source.batches()
+        return self.held_out.batches(batches) if self.held_out else batches
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"
@@ -324,10 +311,6 @@ def _from_template(row: Row, rules: FormatRules, has_template: bool) -> Text | P
     completion = rules.completion_template.format(**values)
     if rules.prompt_template:
         return _pair(rules.prompt_template.format(**values), completion)
-    if not (row.starts_document and row.ends_document):  # around a text in pieces the template's words stand once
-        around = rules.completion_template.format(**dict.fromkeys(values, "\0"))
-        completion = completion.removeprefix("" if row.starts_document else around.partition("\0")[0])
-        completion = completion.removesuffix("" if row.ends_document else around.rpartition("\0")[2])
     return Text(text=completion)
 
 

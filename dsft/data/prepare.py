@@ -12,7 +12,7 @@ ends.bin      [S] int64
 sources.bin   [S] uint16, numbers of facts["sources"]; only where source_column names what they are of
 hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
 document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
-facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained and ends together
+facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
 """
 
 import ctypes
@@ -165,8 +165,9 @@ class StoreWriter:
         distinct = sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
         counts |= {"tokens": self.size, "duplicates": len(hashes) - distinct}
         content = hashlib.sha256()
-        for name in ("tokens", "trained", "ends"):
-            content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
+        for name in ("tokens", "trained", "ends", "weights"):
+            if name in self.files:
+                content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
         facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
         self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
         json.dump(facts | {"sources": [*self.sources]}, self.files["facts"], indent=1)

@@ -8,7 +8,6 @@ rows have with None, loses line numbers, and takes a cut Arrow stream for a whol
 """
 
 import bz2
-import codecs
 import csv
 import functools
 import glob
@@ -17,11 +16,13 @@ import itertools
 import json
 import lzma
 import math
+import os
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from os.path import getsize
 from pathlib import Path
@@ -36,7 +37,14 @@ from dsft.config.options import DataFields
 from dsft.config.reader import DuplicateKey, unique_keys
 from dsft.errors import UserError, one_line
 
-ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
+ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # of endings
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py)."""
 COMPRESSED: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),
     ".bz2": bz2.BZ2Decompressor,
@@ -47,17 +55,16 @@ COMPRESSED: dict[str, Callable[[], Any]] = {
 CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
 COMPRESSED_BYTES = 1 << 13  # of a compressed file, that are decompressed at once
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
-PIECE_BYTES = 1 << 14  # a text file is one document; a longer one is read, and tokenised, in pieces of about this size
+MOST_TEXT_BYTES = 1 << 30  # of a text file: it is one document, and one call of the tokenizer
+NEAR_CUT = 1000  # characters within which a text is cut at a blank
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 
 
 class Row(NamedTuple):
-    """A row of a source; a long text file is one document of several rows."""
+    """A row of a source; a text file is one row."""
 
     values: dict[str, Any]  # by column
     number: int  # from 1 in its file or data set: the line where the format has lines, else the row
-    starts_document: bool = True
-    ends_document: bool = True  # both False in the middle of a long document
 
     def label(self, column: str | None) -> str:
         """The value of a column as the name of a source or group; a null and a missing one are alike."""
@@ -79,7 +86,7 @@ class Batch:
     left_out: int = 0  # rows between those of `rows` that `map_row` left out
 
     def where(self, row: Row) -> str:
-        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv")
+        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv", ".tsv")
         return f"{self.place}, {'line' if has_lines else 'row'} {row.number}"
 
 
@@ -90,6 +97,7 @@ class Source:
     name: str  # as the user wrote it
     key: str  # the option it comes from, for messages
     files: tuple[str, ...] = ()
+    other_splits: tuple[str, ...] = ()  # files beside these that are not read
     hub: tuple[str, str | None, str] | None = None  # (name, config, split) on the hub; None with files
     streaming: bool = False  # read from the hub without a copy on disk
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
@@ -144,17 +152,42 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A seeded share of the rows: one of each 1 / fraction consecutive ones."""
+    """A share of the rows, drawn by seed: one of each 1 / fraction consecutive ones. Of a text file it is the end."""
 
     fraction: float
     seed: int
-    wanted: bool  # True for the rows that are held out, False for the others
+    wanted: bool  # True for what is held out, False for the rest
 
-    def rows(self) -> Iterator[int]:
+    def numbers(self) -> Iterator[int]:
         """Yields the numbers of the rows that are held out, from 0, without end."""
         share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
         for block in itertools.count():
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
+
+    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Leaves out the rows that are not wanted."""
+        numbers = self.numbers()
+        first, following = 0, next(numbers)
+        for batch in batches:
+            rows = []
+            if ending(batch.place) == ".txt":
+                rows = [row._replace(values=self._part_of_text(row.values)) for row in batch.rows]
+            else:
+                for number, row in enumerate(batch.rows, start=first):
+                    is_held_out = number == following
+                    if is_held_out:
+                        following = next(numbers)
+                    if is_held_out == self.wanted:
+                        rows.append(row)
+                first += len(batch.rows)
+            yield replace(batch, left_out=0 if self.wanted else batch.left_out, rows=rows)
+
+    def _part_of_text(self, values: dict[str, str]) -> dict[str, str]:
+        ((column, text),) = values.items()
+        cut = round(len(text) * (1 - self.fraction))
+        near = range(cut, min(cut + NEAR_CUT, len(text)))
+        cut = next((place for place in near if text[place].isspace()), cut)  # not within a word
+        return {column: text[cut:] if self.wanted else text[:cut]}
 
 
 def find_sources(entries: list[str], config: DataFields, *, key: str, problems: list[str]) -> list[Source]:
@@ -169,37 +202,70 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
         problems += error.problems
         return []
     for entry in entries:
-        path, problem = Path(entry).expanduser(), ""
+        path, problem, others = Path(entry).expanduser(), "", []
         if path.is_file():
-            files = [str(path)]
+            files = [path]
         elif path.is_dir():
-            inside = [file for file in path.iterdir() if file.is_file() and ending(file)]
-            files = sorted(str(file) for file in inside if file.name[0] != "." and file.name not in ABOUT_DATA)
+            inside = sorted(path.iterdir())
+            files = [file for file in inside if file.name[0] != "." and file.name not in ABOUT_DATA]
+            files = [file for file in files if ending(file) and not file.is_dir()]
             problem = "" if files else f"the folder {entry} holds no {kinds} file"
         else:
-            files = sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
+            files = [file for file in files if not file.is_dir()]
             if not files and is_path(entry):
                 problem = f"{entry} does not exist (seen from {Path.cwd()})"
-        if others := [file for file in files if not ending(file)]:
-            problem = f"{others[0]} has none of the endings {kinds}"
-        if map_row and any(ending(file) == ".txt" for file in files):
-            problem = f"{entry} is one text, without rows that map_row could be called with"
+        for file in files:
+            if not file.exists():
+                problem = f"{file} is a link to a file that does not exist"
+            elif not ending(file):
+                problem = f"{file} has none of the endings {kinds}"
+            elif map_row and ending(file) == ".txt":
+                problem = f"{file} is one text, without rows that map_row could be called with"
+        splits = _splits_of(files)
+        if len(set(splits)) > 1:
+            wanted = {part.partition("[")[0] for part in split.split("+")}
+            others = [file.name for file, its_split in zip(files, splits, strict=True) if its_split not in wanted]
+            files = [file for file, its_split in zip(files, splits, strict=True) if its_split in wanted]
+            if not files:
+                option = "eval_split" if key == "eval_data" else "data_split"
+                problem = f"{entry} has no file of the split {split} ({option}); there are {', '.join(others)}"
         if problem:
             problems.append(f"{key}: {problem}")
             continue
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
-        hub = None if files else (name, hub_config or config.data_name, hub_split or split)
-        how = {"streaming": getattr(config, "streaming", False), "map_row": map_row, "text_column": config.text_column}
-        sources.append(Source(name=entry, key=key, files=tuple(files), hub=hub, **how))
+        source = Source(
+            name=entry,
+            key=key,
+            files=tuple(map(str, files)),
+            other_splits=tuple(others),
+            hub=None if files else (name, hub_config or config.data_name, hub_split or split),
+            streaming=getattr(config, "streaming", False),
+            map_row=map_row,
+            text_column=config.text_column,
+        )
+        sources.append(source)
     return sources
+
+
+def _splits_of(files: list[Path]) -> list[str]:
+    """Returns the split of each file of a folder or glob by its name below what is common to all; by default train."""
+    splits = []
+    common = len(os.path.commonpath(files)) if files else 0
+    for file in files:
+        words = re.split(r"[-._ 0-9/]+", str(file)[common:].lower())
+        splits.append(next((SPLITS[word] for word in words if word in SPLITS), "train"))
+    return splits
 
 
 def ending(path: str | Path) -> str:
     """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
-    path = Path(path)
-    inner = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    return inner if inner in ENDINGS else ""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    suffix = OTHER_NAMES.get(suffixes[-1], suffixes[-1]) if suffixes else ""
+    return suffix if suffix in ENDINGS else ""
 
 
 def is_path(entry: str) -> bool:
@@ -249,7 +315,13 @@ def read_file(path: str) -> Rows:
     """Reads the rows of one file; UserError names file and line."""
     if getsize(path) == 0:
         raise UserError(f"{path} is empty")
-    reader = {".txt": _read_text, ".csv": _read_csv, ".parquet": _read_columnar, ".arrow": _read_columnar}
+    reader = {
+        ".txt": _read_text,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".parquet": _read_columnar,
+        ".arrow": _read_columnar,
+    }
     try:
         yield from reader.get(ending(path), _read_json)(path)
     except PermissionError as error:
@@ -291,7 +363,7 @@ class _Decompressed(io.RawIOBase):
 @contextmanager
 def _open(path: str) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
     """Opens (content, the file itself, whose position is what has been read so far)."""
-    new_stream = COMPRESSED.get(Path(path).suffix)
+    new_stream = COMPRESSED.get(Path(path).suffix.lower())
     with open(path, "rb") as raw:
         yield (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
 
@@ -359,7 +431,7 @@ def _read_csv(path: str) -> Rows:
 
     # By default 128 KiB, which a text column exceeds. It stays: another file may be read at the same time.
     csv.field_size_limit(1 << 30)
-    reader = csv.reader(lines(), strict=True)
+    reader = csv.reader(lines(), delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
     try:
         header = next(reader, [])
         _check_columns(header, f"{path}, line 1")
@@ -382,7 +454,7 @@ def _check_columns(names: list[str], place: str) -> None:
 
 def _read_columnar(path: str) -> Rows:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
-    if Path(path).suffix in COMPRESSED:  # held in memory: neither is read from its beginning to its end
+    if Path(path).suffix.lower() in COMPRESSED:  # held in memory: neither is read from its beginning to its end
         with _open(path) as (content, _):
             opened = pyarrow.BufferReader(content.read())
     else:
@@ -423,36 +495,15 @@ def _read_columnar(path: str) -> Rows:
 
 
 def _read_text(path: str) -> Rows:
-    """Reads the file as one document, in pieces that end with a line. The line after a piece does not begin with white
-    space: there tokenizers begin a new word anyhow.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    held, line = "", 1
-    waiting: tuple[Row, int] | None = None  # until it shows whether another piece follows
-    with _open(path) as (content, raw):
-        while data := content.read(PIECE_BYTES):
-            try:
-                held += decoder.decode(data)
-            except UnicodeDecodeError as error:
-                line += held.count("\n") + error.object[: error.start].count(b"\n")
-                raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason})") from None
-            cut = held.rfind("\n", 0, len(held) - 1) + 1  # after the last line that no white space follows
-            while cut and held[cut].isspace():
-                cut = held.rfind("\n", 0, cut - 1) + 1
-            if not cut and len(held) >= 4 * PIECE_BYTES:  # a long text without such a line
-                cut = len(held)
-            if cut:
-                if waiting:
-                    yield waiting
-                row = Row({"text": held[:cut]}, line, starts_document=waiting is None, ends_document=False)
-                waiting = row, raw.tell()
-                line += held.count("\n", 0, cut)
-                held = held[cut:]
-        if decoder.getstate()[0]:
-            raise UserError(f"{path}: not valid UTF-8: its last character is cut off")
-    if held:
-        if waiting:
-            yield waiting
-        waiting = Row({"text": held}, line, starts_document=waiting is None), getsize(path)
-    if waiting:
-        yield waiting[0]._replace(ends_document=True), waiting[1]
+    """Reads the file as one document."""
+    with _open(path) as (content, _):
+        encoded = content.read(MOST_TEXT_BYTES + 1)
+    if len(encoded) > MOST_TEXT_BYTES:
+        raise UserError(f"{path} is one text of more than 1 GiB; use jsonl, with one document on each line")
+    try:
+        text = encoded.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + encoded.count(b"\n", 0, error.start)
+        raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason})") from None
+    if text:
+        yield Row({"text": text}, 1), getsize(path)

@@ -1,8 +1,6 @@
 """Turns rows into token sequences: what is trained of each, and what happens to those that are too long.
 
-Everything cut or dropped is counted. A tokenizer takes about 150 bytes of memory for each byte of a text, so long texts
-are cut between words or lines, only where the tokens around a place are the same with the cut and without. A tokenizer
-that has no such place (SentencePiece's Llama 2, which puts a blank before each text) gets the text whole.
+Everything cut or dropped is counted.
 """
 
 import hashlib
@@ -11,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,12 +22,6 @@ from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canoni
 from dsft.data.sources import Batch, Row
 from dsft.errors import UserError, one_line
 
-LONG_TEXT = 1 << 20  # characters; longer texts are cut
-PIECE = 1 << 18  # characters between places where a cut is tried
-PIECES_AT_ONCE = 8
-TRIED, AROUND = 4, 1 << 10  # cuts tried at each place, and characters on either side whose tokens are compared
-# Between a word and the blank before the next, or behind a line.
-_CUTS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=[^\W\d_])")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of its own, where SentencePiece has no piece for a character
 
 
@@ -65,30 +57,27 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                 samples.append((row, None))
         except ValueError as error:
             builder.drop_bad(f"{batch.where(row)}: {error}")
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = [(sample.text, row.starts_document) for row, sample in samples if isinstance(sample, Text)]
+    texts = [sample.text for _, sample in samples if isinstance(sample, Text)]
     pairs = [sample for _, sample in samples if isinstance(sample, Pair)]
-    if texts or pairs:  # many at once; the end token of each is added where it ends
+    if texts or pairs:  # many at once
         closes = closes_texts(tokenizer)
-        first = [text for text, starts in texts if starts] + [pair.prompt for pair in pairs]
-        later = [text for text, starts in texts if not starts] + [pair.completion for pair in pairs]
-        firsts, laters = encode(tokenizer, first), encode_continued(tokenizer, later)
+        beginnings = encode(tokenizer, texts + [pair.prompt for pair in pairs])
+        completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
     for row, sample in samples:
         builder.begin(row)
         match sample:
             case None:
                 builder.put(np.zeros(1, np.int32), np.zeros(1, bool))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
-                ids = next(firsts if row.starts_document else laters)
-                ids = ids[:-1] if closes and row.starts_document else ids
-                if row.ends_document and row.starts_document and not sample.text:
+                ids = next(beginnings)[: -1 if closes else None]
+                if not sample.text:
                     builder.counts["dropped_empty"] += 1
                     continue
-                ids = np.asarray(ids + end if row.ends_document else ids, np.int32)
-                builder.put(ids, np.ones(len(ids), bool), ends=row.ends_document)
+                ids = np.asarray(ids + end_of(sample.text, tokenizer), np.int32)
+                builder.put(ids, np.ones(len(ids), bool))
             case Pair():  # prompt and completion as they stand
-                prompt = next(firsts)[: -1 if closes else None]
-                ids = prompt + next(laters) + end
+                prompt = next(beginnings)[: -1 if closes else None]
+                ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
                 builder.add(ids, [(trained_from, len(ids), 1)], partial(batch.where, row))
             case Chat():  # in the tokenizer's template
@@ -211,16 +200,14 @@ class _TokensBuilder:
             else:
                 self.note("dropped_untrained", f"{where()}: no token of it is trained")
 
-    def put(self, ids: np.ndarray, trained: np.ndarray, *, ends: bool = True) -> None:
-        """Adds a sequence, or a piece of a document that does not end with it."""
+    def put(self, ids: np.ndarray, trained: np.ndarray) -> None:
         self.ids.append(ids)
         self.trained.append(trained)
         self.size += len(ids)
-        if ends:
-            self.ends.append(self.size)
-            self.hashes.append(int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest()))
-            if self.rules.source_column:
-                self.sources.append(self.source)
+        self.ends.append(self.size)
+        self.hashes.append(int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest()))
+        if self.rules.source_column:
+            self.sources.append(self.source)
 
 
 _stripping: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> ids of added tokens that take white space after them
@@ -291,36 +278,31 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
-    """Encodes as `tokenizer(texts)` does; `special` with the tokens that the tokenizer puts around a text."""
-    short = _encode_whole(tokenizer, [text for text in texts if len(text) <= LONG_TEXT], special=special)
-    return (next(short) if len(text) <= LONG_TEXT else _encode_long(tokenizer, text, special=special) for text in texts)
-
-
-def _encode_long(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
-    # A function of its own, at whose end the pieces and lists go: a generator would hold them while tokens are used.
-    bounds = [0, *safe_cuts(tokenizer, text), len(text)]
-    if len(bounds) == 2:
-        return next(_encode_whole(tokenizer, [text], special=special))
-    pieces = [text[start:end] for start, end in pairwise(bounds)]
-    ids, after = tokens_around(tokenizer) if special else ([], [])
-    for start in range(0, len(pieces), PIECES_AT_ONCE):
-        for part in _encode_whole(tokenizer, pieces[start : start + PIECES_AT_ONCE], special=False):
-            ids += part
-    return ids + after
-
-
-def tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Returns what the tokenizer puts before and after a text."""
-    inner, whole = (next(_encode_whole(tokenizer, ["a"], special=around)) for around in (False, True))
-    start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
-    return whole[:start], whole[start + len(inner) :]
+    """Encodes as `tokenizer(texts)` does; `special` with the tokens that the tokenizer puts around a text, but without
+    a second BOS before a text that was rendered before and has one.
+    """
+    if not texts:
+        return
+    if isinstance(tokenizer, TokenizersBackend):
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+        # Without the offsets, which take a fifth of the time.
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+        encoded = (encoding.ids for encoding in encodings)
+    else:
+        encoded = iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    for ids in encoded:
+        has_second = special and bos is not None and ids[:2] == [bos, bos]
+        yield ids[1:] if has_second else ids
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
     """Encodes texts that continue another one: without the blank that SentencePiece puts before each text."""
-    before = next(encode(tokenizer, ["\n"], special=False))
-    probe = next(encode(tokenizer, ["\na"], special=False))
-    if probe[: len(before)] != before or probe[len(before) :] == next(encode(tokenizer, ["a"], special=False)):
+    before, probe, alone = encode(tokenizer, ["\n", "\na", "a"], special=False)
+    if probe[: len(before)] != before or probe[len(before) :] == alone:
         return encode(tokenizer, texts, special=False)
 
     def after_another(text: str) -> list[int]:  # that shares a token with a line break before it
@@ -337,26 +319,7 @@ def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> It
     )
 
 
-def _encode_whole(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> Iterator[list[int]]:
-    if not isinstance(tokenizer, TokenizersBackend):
-        return iter(tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else [])
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    # Without the offsets, which take a fifth of the time.
-    return (encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special))
-
-
-def safe_cuts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns places, about a piece apart, where cutting a text leaves the tokens around as they are."""
-    cuts = []
-    for start in range(PIECE, len(text), PIECE):
-        tried = [match.start() for match in islice(_CUTS.finditer(text, start, start + PIECE // 2), TRIED)]
-        parts = [(text[max(0, cut - AROUND) : cut], text[cut : cut + AROUND]) for cut in tried]
-        around, before, after = (
-            _encode_whole(tokenizer, texts, special=False)
-            for texts in ([a + b for a, b in parts], [a for a, _ in parts], [b for _, b in parts])
-        )
-        cuts += [cut for cut in tried if next(around) == next(before) + next(after)][:1]
-    return cuts
+def end_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the end token that is to follow a text; none where a text that was rendered before has it."""
+    eos = tokenizer.eos_token
+    return [] if eos is None or text.rstrip().endswith(eos) else [tokenizer.eos_token_id]

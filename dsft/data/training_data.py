@@ -347,7 +347,7 @@ def load_training_data(
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
         rules=rules,
-        notes=[*notes, *notes_on_columns([*data, *held_out])],
+        notes=[*notes, *notes_on_unread([*data, *held_out])],
     )
 
 
@@ -391,6 +391,12 @@ def notes_on_escapes(config: DataFields) -> list[str]:
     ]
 
 
-def notes_on_columns(data: Iterable[FormattedSource]) -> list[str]:
+def notes_on_unread(data: Iterable[FormattedSource]) -> list[str]:
     """Names what of the data is not read, for each source."""
-    return [f"{each.source.name}: columns not used: {', '.join(each.unused)}" for each in data if each.unused]
+    notes = []
+    for each in data:
+        if each.source.other_splits:
+            notes.append(f"{each.source.name}: files of other splits not used: {', '.join(each.source.other_splits)}")
+        if each.unused:
+            notes.append(f"{each.source.name}: columns not used: {', '.join(each.unused)}")
+    return notes

@@ -6,10 +6,9 @@ and bit-identical on any number of ranks.
 
 import hashlib
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, Literal
@@ -23,15 +22,13 @@ from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, P
 from dsft.data.prepare import Preparation, Store, cache_folder, prepare
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import (
-    AROUND,
     Tokens,
     bytes_of_tokens,
     closes_texts,
     encode,
+    end_of,
     opens_texts,
-    safe_cuts,
     tokenise,
-    tokens_around,
 )
 from dsft.errors import UserError, nearest
 from dsft.perplexity.modes import MODES, NAMED_BY, find_mode
@@ -40,7 +37,6 @@ from dsft.perplexity.windows import Windows
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import one_of, plural
 
-AT_ONCE = 1 << 19  # characters of a joined text that are tokenised together, or a few more
 MOST_GROUPS = 1_000
 MOST_SUMS = 1 << 22  # documents x groups of a grouping whose sums are kept, for intervals: 64 MiB
 LAST_TURN = 9  # later turns are counted with this one
@@ -51,55 +47,19 @@ Sample = Text | Pair | Chat | None  # a document in its canonical form; None for
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(Preparation):
-    """Takes one document after the other, whole: the pieces in which a long text file is read are joined."""
+    """Takes one document after the other."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 6  # of what is stored for a document; part of the fingerprint, as all fields
-
-    @property
-    def longest(self) -> float:
-        """Characters of a text from which on it comes in pieces."""
-        return math.inf
-
-    @property
-    def joint(self) -> str:
-        """Text before each document but the first."""
-        return ""
+    version: int = 7  # of what is stored for a document; part of the fingerprint, as all fields
 
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
-        """Yield documents whole, many in a batch, and each piece of a text above `longest` in a batch of its own."""
-        first, waiting, size, pieces = 0, [], 0, None
+        first = 0
         for batch in batches:
-            whole: list[Row] = []
-            for row in batch.rows:
-                waiting.append(row)
-                size += sum(len(value) for value in row.values.values() if isinstance(value, str))
-                if size > self.longest and not pieces:
-                    if whole:
-                        yield replace(batch, rows=whole, first=first)
-                        first, whole = first + len(whole), []
-                    pieces = TextPieces(tokenizer, before=self.joint if first else "")
-                if pieces:
-                    for sample in samples_in(replace(batch, rows=waiting), rules, tokenizer):
-                        yield from (replace(batch, rows=[piece], first=first) for piece in pieces.add(text_of(sample)))
-                    waiting, size = [], 0
-                    if row.ends_document:
-                        yield replace(batch, rows=[pieces.last()], first=first)
-                        first, pieces = first + 1, None
-                elif row.ends_document:
-                    if len(waiting) > 1:
-                        (column,) = row.values
-                        text = "".join(each.values[column] for each in waiting)
-                        row = waiting[0]._replace(values={column: text}, ends_document=True)
-                    whole.append(row)
-                    waiting, size = [], 0
-                if first + len(whole) == self.max_documents:
-                    break
-            if whole:
-                yield replace(batch, rows=whole, first=first)
-                first += len(whole)
+            rows = batch.rows[: None if self.max_documents is None else self.max_documents - first]
+            yield replace(batch, rows=rows, first=first)
+            first += len(rows)
             if first == self.max_documents:
                 return
 
@@ -116,16 +76,13 @@ class Texts(Documents):
     """Each document begins with BOS, else EOS, which is context only; "once" where no BOS is there already."""
 
     @property
-    def longest(self) -> float:
-        return math.inf if self.is_wikitext else AT_ONCE  # its pages are rewritten as a whole
-
-    @property
     def joint(self) -> str:
+        """Text before each document but the first."""
         return "" if self.separator in ("eos", "none") else self.separator
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         special, bos, eos = self.bos == "auto", tokenizer.bos_token_id, tokenizer.eos_token_id
-        start, end = [bos] if self.bos == "on" else [], []
+        start = [bos] if self.bos == "on" else []
         if self.prefix == "always" or (self.prefix and not start and not (special and opens_texts(tokenizer))):
             if bos is None and eos is None:
                 raise UserError(
@@ -133,21 +90,16 @@ class Texts(Documents):
                     " or protocol puts before each text; use mode windows or sliding"
                 )
             start.insert(0, eos if bos is None else bos)
-        if self.separator == "eos" and eos is not None and not (special and closes_texts(tokenizer)):
-            end.append(eos)
-        if batch.rows[0].number == 0:
-            tokens = tokens_of_piece(batch.rows[0], tokenizer, special=special, start=start, end=end, rows=1)
-            tokens.trained[: bool(self.prefix) and batch.rows[0].starts_document] = False
-            return tokens
+        adds_end = self.separator == "eos" and not (special and closes_texts(tokenizer))
         samples = samples_in(batch, rules, tokenizer)
         texts = [text_of(sample) for sample in samples]
         given = [wikitext_rewritten(text) for text in texts] if self.is_wikitext else texts
         given = [self.joint * (batch.first + index > 0) + text for index, text in enumerate(given)]
-        documents = [
+        documents = []
+        for text, ids in zip(given, encode(tokenizer, given, special=special), strict=True):
+            end = end_of(text, tokenizer) if adds_end else []
             # As a training leaves an empty text out, whatever its tokenizer puts around one.
-            np.array([*start, *ids, *end] if text or self.prefix else [], np.int32)
-            for text, ids in zip(given, encode(tokenizer, given, special=special), strict=True)
-        ]
+            documents.append(np.array([*start, *ids, *end] if text or self.prefix else [], np.int32))
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         ids = np.concatenate([np.zeros(0, np.int32), *documents])
         trained = np.ones(len(ids), bool)
@@ -177,72 +129,6 @@ def wikitext_rewritten(page: str) -> str:
     return page
 
 
-class TextPieces:
-    """Gives one text in pieces that are tokenised apart, cut where its tokens stay as they are, so that memory does not
-    grow with it. They are rows of the number 0, which no row of a source has.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, before: str = ""):
-        # `before` stands before the text and is no part of it.
-        self.tokenizer, self.pending, self.longest, self.before = tokenizer, before, AT_ONCE, len(before)
-        self.starts, self.words, self.bytes = True, 1, 0
-        # As `_with_sizes` hashes it whole.
-        self.digest = hashlib.blake2b(b'["Text", {"text": "', digest_size=8)
-
-    def add(self, text: str) -> Iterator[Row]:
-        """Yield the pieces that are ready."""
-        for start in range(0, len(text), AT_ONCE):
-            self.pending += text[start : start + AT_ONCE]
-            if len(self.pending) > self.longest:
-                cuts = [cut for cut in safe_cuts(self.tokenizer, self.pending) if cut + AROUND < len(self.pending)]
-                self.longest = AT_ONCE if cuts else 2 * len(self.pending)  # a tokenizer may have no such place
-                if cuts:
-                    piece, self.pending = self.pending[: cuts[-1]], self.pending[cuts[-1] :]
-                    yield self._row(piece, ends=False)
-
-    def last(self) -> Row:
-        return self._row(self.pending, ends=True)
-
-    def _row(self, text: str, *, ends: bool) -> Row:
-        counted, self.before = text[self.before :], 0
-        self.words += sum(1 for _ in re.finditer(r"\s+", counted))  # no cut is within blanks
-        self.bytes += len(counted.encode())
-        self.digest.update(json.dumps(counted)[1:-1].encode())
-        values = {"text": text, "bytes": self.bytes, "words": self.words}
-        if ends:
-            self.digest.update(b'"}]')
-            values["hash"] = int.from_bytes(self.digest.digest())
-        row = Row(values, number=0, starts_document=self.starts, ends_document=ends)
-        self.starts = False
-        return row
-
-
-def tokens_of_piece(
-    row: Row, tokenizer: PreTrainedTokenizerBase, *, special: bool, start: Sequence[int], end: Sequence[int], rows: int
-) -> Tokens:
-    """Tokenise a piece of `TextPieces`.
-
-    Args:
-        special: with the tokens that the tokenizer puts around a text.
-        start, end: of the text, put around these.
-        rows: of the source, that the text is made of; counted where it ends.
-    """
-    values, starts, ends = row.values, row.starts_document, row.ends_document
-    before, after = tokens_around(tokenizer) if special else ([], [])
-    ids = [*(start if starts else ()), *(before if starts else ())]
-    ids += next(encode(tokenizer, [values["text"]], special=False))
-    ids += [*(after if ends else ()), *(end if ends else ())]
-    return Tokens(
-        ids=np.array(ids, np.int32),
-        trained=np.ones(len(ids), bool),
-        ends=np.array([len(ids)] * ends, np.int64),
-        hashes=np.array([values["hash"]] if ends else [], np.uint64),
-        counts=Counter(rows=rows if ends else 0),
-        document_bytes=np.array([values["bytes"]] * ends, np.int64),
-        document_words=np.array([values["words"]] * ends, np.int64),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class JoinedTexts(Documents):
     """Takes all texts as one document, joined and tokenised once."""
@@ -252,22 +138,21 @@ class JoinedTexts(Documents):
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Batch]:
-        documents, pieces, batch = 0, TextPieces(tokenizer), None
-        for batch in batches:
-            for row in batch.rows:
-                (sample,) = samples_in(replace(batch, rows=[row]), rules, tokenizer)
-                text = self.separator * (documents > 0 and row.starts_document) + text_of(sample)
-                yield from (replace(batch, rows=[piece], first=documents) for piece in pieces.add(text))
-                documents += row.ends_document
-                if documents == self.max_documents:
-                    break
-            if documents == self.max_documents:
-                break
-        if documents:
-            yield replace(batch, rows=[pieces.last()], first=documents)
+        batch, texts = None, []
+        for batch in Documents.batches(self, batches, rules, tokenizer):
+            texts += [text_of(sample) for sample in samples_in(batch, rules, tokenizer)]
+        if texts:
+            row = Row({"text": self.separator.join(texts)}, number=1)
+            yield replace(batch, rows=[row], first=len(texts))
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        return tokens_of_piece(batch.rows[0], tokenizer, special=True, start=(), end=(), rows=batch.first)
+        texts = [row.values["text"] for row in batch.rows]
+        (ids,) = encode(tokenizer, texts)
+        samples = [Text(text=text) for text in texts]
+        ids = np.array(ids, np.int32)
+        counts = Counter(rows=batch.first)
+        ends = np.array([len(ids)], np.int64)
+        return _with_sizes(texts, samples, ids=ids, trained=np.ones(len(ids), bool), ends=ends, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,8 +321,8 @@ def grouping(
     if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []
-        ends = ((batch, row) for batch in data.batches() for row in batch.rows if row.ends_document)
-        for batch, row in islice(ends, config.max_documents):
+        rows = ((batch, row) for batch in data.batches() for row in batch.rows)
+        for batch, row in islice(rows, config.max_documents):
             label = row.label(column) if column else batch.place
             of_document.append(numbers.setdefault(label, len(numbers)))
             if len(numbers) > MOST_GROUPS:

@@ -12,7 +12,7 @@ from dsft.config.deepspeed import check_nvme, read_sound_file, stage
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut
-from dsft.data.training_data import check_sources, notes_on_columns
+from dsft.data.training_data import check_sources, notes_on_unread
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import adapter_base, base_revision, described_in, has_only_shards, is_bare_config
@@ -79,7 +79,7 @@ def check_evaluation(
     for each in candidates:
         if left := each.facts.size.plain_expert_params:
             say(f"note: {each.name}: {left:,} parameters of experts are not quantised, since only linear layers are")
-    for note in notes_on_columns(data_sets.values()):
+    for note in notes_on_unread(data_sets.values()):
         say(f"note: {note}")
 
     for model in models if reference else []:  # whether the KL of the two can be taken

@@ -335,7 +335,7 @@ def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_pat
         loaded(config(data=[str(path)], eval_fraction=0.0001, seed=0), tokenizer)
     for fraction in (0.001, 0.5, 0.9):
         taken = list(
-            itertools.takewhile(lambda row: row < 3000, HeldOut(fraction=fraction, seed=1, wanted=True).rows())
+            itertools.takewhile(lambda row: row < 3000, HeldOut(fraction=fraction, seed=1, wanted=True).numbers())
         )
         assert len(set(taken)) == len(taken) == pytest.approx(3000 * fraction, abs=1) and taken == sorted(taken)
 
@@ -350,6 +350,31 @@ def test_rows_are_held_out_of_every_batch_that_is_read(tokenizer, tmp_path, conf
     assert sorted(rows[0] + rows[1]) == list(range(number))
     shares = np.histogram(rows[1], bins=4, range=(0, number))[0] / (number / 4)
     assert all(0.05 < share < 0.15 for share in shares), shares
+
+
+def test_a_text_file_is_one_document_and_its_end_is_held_out(tokenizer, tmp_path, config):
+    text = "\n\n \n".join(sentences(3000))
+    (tmp_path / "a.txt").write_text(text)
+    whole = loaded(config(data=[str(tmp_path / "a.txt")]), tokenizer).items.stores[0]
+    assert whole.tokens.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    data = loaded(config(data=[str(tmp_path / "a.txt")], eval_fraction=0.1), tokenizer)
+    parts = [
+        tokenizer.decode(items.stores[0].tokens, skip_special_tokens=True) for items in (data.items, data.held_out)
+    ]
+    assert "".join(parts) == text and len(parts[1]) == pytest.approx(0.1 * len(text), rel=0.01)
+    assert data.items.stores[0].tokens.tolist().count(tokenizer.eos_token_id) == 1
+
+
+def test_data_that_differ_in_any_token_are_other_data(tokenizer, tmp_path, config):
+    """A resume and the agreement of nodes go by it; a changed answer has the length of the first."""
+    rows = [{"prompt": f"{i} ", "completion": "big"} for i in range(5000)]
+    first, again = (
+        loaded(config(data=[str(write_jsonl(tmp_path / f"{name}.jsonl", rows))]), tokenizer).items.identity
+        for name in "ab"
+    )
+    rows[4321]["completion"] = "the"
+    changed = loaded(config(data=[str(write_jsonl(tmp_path / "c.jsonl", rows))]), tokenizer).items
+    assert first == again != changed.identity and len(changed) == 5000
 
 
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
@@ -425,9 +450,8 @@ def test_small_sources_of_a_mix_may_have_nothing_to_hold_out(tokenizer, tmp_path
     paths = [str(write_texts(tmp_path / f"{number}.jsonl", number)) for number in (100, 3)] + [str(tmp_path / "a.txt")]
     (tmp_path / "a.txt").write_text("\ufeff" + "a model reads\n" * 20_000, encoding="utf-8")
     data = loaded(config(data=paths, eval_fraction=0.1), tokenizer)
-    assert (
-        data.counts["rows"] + data.held_out_counts["rows"] == 103 + 19 and 11 <= data.held_out_counts["rows"] <= 13
-    )  # a text file is held out in pieces
+    assert data.counts["rows"] + data.held_out_counts["rows"] == 103 + 2  # two parts of the text file
+    assert 11 <= data.held_out_counts["rows"] <= 12
     with pytest.raises(UserError, match="eval_fraction=0.1 of .*3.jsonl is no row"):
         loaded(config(data=paths[1:2], eval_fraction=0.1, seed=0), tokenizer)
 

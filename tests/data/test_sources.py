@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import PIECE_BYTES, Source, _load_from_hub, find_sources, read_file
+from dsft.data.sources import Source, _load_from_hub, find_sources, read_file
 from dsft.errors import UserError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -141,23 +141,6 @@ def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
     assert [row.values for row, _ in read_file(str(tmp_path / "a.parquet"))] == rows
 
 
-@pytest.mark.parametrize("ending", ["txt", "txt.gz"])
-def test_a_long_text_comes_in_pieces_that_are_the_text(tmp_path, ending):
-    text = "".join(f"line {i} ü" + "\n" * (1 + i % 3) + " " * (i % 2) for i in range(100_000))
-    path = tmp_path / f"a.{ending}"
-    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
-    rows = [row for row, _ in read_file(str(path))]
-    assert "".join(row.values["text"] for row in rows) == text and len(rows) > 4
-    assert [row.starts_document for row in rows] == [True] + [False] * (len(rows) - 1)
-    assert [row.ends_document for row in rows] == [False] * (len(rows) - 1) + [True]
-    for row, following in itertools.pairwise(rows):
-        assert row.values["text"].endswith("\n") and not following.values["text"][0].isspace()
-        assert len(row.values["text"]) < 2 * PIECE_BYTES
-    assert [row.number for row in rows] == [
-        1 + text[: text.index(row.values["text"][:200])].count("\n") for row in rows
-    ]
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, content in (
         ("a.txt", "the model"),
@@ -200,11 +183,6 @@ def test_batches_of_rows_with_pictures_are_bounded_too(tmp_path):
     assert [len(batch.rows) for batch in source.batches()] == [4, 4, 4]
 
 
-def test_a_text_of_one_line_is_not_held_whole(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * (11 * PIECE_BYTES))
-    assert [len(row.values["text"]) // PIECE_BYTES for row, _ in read_file(str(tmp_path / "a.txt"))] == [4] * 2 + [3]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -223,7 +201,7 @@ def test_a_text_of_one_line_is_not_held_whole(tmp_path):
         ("a.csv", b'text\n"a" b\n', "a.csv, line 2: not valid CSV"),
         ("a.csv", b"text\n\xff\n", "a.csv, line 2: not valid UTF-8"),
         ("a.txt", b"one\ntwo \xff\n", "a.txt, line 2: not valid UTF-8"),
-        ("a.txt", b"caf\xc3", "a.txt: not valid UTF-8: its last character is cut off"),
+        ("a.txt", b"caf\xc3", "a.txt, line 1: not valid UTF-8 (unexpected end of data)"),
         ("a.txt", b"", "a.txt is empty"),
         ("a.json", b"[" * 100_000, "a.json: not valid JSON (nested too deeply)"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
@@ -360,3 +338,49 @@ def test_a_streamed_data_set_is_another_once_its_revision_is(monkeypatch):
         identities.append(source.identity)
     _load_from_hub.cache_clear()
     assert identities[0] != identities[1]
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonlines", "a.jsonl.GZ", "a.tsv"])
+def test_other_endings_of_files(tmp_path, name):
+    rows = [{"prompt": "b", "completion": "c"}]
+    content = b"prompt\tcompletion\nb\tc\n" if name == "a.tsv" else jsonl(rows)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", problems=[])
+    assert [row.values for batch in source.batches() for row in batch.rows] == rows
+
+
+def found(entry, key: str = "data", **options) -> tuple[list[str], list[str]]:
+    problems: list[str] = []
+    sources = find_sources([str(entry)], TrainConfig(**options), key=key, problems=problems)
+    return [Path(file).name for source in sources for file in source.files], problems
+
+
+def test_files_named_as_splits_are_read_as_the_hubs(tmp_path):
+    for name in ("train-0.jsonl", "more.jsonl", "val.jsonl", "chats_test.jsonl"):
+        (tmp_path / name).write_text("{}")
+    for entry in (tmp_path, tmp_path / "*.jsonl"):
+        assert found(entry) == (["more.jsonl", "train-0.jsonl"], [])
+        assert found(entry, key="eval_data") == (["val.jsonl"], [])
+        assert found(entry, key="eval_data", eval_split="test") == (["chats_test.jsonl"], [])
+    assert found(tmp_path / "*test.jsonl")[0] == ["chats_test.jsonl"]
+    (source,) = find_sources([str(tmp_path)], TrainConfig(), key="data", problems=[])
+    assert source.other_splits == ("chats_test.jsonl", "val.jsonl")
+    _, (problem,) = found(tmp_path, data_split="all")
+    assert "has no file of the split all (data_split); there are chats_test.jsonl" in problem
+
+
+def test_a_link_to_nothing_is_an_error(tmp_path):
+    (tmp_path / "one.jsonl").write_text("{}")
+    (tmp_path / "two.jsonl").symlink_to("../blobs/gone")
+    for entry in (tmp_path, tmp_path / "*.jsonl", tmp_path / "two.jsonl"):
+        _, (problem,) = found(entry)
+        assert problem == f"data: {tmp_path / 'two.jsonl'} is a link to a file that does not exist"
+
+
+def test_a_text_of_more_than_a_gibibyte_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dsft.data.sources.MOST_TEXT_BYTES", 9)
+    (tmp_path / "a.txt").write_text("the model")
+    assert [row.values for row, _ in read_file(str(tmp_path / "a.txt"))] == [{"text": "the model"}]
+    (tmp_path / "a.txt").write_text("the models")
+    with pytest.raises(UserError, match="use jsonl"):
+        list(read_file(str(tmp_path / "a.txt")))

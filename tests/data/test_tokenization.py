@@ -2,23 +2,19 @@
 
 import copy
 import json
-import random
-import tracemalloc
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from tiny import sentences
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import check_config
-from dsft.data import tokenization
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, bytes_of_tokens, encode, safe_cuts, tokenise
+from dsft.data.tokenization import Tokens, bytes_of_tokens, encode, tokenise
 from dsft.errors import UserError
 from dsft.models.chat_template import PRESETS, load_template
 from dsft.models.tokenizer import check_tokenizer, load_tokenizer
@@ -302,17 +298,10 @@ def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
     )
     begins = copy.deepcopy(tokenizer)
     begins.backend_tokenizer.normalizer = normalizers.Prepend("_")
-    pieces = [Row({"text": "big "}, 1, ends_document=False), Row({"text": "small"}, 2, starts_document=False)]
     rows = [{"prompt": "big ", "completion": "small"}, {"prompt": "q<|end|>", "completion": "a"}]
-    assert (
-        closes.decode(made_of_rows(pieces, closes).ids) == "big small<|end|>"
-        and closes.decode(made([{"text": "a"}], closes).ids) == "a<|end|>"
-    )
+    assert closes.decode(made([{"text": "a"}], closes).ids) == "a<|end|>"
     assert closes.decode(made(rows, closes).ids) == "big small<|end|>q<|end|>a<|end|>"
-    assert (
-        begins.decode(made_of_rows(pieces, begins).ids) == "_big small<|end|>"
-        and begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
-    )
+    assert begins.decode(made(rows[:1], begins).ids) == "_big small<|end|>"
 
 
 def test_a_completion_that_begins_with_a_line_break_has_no_blank_before_it():
@@ -520,106 +509,15 @@ def test_contradictions_of_the_options(options, message):
     assert any(re.search(message, problem) for problem in problems), problems
 
 
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-SPLITS = {  # pre-tokenizer, normalizer
-    "gpt2": (BYTES, None),
-    "prefix_space": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
-    "llama_3": (
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-        normalizers.NFC(),
-    ),
-    "words": (pre_tokenizers.Whitespace(), None),
-    "llama_2": (None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
-}
-SEPARATORS = [
-    " ",
-    "  ",
-    "\n",
-    "\n\n",
-    " \n ",
-    ".\n",
-    "...",
-    "\t",
-    " 1234567 ",
-    "<|end|>",
-    " <|end|> ",
-    "é\u0301 ",
-    "。\n",
-]
-
-
-def long_text(words: int) -> str:
-    rng = random.Random(3)
-    return "".join(sentence + rng.choice(SEPARATORS) for sentence in sentences(words, longest=6))
-
-
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    splits, normalizer = SPLITS[name]
-    inner = Tokenizer(models.BPE(unk_token="<unk>"))
-    if splits:
-        inner.pre_tokenizer = splits
-    if normalizer:
-        inner.normalizer = normalizer
-    inner.decoder = decoders.ByteLevel()
-    special = ["<unk>", "<|end|>", "<s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=special, initial_alphabet=BYTES.alphabet(), show_progress=False
+def test_a_text_rendered_before_gets_no_second_bos_and_end_token(tokenizer):
+    begins = copy.deepcopy(tokenizer)
+    begins.bos_token = "<|user|>"
+    special = [("<|user|>", begins.bos_token_id)]
+    begins.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A", special_tokens=special
     )
-    texts = [long_text(300)] if splits else long_text(300).split()  # a text without splits is one word to the trainer
-    inner.train_from_iterator(texts, trainer)
-    inner.post_processor = processors.TemplateProcessing(
-        single="<s> $A <|end|>", special_tokens=[("<s>", 2), ("<|end|>", 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<|end|>")
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_a_long_text_has_the_tokens_of_the_whole_in_pieces(name, monkeypatch):
-    tokenizer, text = tokenizer_of(name), long_text(1500)
-    for constant, value in (("LONG_TEXT", 2000), ("PIECE", 300), ("AROUND", 60)):
-        monkeypatch.setattr(tokenization, constant, value)
-    texts = ["short one", text, "", text[1000:]]
-    for special in (True, False):
-        assert (
-            list(encode(tokenizer, texts, special=special)) == tokenizer(texts, add_special_tokens=special)["input_ids"]
-        )
-    cuts = safe_cuts(tokenizer, text)
-    if name == "llama_2":
-        assert not cuts
-    else:
-        bounds = [0, *cuts, len(text)]
-        assert max(end - start for start, end in pairwise(bounds)) < 3 * 300
-
-
-def test_the_tokens_of_a_long_text_are_not_held_beside_those_given(monkeypatch):
-    """A text file is one document: of gigabytes, a second copy counts."""
-    monkeypatch.setattr(tokenization, "LONG_TEXT", 2000)
-    monkeypatch.setattr(tokenization, "PIECE", 300)
-    tokenizer, text = tokenizer_of("gpt2"), long_text(1500)
-    list(encode(tokenizer, [text]))  # what is kept for later texts is there now
-    tracemalloc.start()
-    try:
-        given = encode(tokenizer, [text, "short one"])
-        length = len(next(given))
-        held, _ = tracemalloc.get_traced_memory()
-        assert length > 2000 and held < 8 * length, (held, length)
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_text_without_a_safe_place_stays_whole(monkeypatch):
-    monkeypatch.setattr(tokenization, "LONG_TEXT", 2000)
-    monkeypatch.setattr(tokenization, "PIECE", 300)
-    tokenizer = tokenizer_of("gpt2")
-    for text in ("a" * 5000, " \n" * 3000, "1 " * 2000):
-        assert safe_cuts(tokenizer, text) == []
-        assert list(encode(tokenizer, [text])) == tokenizer([text])["input_ids"]
+    for text in ("big", "<|user|>big", "<|user|>big<|end|>", "big<|end|>"):
+        assert begins.decode(made([{"text": text}], begins).ids) == "<|user|>big<|end|>"
+    assert begins.decode(made([{"text": "big<|end|>\n"}], begins).ids) == "<|user|>big<|end|>\n"
+    pair = {"prompt": "<|user|>big ", "completion": "small<|end|>"}
+    assert begins.decode(made([pair], begins).ids) == "<|user|>big small<|end|>"

@@ -1,7 +1,6 @@
 """Documents that are scored come from a store on disk: prepared once, whole, and mapped."""
 
 import copy
-import dataclasses
 import gzip
 import json
 import pickle
@@ -20,17 +19,14 @@ import torch
 from conftest import grid
 from ranks import on_ranks
 from tiny import sentences, write_jsonl
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
-from dsft.data import sources, tokenization
 from dsft.data.prepare import FACTS, prepare
-from dsft.data.sources import BATCH_ROWS, PIECE_BYTES
+from dsft.data.sources import BATCH_ROWS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
-from dsft.perplexity import documents
 from dsft.perplexity.documents import Answers, Texts, build_windows
 
 
@@ -92,80 +88,15 @@ def _private_bytes_after(path: str, model: str) -> int:
     return psutil.Process().memory_full_info().uss - before
 
 
-def test_a_rank_that_prepared_a_long_text_gives_the_memory_back(tiny, tmp_path):
-    path = tmp_path / "long.txt"
-    path.write_text("\n\n".join(sentences(2000)) * 30)
-    (kept,) = on_ranks(1, _private_bytes_after, str(path), str(tiny / "model"))
-    assert kept < 10 * path.stat().st_size
-
-
-@pytest.mark.parametrize("frame", [None, "<|user|> $A <|end|>"], ids=["plain", "framed"])
-def test_a_joined_text_has_the_tokens_of_the_whole_and_comes_in_pieces(tiny, tokenizer, tmp_path, monkeypatch, frame):
+def test_joined_texts_are_tokenised_once(tokenizer, tmp_path):
     texts = [f"{sentence}\n\né" for sentence in sentences(400)]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
-    tokenizer = copy.deepcopy(tokenizer)
-    if frame:
-        special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|user|>", "<|end|>")]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=frame, special_tokens=special)
     (tmp_path / "one.txt").write_text("\n\n".join(texts))
-    whole = [windows_of(path, tokenizer, protocol="hf") for path in (rows, tmp_path / "one.txt")]
-    monkeypatch.setattr(documents, "AT_ONCE", 4000)
-    monkeypatch.setattr(tokenization, "PIECE", 1000)
-    for module in (documents, tokenization):
-        monkeypatch.setattr(module, "AROUND", 100)
-    for path, at_once in zip((rows, tmp_path / "one.txt"), whole, strict=True):
-        cut = windows_of(path, tokenizer, protocol="hf", data_cache=str(tmp_path / "cache"))
-        assert cut.tokens.tolist() == at_once.tokens.tolist() == tokenizer("\n\n".join(texts))["input_ids"]
-        assert cut.hashes() == at_once.hashes() and len(cut.document_ends) == 1
-        assert cut.document_words.tolist() == [len(re.split(r"\s+", "\n\n".join(texts)))]
+    joined, one = (windows_of(path, tokenizer, protocol="hf") for path in (rows, tmp_path / "one.txt"))
+    assert joined.tokens.tolist() == one.tokens.tolist() == tokenizer("\n\n".join(texts))["input_ids"]
+    assert joined.hashes() == one.hashes() and len(joined.document_ends) == 1
     few = windows_of(rows, tokenizer, protocol="hf", max_documents=3)
     assert few.tokens.tolist() == tokenizer("\n\n".join(texts[:3]))["input_ids"]
-    source = source_of(EvalConfig(model=["unused"], data=[str(rows)]), tokenizer)
-    assert len(list(documents.JoinedTexts().batches(split_in(source, 50), source.rules, tokenizer))) > 5
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [pytest.param(None, id="plain", marks=pytest.mark.exhaustive), pytest.param("<|user|> $A <|end|>", id="framed")],
-)
-def test_a_long_document_comes_in_pieces_and_has_its_tokens(tiny, tokenizer, tmp_path, monkeypatch, frame):
-    """Among short ones, as a row and as a text file that is read in several rows."""
-    monkeypatch.setattr(sources, "PIECE_BYTES", 4096)
-    tokenizer = copy.deepcopy(tokenizer)
-    if frame:
-        special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|user|>", "<|end|>")]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=frame, special_tokens=special)
-    long = "\n\n".join(f"{sentence}\n\né" for sentence in sentences(250))
-    assert len(long.encode()) > 2 * sources.PIECE_BYTES
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("a b", long, "", "c", long, long, "d")])
-    (tmp_path / "one.txt").write_text(long)
-    ways = [{"mode": "windows"}, {"mode": "windows", "separator": "||"}, {"mode": "rolling"}, {"max_documents": 5}]
-    ways += [{"mode": "sliding", "scope": "document", "bos": "off"}, {"protocol": "lm-eval"}]
-    whole = [windows_of(path, tokenizer, **how) for how in ways for path in (rows, tmp_path / "one.txt")]
-    monkeypatch.setattr(documents, "AT_ONCE", 1500)
-    monkeypatch.setattr(tokenization, "PIECE", 500)
-    for module in (documents, tokenization):
-        monkeypatch.setattr(module, "AROUND", 100)
-    cache = str(tmp_path / "cache")
-    cut = [windows_of(p, tokenizer, **how, data_cache=cache) for how in ways for p in (rows, tmp_path / "one.txt")]
-    for uncut, in_pieces in zip(whole, cut, strict=True):
-        assert uncut.tokens.tolist() == in_pieces.tokens.tolist() and uncut.hashes() == in_pieces.hashes()
-        assert uncut.document_ends.tolist() == in_pieces.document_ends.tolist()
-        assert np.array_equal(uncut.scorable, in_pieces.scorable) and uncut.spans.tolist() == in_pieces.spans.tolist()
-        assert uncut.document_bytes.tolist() == in_pieces.document_bytes.tolist()
-        assert uncut.document_words.tolist() == in_pieces.document_words.tolist()
-    source = source_of(EvalConfig(model=["unused"], data=[str(rows)]), tokenizer)
-    batches = list(Texts(bos="auto").batches(source.batches(), source.rules, tokenizer))
-    sizes = [len(row.values["text"]) for batch in batches for row in batch.rows]
-    assert max(sizes) < 3000 < len(long) and len(batches) > 12
-    assert [batch.first for batch in batches if not batch.rows[0].number and batch.rows[0].ends_document] == [1, 4, 5]
-
-
-def split_in(source, rows: int):
-    """The batches of a source, of so many rows each."""
-    for batch in source.batches():
-        for start in range(0, len(batch.rows), rows):
-            yield dataclasses.replace(batch, rows=batch.rows[start : start + rows])
 
 
 @pytest.mark.parametrize("options", [{"mode": "rolling"}, {"protocol": "lm-eval"}], ids=str)
@@ -176,10 +107,8 @@ def test_a_tokenizer_without_a_token_for_the_prefix_is_named(tiny, tokenizer, op
         windows_of(tiny / "held_out.jsonl", neither, **options)
 
 
-def test_a_text_file_is_tokenised_as_a_whole(tokenizer, tmp_path):
-    """Its pieces would end in other tokens than the text has there."""
+def test_a_text_file_is_one_document(tokenizer, tmp_path):
     text = "\n\n \n".join(f"{sentence}  é" for sentence in sentences(1500))
-    assert len(text.encode()) > 4 * PIECE_BYTES
     path = tmp_path / "long.txt"
     path.write_text(text)
     ids = tokenizer(text)["input_ids"]
