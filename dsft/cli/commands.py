@@ -81,7 +81,7 @@ class DoctorOptions(HostFields):
     """Examination: how much of it, and what is printed."""
 
     quick: bool = False
-    """Without plan, compiler and the links of every pair (a ring of neighbours instead)."""
+    """Without compiling a program, and without measuring rates."""
     only_findings: bool = False
     """Without the tables, where nothing is wrong."""
     json: bool = False
@@ -251,15 +251,15 @@ _TRAIN = """model dtype method lora_r adapter data chat_template seq_len train_o
 _EVAL = "run model dtype data seq_len mode stride max_documents zero batch_tokens output_dir hostfile num_gpus"
 _DOCTOR = """\
   dsft doctor                                    this machine
-  dsft doctor --hostfile H --config run.yaml     every host of H through ssh, and the run's files and plan
+  dsft doctor --hostfile H --config run.yaml     every host of H through ssh, and the run's output folder
   dsft doctor --hostfile H --quick               what dsft launch does by default
   srun -n 16 dsft doctor                         the ranks that a launcher starts, without ssh: also
                                                  mpirun -n 16 dsft doctor, torchrun, deepspeed and
                                                  accelerate launch ... --module dsft.cli.doctor
 
-It looks before any training process starts, in less than half a minute: drivers, versions, ports, clocks, folders,
-memory and disk against the plan, then sums and rates between all nodes. docs/doctor.md explains each finding.
-Options that are not listed here are the run's own, as dsft train takes them (--model, --data, --output_dir ...).
+It looks before any training process starts: drivers, versions, ports, clocks, memory and disks of every node, then a
+sum over all ranks and its rate. docs/doctor.md explains each finding.
+Options that are not listed here are the run's own, as dsft train takes them (--output_dir ...).
 Exit code 0 without errors, 2 with."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
 _PLANNED = """\

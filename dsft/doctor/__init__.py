@@ -1,1 +1,1 @@
-"""`dsft doctor`: examines machines before a run starts on them. Facts of each node -> checks -> findings -> screen."""
+"""What is wrong with the machines of a run."""

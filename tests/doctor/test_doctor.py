@@ -1,0 +1,116 @@
+"""`dsft doctor`: what is wrong with nodes is named; the examination of this machine is real."""
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dsft.doctor.between import check_between, check_measured, check_node
+from dsft.doctor.facts import node_facts, parse_gpus
+from dsft.doctor.run import examine
+from dsft.runtime.launcher_env import Node
+from dsft.units import GiB
+
+SMI = """0, NVIDIA H100 80GB HBM3, 81559, 4, 570.86.15, 0
+1, NVIDIA H100 80GB HBM3, 81559, 70000, 570.86.15, 3
+2, NVIDIA GB10, [N/A], [N/A], 570.86.15, [N/A]
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict:
+    return node_facts(slots=2)
+
+
+def with_gpus(facts: dict, **changes: object) -> dict:
+    return copy.deepcopy(facts) | {"gpus": parse_gpus(SMI)[:2], "torch_cuda": "13.0"} | changes
+
+
+def test_gpus_are_read_with_their_memory_and_errors():
+    gpus = parse_gpus(SMI)
+    assert [gpu["index"] for gpu in gpus] == [0, 1, 2]
+    assert [gpu["ecc_errors"] for gpu in gpus] == [0, 3, 0]
+    assert gpus[1]["used_bytes"] == 70_000 * 2**20 and gpus[2]["memory_bytes"] == 0
+
+
+def test_every_gpu_of_the_node_s_ranks_is_looked_at(facts):
+    found = list(check_node("a", with_gpus(facts)))
+    assert {(each.code, each.where) for each in found} == {("gpu-errors", "a"), ("gpu-busy", "a")}
+    assert all("GPU 1" in each.message for each in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"gpu_error": "nvidia-smi: driver mismatch", "gpus": []}, "gpu-driver"),
+        ({"torch_cuda": ""}, "torch-without-cuda"),
+        ({"slots": 3}, "slots"),
+        ({"free_bytes": {"/dev/shm": 2**26}}, "shared-memory"),
+        ({"free_bytes": {"/runs": 2**20}}, "disk"),
+        ({"output_error": "/runs: Permission denied"}, "output-not-writable"),
+        ({"interface_error": "NCCL_SOCKET_IFNAME=eth9, but the interfaces are lo"}, "interface"),
+    ],
+)
+def test_what_is_wrong_with_a_node_is_named(facts, changes, code):
+    gpus = parse_gpus(SMI)[:1] * 2
+    assert code in {each.code for each in check_node("a", with_gpus(facts, gpus=gpus) | changes)}
+
+
+def test_nodes_that_differ_are_named(facts):
+    nodes = {name: copy.deepcopy(facts) | {"host": name} for name in "abc"}
+    nodes["b"]["versions"]["torch"] = "2.1.0"
+    nodes["c"]["versions"]["dsft code"] = "other"
+    offsets = {"a": 0.0, "b": 0.1, "c": 90.0}
+    found = {(each.code, each.where) for each in check_between(nodes, offsets)}
+    assert found == {("versions", "b"), ("code", "c"), ("clocks", "c")}
+    nodes = {"a": facts, "b": facts}
+    assert {each.code for each in check_between(nodes, {})} == {"wrong-machine"}
+
+
+def test_wrong_sums_and_stragglers_are_named():
+    ranks = [{"rank": rank, "host": "a", "is_wrong": rank == 1, "flops": 1e12} for rank in range(4)]
+    ranks[3]["flops"] = 4e11
+    found = {(each.code, each.where) for each in check_measured(ranks)}
+    assert found == {("wrong-sum", "rank 1 on a"), ("slow-rank", "rank 3 on a")}
+
+
+def test_this_machine_is_examined_with_two_ranks(tmp_path):
+    report = examine(
+        [Node(name="localhost", slots=2)],
+        variables=None,
+        output_dir=str(tmp_path / "run"),
+        port=None,
+        master="",
+        quick=False,
+    )
+    assert not report.has_errors, report.findings
+    assert sorted(each["rank"] for each in report.measured) == [0, 1]
+    assert all(each["bytes_per_second"] > 0 and each["flops"] > 0 for each in report.measured)
+    assert report.facts["localhost"]["host"] == socket.gethostname()
+    assert list(tmp_path.iterdir()) == [], "a probe was left"
+
+
+def test_a_port_in_use_ends_the_examination_with_an_error():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        nodes = [Node(name="localhost", slots=1)]
+        report = examine(nodes, variables=None, output_dir="", port=port, master="", quick=True)
+    assert [each.code for each in report.findings if each.severity == "error"] == ["master-port-busy"]
+    assert report.has_errors and str(port) in report.findings[0].message
+
+
+@pytest.mark.launch
+def test_ranks_of_a_launcher_are_examined_without_ssh(tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "dsft.cli.doctor", "--quick"]
+    result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("dsft doctor: 1 node, 2 ranks") == 1
+
+
+def test_facts_are_sane(facts):
+    assert facts["host_bytes"] > GiB / 2 and facts["cores"] >= 1 and facts["clock"] > 1.7e9
