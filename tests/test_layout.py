@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,12 +30,6 @@ def test_no_module_or_folder_is_named_like_a_library_or_standard_module():
     )
     names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES} - {"__init__"}
     assert names & taken == set()
-
-
-def test_no_two_files_of_different_rooms_have_one_name():
-    """So that a name in a message, an import or a search is one file."""
-    names = Counter(path.name for path in SOURCES if path.name != "__init__.py")
-    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_import_dsft_loads_no_library_and_sets_no_variable():

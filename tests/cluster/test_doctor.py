@@ -33,8 +33,8 @@ def changed(host, script: str, back: str):
 
 
 def test_healthy_hosts_have_no_errors_and_are_measured(hosts, tmp_path):
-    report, found = doctor(hosts, [1, 2], tmp_path, "--output_dir", str(tmp_path / "run"))
-    assert report["ok"] and found == set(), report["findings"]
+    report, errors = doctor(hosts, [1, 2], tmp_path, "--output_dir", str(tmp_path / "run"))
+    assert report["ok"] and errors == set(), report["findings"]
     assert len(report["facts"]) == 2 and len(report["measured"]) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"], "a probe was left"
 
@@ -44,14 +44,14 @@ def test_faults_are_named_with_their_place(hosts, tmp_path):
     with changed(
         hosts[1], "iptables -A INPUT -p tcp --dport 22 -j REJECT", "iptables -D INPUT -p tcp --dport 22 -j REJECT"
     ):
-        report, found = doctor(hosts, [1, 1], tmp_path, "--quick")
-    assert [where for _, where in found] == [hosts[1].name], report["findings"]
+        report, errors = doctor(hosts, [1, 1], tmp_path, "--quick")
+    assert [where for _, where in errors] == [hosts[1].name], report["findings"]
     (tmp_path / "runs").mkdir()
     mount = f"mount -t tmpfs none {tmp_path}/runs"
     with changed(hosts[1], mount, f"umount {tmp_path}/runs"):
-        report, found = doctor(hosts, [1, 1], tmp_path, "--quick", "--output_dir", f"{tmp_path}/runs")
-    assert found == {("output-not-shared", hosts[1].name)}, report["findings"]
+        report, errors = doctor(hosts, [1, 1], tmp_path, "--quick", "--output_dir", f"{tmp_path}/runs")
+    assert errors == {("output-not-shared", hosts[1].name)}, report["findings"]
     drop = "INPUT -p tcp --dport 29700 -j REJECT"
     with changed(hosts[0], f"iptables -A {drop}", f"iptables -D {drop}"):
-        report, found = doctor(hosts, [1, 1], tmp_path, "--quick", "--master_port", "29700")
-    assert ("network-blocked", hosts[1].name) in found, report["findings"]
+        report, errors = doctor(hosts, [1, 1], tmp_path, "--quick", "--master_port", "29700")
+    assert ("network-blocked", hosts[1].name) in errors, report["findings"]

@@ -37,9 +37,9 @@ def test_gpus_are_read_with_their_memory_and_errors():
 
 
 def test_every_gpu_of_the_node_s_ranks_is_looked_at(facts):
-    found = list(check_node("a", with_gpus(facts)))
-    assert {(each.code, each.where) for each in found} == {("gpu-errors", "a"), ("gpu-busy", "a")}
-    assert all("GPU 1" in each.message for each in found)
+    errors = list(check_node("a", with_gpus(facts)))
+    assert {(each.code, each.where) for each in errors} == {("gpu-errors", "a"), ("gpu-busy", "a")}
+    assert all("GPU 1" in each.message for each in errors)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_nodes_that_differ_are_named(facts):
     nodes["b"]["versions"]["torch"] = "2.1.0"
     nodes["c"]["versions"]["dsft code"] = "other"
     offsets = {"a": 0.0, "b": 0.1, "c": 90.0}
-    found = {(each.code, each.where) for each in check_between(nodes, offsets)}
-    assert found == {("versions", "b"), ("code", "c"), ("clocks", "c")}
+    errors = {(each.code, each.where) for each in check_between(nodes, offsets)}
+    assert errors == {("versions", "b"), ("code", "c"), ("clocks", "c")}
     nodes = {"a": facts, "b": facts}
     assert {each.code for each in check_between(nodes, {})} == {"wrong-machine"}
 
@@ -73,8 +73,8 @@ def test_nodes_that_differ_are_named(facts):
 def test_wrong_sums_and_stragglers_are_named():
     ranks = [{"rank": rank, "host": "a", "is_wrong": rank == 1, "flops": 1e12} for rank in range(4)]
     ranks[3]["flops"] = 4e11
-    found = {(each.code, each.where) for each in check_measured(ranks)}
-    assert found == {("wrong-sum", "rank 1 on a"), ("slow-rank", "rank 3 on a")}
+    errors = {(each.code, each.where) for each in check_measured(ranks)}
+    assert errors == {("wrong-sum", "rank 1 on a"), ("slow-rank", "rank 3 on a")}
 
 
 def test_this_machine_is_examined_with_two_ranks(tmp_path):
