@@ -5,10 +5,8 @@ problems are returned, and `resolve.py` applies them.
 What the options show by themselves is checked in `config/reader.py`.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import json
 import math
 import re
@@ -20,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend
 from huggingface_hub import HfApi
 from torch import nn
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from dsft.checkpoints.manifest import checkpoints, files_of, read_manifest
@@ -246,7 +243,7 @@ def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
     given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
     how = json.loads(given) if isinstance(given, str) else given
     if not isinstance(how, dict):
-        raise ValueError(how)
+        raise ValueError(f"activation_checkpointing_kwargs={given}: must be a JSON object")
     return dict(how)
 
 
@@ -430,82 +427,28 @@ def check_hub(options: TrainConfig) -> list[str]:
 
 
 def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *, here: bool = True) -> list[str]:
-    """Asks transformers for its own rules between its fields, of a throw-away object without DeepSpeed.
+    """Returns transformers' own refusal of its options, from an object that is thrown away.
 
     Args:
         known: problems so far; what transformers reports of an option that is named there is left out.
-        here: whether the run is to take place on this machine, whose devices and packages transformers looks at.
+        here: whether the run is to take place on this machine, whose devices transformers looks at.
     """
-    named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
     values = with_defaults(options)
     of_devices = () if here else ("tf32", *HALF_PRECISION)
     for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", *of_devices):
         values.pop(name, None)
-
-    def made(values: dict[str, Any]) -> TrainingArguments:
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
             args = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
-            if here and {"optim", "optim_args"} & options.training.keys():
-                from transformers import Trainer  # with datasets and pandas, which most plans do without
-
-                optimizer, keywords = Trainer.get_optimizer_cls_and_kwargs(args)
-                inspect.signature(optimizer).bind([], **keywords)
-        return args
-
-    refusals = (ValueError, TypeError, RuntimeError, ImportError, OSError)
-    try:
-        args = made(values)
-    except refusals as error:
-        if any(re.search(rf"\b{name}\b", str(error)) for name in named):
-            return []
+        checkpointing_kwargs(options)
+    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         text = one_line(error)
-        if any(name in text for name in options.training):
-            return [text]
-        for name in [name for name in options.training if name in values]:  # the one without which there is no error
-            with contextlib.suppress(*refusals):
-                made({key: value for key, value in values.items() if key != name})
-                return [f"{name}={options.training[name]}: {text}"]
-        return [text]
-    try:
-        steps, parameter = args.max_steps if args.max_steps > 0 else 10_000, torch.zeros(1, requires_grad=True)
-        get_scheduler(
-            args.lr_scheduler_type,
-            torch.optim.SGD([parameter], lr=args.learning_rate),  # its end is compared with its beginning
-            num_warmup_steps=args.get_warmup_steps(steps),
-            num_training_steps=steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
-    except Exception as error:  # of a function of transformers or torch that is given these
-        if "learning_rate" in named:
+        named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
+        if any(re.search(rf"\b{name}\b", text) for name in named):
             return []
-        return [
-            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs}: lr_scheduler_type={args.lr_scheduler_type.value} does"
-            f" not take them ({one_line(error)})"
-        ]
-    try:
-        how = checkpointing_kwargs(options)
-    except ValueError:
-        given = values["activation_checkpointing_kwargs"]
-        return [f"activation_checkpointing_kwargs={given}: must be a JSON object"]
-    every, offload = how.pop("every_n_layers", 1), how.pop("offload", False)  # the Trainer's own
-    if not (isinstance(every, int) and every >= 1 and isinstance(offload, bool)):
-        return [
-            f"activation_checkpointing_kwargs: every_n_layers={every}, offload={offload}: must be a number of at least"
-            " 1, and true or false"
-        ]
-    try:
-        torch.utils.checkpoint.checkpoint(torch.neg, parameter, **{"use_reentrant": False} | how)
-    except Exception as error:  # as above
-        return [f"activation_checkpointing_kwargs={how}: torch.utils.checkpoint does not take them ({one_line(error)})"]
-    if args.torch_compile and args.torch_compile_backend.upper() not in DynamoBackend.__members__:
-        known = [name.lower() for name in DynamoBackend.__members__]
-        return [
-            f"torch_compile_backend={args.torch_compile_backend}: unknown; there are {', '.join(known)}"
-            f"{nearest(args.torch_compile_backend, known)}"
-        ]
-    if args.torch_compile and not options.training.get("torch_compile"):
-        return ["torch_compile_mode and torch_compile_backend need torch_compile: true, which is planned otherwise"]
+        has_name = any(name in text for name in options.training)
+        return [text if has_name else f"TrainingArguments of transformers: {text}"]
     dealt, accumulation = args.accelerator_config, args.accelerator_config.gradient_accumulation_kwargs or {}
     return [
         f"accelerator_config: {name} changes how many sequences a step holds, behind the plan; use {instead}"
