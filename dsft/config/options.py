@@ -207,7 +207,9 @@ class DataFields:
     template renders; last only that of the last answer; none only what follows it."""
     drop_unrendered: bool = False
     """Train chats of which the chat template leaves out a part (reasoning, a name, tools) without it, which are
-    counted, and rows with a column that cannot be trained (images, say) without that. Else they are bad rows."""
+    counted. Else they are bad rows."""
+    drop_keys: list[str] = field(default_factory=list)
+    """Columns, and keys of messages, to ignore that would be refused, such as images or score."""
     too_long: Literal["drop", "truncate", "split", "error"] = "drop"
     """What happens to a prompt and completion, or a chat, longer than seq_len; it is counted in run.json. A model
     that learns from truncated answers does not learn to stop."""

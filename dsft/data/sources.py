@@ -119,7 +119,7 @@ class Source:
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
         loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)[0]
-        hub_rows = ((Row(without_filler(values), number), 0) for number, values in enumerate(loaded, start=1))
+        hub_rows = ((Row(dict(values), number), 0) for number, values in enumerate(loaded, start=1))
         before = 0
         for place in self.files or self.hub[:1]:
             batch: list[Row] = []
@@ -290,13 +290,6 @@ def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool
             f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
             f" {type(error).__name__}: {one_line(error)}"
         ) from None
-
-
-def without_filler(value: Any) -> Any:
-    """Drops keys that are None: Arrow gives every struct of a column the keys of all."""
-    if isinstance(value, dict):
-        return {key: without_filler(item) for key, item in value.items() if item is not None}
-    return [without_filler(item) for item in value] if isinstance(value, list) else value
 
 
 def _characters(value: Any) -> int:
@@ -489,7 +482,7 @@ def _read_columnar(path: str) -> Rows:
                     except (ArithmeticError, LookupError, ValueError) as error:  # a date after 9999, an unknown zone
                         problem = f"column {name!r} holds a value that Python has not ({one_line(error)})"
                         raise UserError(f"{path}, row {number}: {problem}; leave the column out") from None
-                yield Row(without_filler(row), number), size * number // number_of_rows if number_of_rows else 0
+                yield Row(row, number), size * number // number_of_rows if number_of_rows else 0
         if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
             raise EOFError(CUT_OFF)
 

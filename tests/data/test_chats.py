@@ -231,6 +231,8 @@ def test_whatever_a_chat_holds_its_answers_are_found(name, end):
         assert trained == [message["content"] + end for message in chat if message["role"] == "assistant"]
 
 
+ASKS = {"role": "user", "content": "Rain in Oslo? Call weather(city)."}
+"""Tools that a user describes need no column."""
 OPENS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -242,7 +244,7 @@ OPENS_THINKING = (
 def test_a_prompt_that_opens_thinking_takes_nothing_of_an_answer_that_begins_alike():
     """The generation prompt ends with <think>, and the earlier turn begins with <tool_call>."""
     tokenizer = tokenizer_for("qwen_copy", OPENS_THINKING)
-    chat = {"messages": CHATS["tool call"]["messages"]}
+    chat = {"messages": [ASKS, *CHATS["tool call"]["messages"][1:]]}
     assert answers(made(chat, tokenizer), tokenizer) == [
         [
             '\n</think>\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
@@ -253,8 +255,8 @@ def test_a_prompt_that_opens_thinking_takes_nothing_of_an_answer_that_begins_ali
 
 def test_a_call_alone_is_trained_with_its_reasoning_where_only_the_prompt_opens_thinking():
     tokenizer = tokenizer_for("qwen_copy", OPENS_THINKING)
-    question, call = CHATS["tool call"]["messages"][:2]
-    chat = {"messages": [question, call | {"reasoning_content": "Muse."}]}
+    call = CHATS["tool call"]["messages"][1]
+    chat = {"messages": [ASKS, call | {"reasoning_content": "Muse."}]}
     (trained,) = answers(made(chat, tokenizer), tokenizer)
     assert trained == [
         'Muse.\n</think>\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
@@ -347,7 +349,7 @@ def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted()
 
 def test_an_answer_before_messages_that_are_not_rendered_ends_as_any_other():
     """Phi-3's template ends every text with the end token, which is no part of an answer."""
-    tokenizer, (question, answer) = tokenizer_for("phi3"), CHATS["one turn"]["messages"]
+    tokenizer, (_, answer), question = tokenizer_for("phi3"), CHATS["one turn"]["messages"], ASKS
     called = answer | {"tool_calls": CHATS["tool call"]["messages"][1]["tool_calls"]}
     result = {"role": "tool", "name": "weather", "content": "wet"}
     for messages in ([question, answer, result], [question, called], [question, called, result]):
@@ -439,7 +441,7 @@ def test_calls_of_every_shape_become_the_same_tokens():
     tokenizer = tokenizer_for("qwen2_5")
     arguments = {"city": "Oslo"}
     ask, result, answer = (
-        {"role": "user", "content": "Rain?"},
+        ASKS,
         {"role": "tool", "content": "wet"},
         {"role": "assistant", "content": "It rains."},
     )

@@ -8,29 +8,29 @@ from conftest import ROOT
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import field_types
-from dsft.data.formats import CHAT_COLUMNS, FORMATS, Chat, Pair, canonical, format_rules, unused_columns
+from dsft.data.formats import CHAT_COLUMNS, COLUMNS, MORE_COLUMNS, Chat, Pair, canonical, format_rules, unused_columns
 from dsft.data.sources import Row
 
 MANUAL = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
 def find_format(columns: list[str], config: TrainConfig) -> str:
-    return format_rules([Row(dict.fromkeys(columns), 1)], config).format
+    return format_rules([Row(dict.fromkeys(columns, ""), 1)], config).format
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", COLUMNS)
 def test_every_format_has_its_line_in_the_manual_with_all_its_columns(name):
     (line,) = [line for line in MANUAL.splitlines() if line.startswith(f"| `{name}` |")]
-    for column in (*FORMATS[name].columns(TrainConfig()), *FORMATS[name].more_columns):
+    for column in (*COLUMNS[name], *MORE_COLUMNS.get(name, ())):
         assert f"`{column}`" in line
     (line,) = [line for line in MANUAL.splitlines() if line.startswith("Beside the turns of a chat")]
     for column in CHAT_COLUMNS:
         assert f"`{column}`" in line
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "template"])
+@pytest.mark.parametrize("name", COLUMNS)
 def test_a_format_is_found_by_its_columns(name):
-    columns = [*FORMATS[name].columns(TrainConfig()), *FORMATS[name].more_columns, "id"]
+    columns = [*COLUMNS[name], *MORE_COLUMNS.get(name, ()), "id"]
     assert find_format(columns, TrainConfig()) == name
 
 
@@ -44,7 +44,7 @@ def test_missing_columns_list_those_present():
 
 def test_every_format_is_a_choice_of_the_option():
     """So that the help lists it, and a mistyped one is refused before any file is read."""
-    assert {*get_args(field_types(TrainConfig)["data_format"])} == {"auto", *FORMATS}
+    assert {*get_args(field_types(TrainConfig)["data_format"])} == {"auto", *COLUMNS, "text", "template"}
 
 
 def test_columns_of_a_template_are_those_of_both_its_parts():
@@ -71,7 +71,6 @@ FLAWS = {
     "kto_tag": {"kto_tag": False},
     "kto_tag of CSV": {"kto_tag": "False"},
     "label": {"label": False},
-    "chosen": {"chosen": "a third answer", "rejected": "ho"},
     "system": {"system": "be kind"},
     "system_prompt": {"system_prompt": "be kind"},
     "tools": {"tools": [{"type": "function", "function": {"name": "look_up"}}]},
@@ -106,10 +105,10 @@ def test_without_a_chat_template_alpaca_reads_a_system_column_and_refuses_tools_
 
 
 @pytest.mark.parametrize("flaw", ["images", "history", "system", "tools"])
-def test_drop_unrendered_goes_on_without_a_part_that_is_then_named_as_unused(flaw):
+def test_drop_keys_ignores_a_column_that_is_then_named_as_unused(flaw):
     row = ROWS["prompt_completion"] | FLAWS[flaw]
-    assert made(row, drop_unrendered=True) == Pair(prompt="hello", completion="hi")
-    rules = format_rules([Row(row, 1)], TrainConfig(drop_unrendered=True))
+    assert made(row, drop_keys=[flaw]) == Pair(prompt="hello", completion="hi")
+    rules = format_rules([Row(row, 1)], TrainConfig(drop_keys=[flaw]))
     assert unused_columns([Row(row, 1)], rules, has_template=True) == (flaw,)
 
 
@@ -117,7 +116,7 @@ def test_drop_unrendered_goes_on_without_a_part_that_is_then_named_as_unused(fla
     "row",
     [
         ROWS["text"] | FLAWS["label"],  # a class
-        ROWS["text"] | FLAWS["kto_tag"] | FLAWS["chosen"] | FLAWS["history"],
+        ROWS["text"] | FLAWS["kto_tag"] | FLAWS["history"],
         ROWS["prompt_completion"] | {"label": 0},
         ROWS["prompt_completion"] | {"label": True, "kto_tag": "true"},
         ROWS["prompt_completion"] | dict.fromkeys(FLAWS),  # null in every row
@@ -133,11 +132,6 @@ def test_columns_that_change_nothing_are_no_error(row):
 def test_a_template_of_the_user_names_what_it_means():
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["c"], "label": False}
     assert made(row, prompt_template="{prompt}", completion_template="{chosen}") == Pair(prompt="q", completion="a")
-
-
-def test_rows_of_preference_training_are_named_as_such():
-    with pytest.raises(ValueError, match="chosen, rejected are columns of preference training"):
-        made({"prompt": "q", "chosen": "a", "rejected": "b"})
 
 
 def test_an_evaluation_by_groups_of_a_column_reads_it():
@@ -193,13 +187,88 @@ def test_a_turn_whose_flag_is_false_is_given_and_not_trained(key):
     assert made({"messages": turns}).messages[1]["weight"] == 0
 
 
-def test_keys_of_messages_that_change_the_meaning_are_refused_and_others_named():
-    turns = [TURNS[0] | {"images": ["a.png"]}, TURNS[1] | {"score": 3, "loss_scale": 0.5, "id": None}]
-    row = {"messages": turns, "id": 7, "empty": ""}
-    with pytest.raises(ValueError, match="message 1 of 'messages' has 'images': only text can be trained"):
-        made(row)
-    with pytest.raises(ValueError, match="message 1 of 'messages' has 'loss_scale': write it as weight"):
-        made({"messages": [turns[1]]})
-    rules = format_rules([Row(row, 1)], TrainConfig(drop_unrendered=True))
-    expected = ("messages[].images", "messages[].score", "messages[].loss_scale", "id")
-    assert unused_columns([Row(row, 1)], rules, has_template=True) == expected
+def test_a_key_of_a_message_that_is_not_read_is_refused_by_name_unless_it_is_ignored_or_null():
+    turns = [TURNS[0] | {"images": ["a.png"]}, TURNS[1] | {"score": 3, "loss_scale": 0.5, "id": None, "audios": []}]
+    with pytest.raises(ValueError, match=r"message 1 .user. has 'images', which dsft does not read; .*drop_keys"):
+        made({"messages": turns})
+    with pytest.raises(ValueError, match=r"message 2 .assistant. has 'score', 'loss_scale', which dsft does not read"):
+        made({"messages": turns}, drop_keys=["images"])
+    assert made({"messages": turns}, drop_keys=["images", "score", "loss_scale"]) == made(ROWS["messages"])
+
+
+# Rows as other programs write them
+
+QUESTION = {"role": "user", "content": "Level?"}
+SCHEMA = {"gauge": {"type": "string"}, "since": {"type": ["string", "null"], "default": None}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "level", "parameters": {"type": "object", "properties": SCHEMA, "required": ["gauge"]}},
+}
+
+
+def calling(arguments: dict | str) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "level", "arguments": arguments}}]}
+
+
+def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function_is_a_call():
+    analysis = {"role": "assistant", "channel": "analysis", "content": "Look it up."}
+    call = {
+        "role": "assistant",
+        "channel": "commentary",
+        "recipient": "functions.level",
+        "content": '{"gauge": "g"}',
+    }
+    result = {"role": "tool", "name": "level", "recipient": "assistant", "channel": "commentary", "content": "3"}
+    final = {"role": "assistant", "channel": "final", "content": "It is 3."}
+    _, called, told, answered = made({"messages": [QUESTION, analysis, call, result, final], "tools": [TOOL]}).messages
+    assert called["reasoning_content"] == "Look it up."
+    assert called["tool_calls"][0]["function"] == {"name": "level", "arguments": {"gauge": "g"}}
+    assert told == {"role": "tool", "name": "level", "content": "3"}
+    assert answered == {"role": "assistant", "content": "It is 3."}
+    with pytest.raises(ValueError, match="no answer follows"):
+        made({"messages": [QUESTION, final, QUESTION, analysis]})
+    for other in ({"channel": "commentary"}, {"channel": "final", "recipient": "browser"}):
+        with pytest.raises(ValueError, match="'channel'"):
+            made({"messages": [QUESTION, final | other | {"channel": "commentary"}]})
+
+
+def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_else_what_arrow_fills_in():
+    filled = {**SCHEMA, "gauge": {"type": "string", "default": None}, "angle": None}
+    tool = {"type": "function", "function": {"name": "level", "parameters": {"type": "object", "properties": filled}}}
+    for given in (tool, tool["function"] | {"strict": None}):
+        arguments = {"gauge": "g", "since": None, "angle": None}
+        chat = made({"messages": [QUESTION, calling(arguments)], "tools": [given]})
+        assert chat.tools[0]["function"]["parameters"]["properties"] == SCHEMA
+        assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"gauge": "g", "since": None}
+    written = made({"messages": [QUESTION, calling('{"angle": null}')], "tools": json.dumps([tool])})
+    assert written.tools == [tool]  # JSON that is text has no filler
+    assert written.messages[1]["tool_calls"][0]["function"]["arguments"] == {"angle": None}
+
+
+@pytest.mark.parametrize("column", ["tools", "functions", "tool_defs", "available_tools"])
+def test_tools_are_read_from_their_columns_and_a_call_of_none_is_refused(column):
+    messages = [QUESTION, calling({"gauge": "g"})]
+    assert made({"messages": messages, column: [TOOL]}).tools == [TOOL]
+    for row in ({}, {column: []}, {column: [TOOL | {"function": {"name": "other"}}]}):
+        with pytest.raises(ValueError, match="level is called, and no tool of that name is given"):
+            made({"messages": messages} | row)
+    told = {"role": "system", "content": "You can call level(gauge)."}
+    assert made({"messages": [told, *messages]}).tools == []
+
+
+def test_messages_and_calls_as_json_text_are_read():
+    expected = made({"messages": [QUESTION, calling({"gauge": "g"})], "tools": [TOOL]})
+    call = calling({"gauge": "g"})
+    as_text = [QUESTION, call | {"tool_calls": json.dumps(call["tool_calls"])}]
+    for messages in (as_text, json.dumps(as_text), [*map(json.dumps, as_text)]):  # the last as datasets' Json type
+        assert made({"messages": messages, "tools": [json.dumps(TOOL)]}) == expected
+
+
+def test_a_column_that_is_null_in_all_rows_does_not_show_a_format():
+    assert made({"messages": None} | ROWS["sharegpt"]) == made(ROWS["messages"])
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_question_of_alpaca_may_stand_in_input(has_template):
+    row = {"instruction": "", "input": "hello", "output": "hi"}
+    assert made(row, has_template=has_template) == made(ROWS["alpaca"], has_template=has_template)

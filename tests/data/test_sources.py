@@ -128,19 +128,6 @@ def test_a_cut_arrow_or_parquet_file_is_told_wherever_it_is_cut(tmp_path, name):
             list(read_file(str(tmp_path / name)))
 
 
-def test_arrow_gives_no_keys_that_a_row_did_not_have(tmp_path):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]},
-            ]
-        }
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [row.values for row, _ in read_file(str(tmp_path / "a.parquet"))] == rows
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, content in (
         ("a.txt", "the model"),

@@ -231,7 +231,7 @@ def test_a_template_that_raises_or_renders_nothing_names_the_row(tokenizer, temp
 def test_tools_reach_the_template(tokenizer):
     shows = with_template(tokenizer, "{{ tools | length if tools else 0 }}" + tokenizer.chat_template)
     call = [
-        CHAT[1],
+        CHAT[3],
         {
             "role": "assistant",
             "content": "",
@@ -339,12 +339,12 @@ def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
         {"text": "x \ud83d"},
         {"prompt": "a", "completion": "x \ud83d"},
         {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]},
-        {"messages": [CHAT[1], {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": ["x \\ud83d"]}}'}]},
+        {"messages": [CHAT[3], {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": ["x \\ud83d"]}}'}]},
         {"messages": CHAT, "tools": [{"name": "x \ud83d"}]},
     ],
 )
 def test_an_unpaired_surrogate_names_its_row(tokenizer, row):
-    with pytest.raises(UserError, match="rows.jsonl, line 1: unpaired surrogate at character 3"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: it holds an unpaired surrogate"):
         made([row], tokenizer)
 
 
@@ -420,11 +420,11 @@ GOOD = {"messages": CHAT}
         ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], r"message 1 \(tool\) follows nothing"),
         (
             [FORMATS["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
-            "turn 1 is from 'someone'; known are human",
+            "message 1 has the role 'someone'; there are system",
         ),
         (
             [FORMATS["sharegpt"], {"conversations": [{"from": ["human"], "value": "a"}]}],
-            r"turn 1 is from \['human'\]; known are human",
+            r"message 1 has the role \['human'\]; there are system",
         ),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "column 'completion' is missing"),
         (
