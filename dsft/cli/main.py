@@ -26,6 +26,15 @@ from dsft.runtime.launcher_env import check_environment, unset_single_process_en
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Of an OSError that a full disk, or a quota, gives."""
+SYNONYMS = {
+    "sft": "train",
+    "finetune": "train",
+    "evaluate": "eval",
+    "perplexity": "eval",
+    "inference": "chat",
+    "generate": "chat",
+}
+"""Names of other programs' commands -> dsft's."""
 
 
 @ends_with_clear_errors
@@ -37,16 +46,17 @@ def main(argv: list[str] | None = None) -> None:
     name, *words = argv or ["--help"]
     if {"-h", "--help"} & {name, *words}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `dsft train --help | head` ends without a traceback
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "help"):
         print(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
-    if name == "--version":
+    if name in ("--version", "version"):
         from importlib.metadata import version  # a seventh of the time of `dsft --help`
 
         print(f"dsft {version('dsft')}")
         return
+    name = SYNONYMS.get(name, name)
     if name not in COMMANDS:
-        raise UserError(f"{name!r} is no command{nearest(name, COMMANDS)}; dsft --help lists them")
+        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; dsft --help lists them")
     if {"-h", "--help"} & set(words):
         launched = next((word for word in words if word in ("train", "eval")), name)
         print(command_help(launched if name == "launch" else name, everything="all" in words))
@@ -55,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         from dsft.launch.supervise import launch
 
         is_said, _ = split_flags(words, {"no_preflight": bool})
-        sys.exit(launch(words if name == "launch" else argv if is_said else ["--no_preflight", *argv]))
+        words = words if name == "launch" else [name, *words]
+        sys.exit(launch(words if name == "launch" or is_said else ["--no_preflight", *words]))
     run_command(name, words)
 
 

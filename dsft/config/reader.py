@@ -208,9 +208,7 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML takes the last of several equal keys without a word, and reads 0100 as 64 and 1:30 as 90, as YAML 1.1 has
-    it; this loader notes both. A time stays the text that it is: no option is one.
-    """
+    """Notes keys that are given twice, of which PyYAML takes the last without a word. A time stays a text."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -230,16 +228,6 @@ class _Loader(yaml.SafeLoader):
                 self.problems.append(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
         return super().construct_mapping(node, deep)
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
-            line = node.start_mark.line + 1
-            self.problems.append(
-                f"line {line}: YAML reads {node.value} in base {60 if ':' in node.value else 8}; write the number in"
-                " base 10, or a text in quotes"
-            )
-        return super().construct_scalar(node)
-
 
 class Repeated(list):
     """All values of a flag that is given more than once."""
@@ -255,11 +243,10 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
             values = [value] if equals else []
             occurrences.setdefault(key.replace("-", "_"), []).append(values)
         elif values is None:
-            is_file = word.endswith((".yaml", ".yml"))
-            way_out = f"did you mean --config {word}?" if is_file else "options are written --key value"
-            problems.append(f"unexpected argument {word!r}; {way_out}")
-            if is_file:  # so that none of its options is reported as missing
-                occurrences.setdefault("config", [[word]])
+            if word.endswith((".yaml", ".yml")):  # a lone file is the configuration
+                occurrences.setdefault("config", []).append([word])
+            else:
+                problems.append(f"unexpected argument {word!r}; options are written --key value")
         else:
             values.append(word)
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.

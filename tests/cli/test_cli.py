@@ -67,7 +67,7 @@ def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeyp
         (["plan", "--model", "x", "--methd", "lora"], "methd: unknown key; did you mean 'method'?"),
         (["plan"], "model: missing"),
         (["doctor", "--num_nodes", "two"], "num_nodes: expected a whole number, got 'two'"),
-        (["trian"], "'trian' is no command; did you mean 'train'?"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
     ],
 )
 def test_commands_end_with_one_clear_line_and_2(arguments, expected):

@@ -188,18 +188,6 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("number", "base"), [("0100", 8), ("-0100", 8), ("1:30", 60), ("190:20:30", 60), ("1:30.5", 60)]
-)
-def test_a_number_that_yaml_reads_in_another_base_is_named_with_its_line(tmp_path, number, base):
-    path, problems = tmp_path / "a.yaml", []
-    path.write_text(f"model: m\nseq_len: {number}\nrevision: '0100'\n")
-    values = read_yaml(str(path), problems)
-    assert values["revision"] == "0100"
-    (problem,) = problems
-    assert problem.startswith(f"--config {path}: line 2: YAML reads {number} in base {base}; write the number in base")
-
-
 def test_numbers_in_base_10_are_read_as_they_stand(tmp_path):
     path, problems = tmp_path / "a.yaml", []
     path.write_text("{a: 0, b: 0.5, c: -1, d: 100, e: 1.0e-4, f: [10, 2000], g: 01.5}")
@@ -239,11 +227,11 @@ class Copy:
     parts: list[int] = field(default_factory=list)
 
 
-def test_a_file_without_its_flag_is_the_only_fault_that_is_reported(tmp_path):
+def test_a_lone_yaml_is_the_configuration(tmp_path):
     file, problems = tmp_path / "run.yaml", []
     file.write_text("model: m\ndata: t.jsonl\noutput_dir: out\n")
-    read_config(TrainConfig, [str(file), "--learning_rate", "0.1"], problems)
-    assert problems == [f"unexpected argument '{file}'; did you mean --config {file}?"]
+    config = read_config(TrainConfig, [str(file), "--learning_rate", "0.1"], problems)
+    assert problems == [] and (config.model, config.training["learning_rate"]) == ("m", 0.1)
 
 
 def test_words_of_a_command_may_stand_before_between_and_after_its_flags():

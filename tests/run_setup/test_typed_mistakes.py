@@ -15,7 +15,7 @@ TRAIN = "train --model MODEL --data TEXTS --output_dir NEW --max_steps 1 --seq_l
 EVAL = "eval --model MODEL --data TEXTS --seq_len 32"
 CASES = {
     # the command itself
-    "tran": "'tran' is no command; did you mean 'train'",
+    "tran": "unknown command 'tran'; did you mean 'train'",
     "plan": "model: missing",
     "plan --model MODEL --gpus 8": "--gpus '8'",
     "plan --model MODEL --gpus 8x80": "'80' is not a size",
