@@ -247,7 +247,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
         for seq_len in (512, 1024, 2048, 4096):
             with tempfile.TemporaryDirectory() as cache:
                 made = {}
-                for name, more in (("packed", {"packing": True}), ("padded", {}), ("filled", {"batch_tokens": 8192})):
+                for name, more in (("packed", {"packing": True}), ("padded", {})):
                     config = TrainConfig(
                         tokenizer=str(options.tokenizer),
                         data=[str(path)],

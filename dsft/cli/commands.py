@@ -18,7 +18,7 @@ class QuestionFields:
     """flash: flash_attention_2, or sdpa on sequences without padding; sdpa: with a mask; by default what a training
     takes, without padding where no data is named."""
     perplexity: bool = False
-    """Plan evaluation instead of training; batch_tokens is then 16384 on a GPU, 4096 on a CPU where it is not set."""
+    """Plan evaluation instead of training, of 16384 tokens at once on a GPU, 4096 on a CPU."""
     longest: bool = False
     """The longest sequence that fits, instead of a plan for `seq_len`."""
     largest: bool = False

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dsft.data.formats import FormattedSource
     from dsft.data.training_data import TrainingData
 
-STREAMED = 1000
-"""Sequences that the figures of a stream are of."""
 SHOWN_ROWS = 200
 """Of each source, of which some are shown."""
 
@@ -43,8 +41,6 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     problems = [problem for problem in problems if not problem.startswith(needless)]
     raise_if_any([*problems, *without_second_errors(check_named_files(config), problems)])
     is_preview = isinstance(options, PreviewOptions)
-    if config.streaming and not is_preview:
-        raise_if_any(["streaming keeps nothing, so there is nothing to prepare; leave streaming out"])
     with quick_imports():
         from dsft.data.batches import describe_counts
         from dsft.data.prepare import cache_folder
@@ -84,7 +80,7 @@ def _preview(
     """Print samples as the model will see them, what is left out and why, and figures.
 
     Prompts with completions and chats are shown row by row, and then rows that are not trained as they stand in the
-    data. Text, packed rows and streams are shown as the sequences that the model is given.
+    data. Text and packed rows are shown as the sequences that the model is given.
     """
     import numpy as np
     from rich.console import Console
@@ -92,7 +88,7 @@ def _preview(
     from rich.table import Table
     from rich.text import Text
 
-    from dsft.data.batches import PackedRows, Stream, sequence, sequences_in
+    from dsft.data.batches import PackedRows, sequence, sequences_in
     from dsft.data.tokenization import tokenise
 
     console = Console(soft_wrap=True, highlight=False)
@@ -118,10 +114,9 @@ def _preview(
             console.print(text)
             console.print()
 
-    is_stream = isinstance(data.items, Stream)
-    items = list(itertools.islice(data.items, STREAMED)) if is_stream else data.items
+    items = data.items
     is_packed = isinstance(items, PackedRows)
-    by_row = [] if is_packed or is_stream else [each for each in sources["data"] if not each.rules.is_text]
+    by_row = [] if is_packed else [each for each in sources["data"] if not each.rules.is_text]
 
     # ---- rows spread over the first of each source, then as many that are left out or trained otherwise
     for formatted in by_row:
@@ -162,18 +157,14 @@ def _preview(
     for name, entries in sources.items():
         if entries:
             console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
-    if is_stream:  # its beginning
-        lengths = np.array([len(sample["input_ids"]) for sample in sequences_in(items)])
-    else:
-        lengths = (items.sequences if is_packed else items).lengths
+    lengths = (items.sequences if is_packed else items).lengths
     table = Table("", "", show_header=False)
     table.add_row(
         "lengths",
         f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
         f" {lengths.max()} longest",
     )
-    if "tokens" in data.counts:
-        table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
+    table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
     for head, counts in {"": data.counts, "held out: ": data.held_out_counts or {}}.items():
         for name, value in counts.items():
             if value:

@@ -66,7 +66,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     if options.record and not is_told_in_full:
         problems.append("--record: others must be able to ask the same; write the job's options and --gpus")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
-    not_needed = NOT_NEEDED + options.largest * ("model: missing",) + options.perplexity * ("batch_tokens and",)
+    not_needed = NOT_NEEDED + options.largest * ("model: missing",)
     problems = [problem for problem in problems if not problem.startswith(not_needed)]
     files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come
     raise_if_any([*problems, *without_second_errors(files, problems)])

@@ -192,8 +192,7 @@ def _training(options: PlanOptions, training: TrainConfig, machine: Machine, wor
     written = []
     if options.write:
         clipping = offline.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
-        how = {"max_grad_norm": clipping, "by_tokens": bool(offline.options.batch_tokens)}
-        written = write_plan(Path(options.write), plan, job, machine, **how)
+        written = write_plan(Path(options.write), plan, job, machine, max_grad_norm=clipping)
     is_sharded = stage(plan.deepspeed_config) == 3
     traced_by = (job.activations_of_shards if is_sharded else job.activations).source
     if options.record:
@@ -270,20 +269,18 @@ def prepared_epoch(run: TrainingRun, plan: Plan, machine: Machine) -> tuple[int,
     options, tokenizer = run.options, run.tokenizer
     if options.eval_data:  # lies beside what is trained on
         options = dataclasses.replace(options, eval_data=[], eval_fraction=0.0)
-    if not run.data or options.streaming or not is_prepared(options, run.data, tokenizer):
+    if not run.data or not is_prepared(options, run.data, tokenizer):
         return None
     limits = length_limits(run.model.config)
     data = load_training_data(options, list(run.data), [], tokenizer, limits=limits)
-    tokens, items = int(data.items.lengths.sum()), len(data.items)  # data_weights draw others than there are
-    micro = 1 if options.batch_tokens else plan.micro_batch  # a filled batch is one item
-    batch = Batch(micro, plan.accumulation, machine.world_size, options.sequence_parallel)
+    tokens, items = int(data.items.lengths.sum()), len(data.items)
+    batch = Batch(plan.micro_batch, plan.accumulation, machine.world_size, options.sequence_parallel)
     order = {"seed": shuffle_seed(options.training), "drop_last": bool(options.training.get("dataloader_drop_last"))}
     data.describe_batches(batch, **order)
     steps = EpochSampler(PaddedToFullSteps(data.items, batch.sequences), step=lambda: 0, **order).steps
     fed = tokens / data.counts["fill_rate"] if options.packing else tokens / (1 - data.counts["padding_share"])
-    sequences = items * (plan.micro_batch // micro)
     tokens = tokens * min(items, steps * batch.sequences) // items  # the others are left out
-    return tokens, steps, min(options.seq_len, max(1, round(fed / sequences)))
+    return tokens, steps, min(options.seq_len, max(1, round(fed / items)))
 
 
 def _cost(options: PlanOptions, offline: TrainingRun, choice: Choice, machine: Machine) -> RunCost | None:
@@ -494,7 +491,7 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
     """The ways to hold a model while scoring, and whether one fits; speeds where they are more than rules of thumb."""
     if training.method == "qlora":
         raise UserError("--perplexity plans a model as it lies on disk; leave out --method qlora")
-    plain = dataclasses.replace(training, global_batch_size=None, batch_tokens=None, zero="auto", packing=False)
+    plain = dataclasses.replace(training, global_batch_size=None, zero="auto", packing=False)
     problems: list[str] = []
     zero_file = read_scoring_file(training.zero, problems) if training.zero not in ("auto", "0") else {}
     raise_if_any(problems)
@@ -507,7 +504,6 @@ def _perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -
         dtype=offline.options.dtype,
         seq_len=offline.options.seq_len,
         attention=options.attention,
-        batch_tokens=training.batch_tokens,
         sequence_parallel=training.sequence_parallel,
         zero=training.zero,
     )

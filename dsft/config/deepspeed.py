@@ -146,10 +146,7 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
             continue
         ours = decide(options, decisions).value(name)
         held = f"{options.zero} has {key}={get_value(deepspeed_config, key)}"
-        if options.batch_tokens and name in ("per_device_train_batch_size", "global_batch_size"):
-            filled = f"batch_tokens={options.batch_tokens} fills a batch with what fits"
-            problems.append(f"{held}, but {filled}; {way_out}")
-        elif ours is None:
+        if ours is None:
             decisions.append(Decision(name, theirs, held))
         elif ours != theirs:
             problems.append(f"{held}, but {name}={ours}; {way_out}")

@@ -77,7 +77,13 @@ _IGNORED = {
 }
 IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
-REMOVED_OPTIONS: dict[str, str] = {}
+REMOVED_OPTIONS: dict[str, str] = {
+    "streaming": "data is tokenised once, on disk, and kept there (data_cache)",
+    "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",
+    "data_weights": "name an entry of data several times to train it as often in an epoch",
+    "batch_tokens": "use packing, which fills rows of seq_len (dsft eval keeps batch_tokens)",
+    "source_column": "give each source an entry of data; dsft eval takes --group_by COLUMN",
+}
 """Options that dsft had once -> what they did, and what to use instead."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
@@ -190,9 +196,6 @@ class DataFields:
     map_row: Any = None
     """Your own function as module:function: it gets each row, a dict by column, and returns the row to use, or None to
     leave it out. See docs/python.md."""
-    source_column: str | None = None
-    """Column that names the source of a row, such as domain; by default each entry of data is one. A training
-    reports the loss of each; in an evaluation --group_by source splits results by it."""
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
     data_split: str = "train"
@@ -234,19 +237,9 @@ class TrainDataFields(DataFields):
     generate_samples: int | list[str] = 0
     """Prompts that are answered at each evaluation, in up to 64 tokens and always with the likeliest, or how many of
     the held-out set: printed, logged and in the report. Under ZeRO-3 each rank then gathers all weights once."""
-    data_weights: list[float] = field(default_factory=list)
-    """One for each entry of `data`: its share of the sequences of an epoch, which has as many as all sources
-    together."""
     packing: bool = False
     """Put several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count
     rows."""
-    batch_tokens: int | None = None
-    """Without packing: fill each forward of a rank with sequences of similar length up to this number of tokens,
-    padding included; replaces per_device_train_batch_size."""
-    streaming: bool = False
-    """Read and tokenise while training and keep nothing on disk, for corpora larger than it; needs max_steps."""
-    shuffle_buffer: int = 2_000
-    """With streaming: sequences among which the next one is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)

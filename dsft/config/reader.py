@@ -53,8 +53,7 @@ SCALARS = {
 }
 """Type -> what a value of it is called."""
 MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
-IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size
-    shuffle_buffer"""
+IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
     early_stopping_patience max_skipped_steps max_new_tokens nodes"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
@@ -85,20 +84,9 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     ),
 ]
 """(names of options, whether a value can be, what it must be)."""
-_BY_TOKENS = "a batch filled by tokens has as many sequences as fit (gradient_accumulation_steps counts such batches)"
 EXCLUSIVE = {
-    "streaming eval_fraction": "streaming has no rows to hold out a share of; give eval_data",
-    "streaming dataloader_num_workers": "streaming and dataloader_num_workers cannot be combined: each worker would"
-    " read the whole stream",
-    "streaming source_column": "streaming and source_column cannot be combined: how many sources there are is not"
-    " known; give each an entry of data",
-    "streaming batch_tokens": "streaming and batch_tokens cannot be combined; use packing",
     "global_batch_size gradient_accumulation_steps": "global_batch_size and gradient_accumulation_steps are both set;"
     " keep one, the other follows",
-    "packing batch_tokens": "packing and batch_tokens are both set; packed rows are full already, keep one",
-    "batch_tokens per_device_train_batch_size": "batch_tokens and per_device_train_batch_size are both set; keep one:"
-    f" {_BY_TOKENS}",
-    "batch_tokens global_batch_size": f"batch_tokens and global_batch_size are both set; keep one: {_BY_TOKENS}",
     "async_save push_to_hub": "async_save and push_to_hub cannot be combined: checkpoints would be pushed half written",
     "compute_loss label_smoothing_factor": "compute_loss and label_smoothing_factor are both set; smooth labels in your"
     " own loss",
@@ -491,10 +479,11 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
         )
     has_other_length = options.value("context_curve") or options.value("protocol")  # of an evaluation
-    if options.batch_tokens is not None and options.batch_tokens < options.seq_len and not has_other_length:
+    batch_tokens = options.value("batch_tokens")  # of an evaluation
+    if batch_tokens is not None and batch_tokens < options.seq_len and not has_other_length:
         problems.append(
-            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one"
-            f" {'sequence' if isinstance(options, TrainConfig) else 'window'} must fit; raise batch_tokens"
+            f"batch_tokens={batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
+            " batch_tokens"
         )
 
     def are_set(names: str) -> list[bool]:
@@ -511,15 +500,6 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
 
 def _check_training(options: TrainConfig) -> list[str]:
     problems, training = [], options.training
-    if options.data_weights and len(options.data_weights) != len(options.data):
-        numbers = f"{len(options.data_weights)} weights for {len(options.data)} entries of data"
-        problems.append(f"data_weights: {numbers}; give one for each")
-    if any(not weight > 0 for weight in options.data_weights):
-        problems.append(
-            f"data_weights={options.data_weights}: each must be more than 0; leave an entry of data out instead"
-        )
-    if options.streaming and not training.get("max_steps", -1) > 0:
-        problems.append("streaming needs max_steps: how long the stream is is not known")
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]

@@ -1,38 +1,27 @@
-"""Makes an epoch of prepared tokens, or a stream without end: sequences, their order, and the tensors of a batch.
+"""Makes an epoch of prepared tokens: sequences, their order, and the tensors of a batch.
 
-Sequences are slices of prepared tokens, of one or several sources mixed by weight, in an order that is the same on any
-number of ranks. Epochs are full optimizer steps: where the last one has too few items, accelerate would repeat some
-from the epoch's beginning, and which ones depends on the number of ranks. Here blank items, which train nothing, fill
-it instead.
+Sequences are slices of prepared tokens, in an order that is the same on any number of ranks. Epochs are full optimizer
+steps: where the last one has too few items, accelerate would repeat some from the epoch's beginning, and which ones
+depends on the number of ranks. Here blank items, which train nothing, fill it instead.
 """
 
 import hashlib
-import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from itertools import chain, islice, pairwise
-from os.path import getsize
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from dsft.config.options import TrainConfig, shuffle_seed
-from dsft.data.formats import FormattedSource
 from dsft.data.prepare import Store
-from dsft.data.tokenization import tokenise
-from dsft.errors import UserError
 from dsft.models.sequence_parallel import share_of
 from dsft.models.tiles import next_tokens
 from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, describe_value
 
 Sequence = dict[str, np.ndarray]
-"""input_ids and labels, both [T] int64; weights, [T] float32, where a label's loss is multiplied by other than 1; and
-sources, [T] int64, which source each label is of, where there are several.
-"""
+"""input_ids and labels, both [T] int64; weights, [T] float32, where the loss of a label is multiplied by it."""
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 
 
@@ -73,9 +62,6 @@ class Sequences(Items):
     places: np.ndarray  # [N], which of `stores` each is in; from `starts` [N] to `ends` [N] there
     starts: np.ndarray
     ends: np.ndarray
-    sources: tuple[str, ...] = ()  # names of those whose losses are told apart
-    numbers: tuple[np.ndarray, ...] = ()
-    """Of each store: numbers of `sources` by those that the store has; of all of it where it has none."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -95,15 +81,7 @@ class Sequences(Items):
         place, start, end = self.places[index], self.starts[index], self.ends[index]
         store, span = self.stores[place], slice(start, end)
         weights = None if store.weights is None else store.weights[span]
-        made = sequence(store.tokens[span], store.trained[span], weights)
-        if len(self.sources) > 1:
-            of_store, numbers = 0, self.numbers[place]
-            if len(store.sources):  # a window of text may hold several documents
-                first, last = np.searchsorted(store.ends, [start, end - 1], side="right")
-                ends = np.minimum(store.ends[first : last + 1], end)
-                of_store = np.repeat(store.sources[first : last + 1], np.diff(ends, prepend=start))
-            made["sources"] = np.broadcast_to(numbers[of_store], end - start)
-        return made
+        return sequence(store.tokens[span], store.trained[span], weights)
 
 
 class PackedRows(Items):
@@ -140,24 +118,6 @@ def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.repeat(begins, pieces) + within * length
     return starts, np.minimum(starts + length, np.repeat(ends, pieces))
-
-
-def mix(sequences: Sequences, weights: list[float], *, seed: int) -> tuple[Sequences, list[float]]:
-    """Draws as many sequences as there are, of each source its share by weight, each time without repetition until it
-    is used up. Returns (sequences, epochs per source).
-    """
-    total, share = len(sequences), np.array(weights) / sum(weights)
-    generator = np.random.default_rng(seed)
-    drawn, epochs = [], []
-    for place, part in enumerate(share):
-        indices = np.flatnonzero(sequences.places == place)
-        wanted = round(total * part)
-        rounds = [generator.permutation(indices) for _ in range(-(-wanted // len(indices)))]
-        drawn.append(np.sort(np.concatenate([indices[:0], *rounds])[:wanted], kind="stable"))
-        epochs.append(wanted / len(indices))
-    chosen = np.concatenate(drawn)
-    columns = {name: getattr(sequences, name)[chosen] for name in ("places", "starts", "ends")}
-    return replace(sequences, **columns), epochs
 
 
 def describe_counts(counts: dict[str, Any]) -> str:
@@ -337,99 +297,6 @@ def padding_share(order: list[int], lengths: np.ndarray, batch: int, rules: RowR
     return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
 
 
-# Streams
-
-
-@dataclass(eq=False)
-class Stream(torch.utils.data.IterableDataset):
-    """Sequences, or packed rows of them, of sources that are tokenised while training; nothing is kept.
-
-    The sources are drawn from by weight (by default as often as each other), each begun again at its end. Every rank
-    reads the full stream and takes its part (accelerate's IterableDatasetShard), so that the order is the same on any
-    number of ranks. The Trainer of a resumed run reads from the beginning up to its place.
-    """
-
-    # Mixing and shuffling are done here: `datasets.interleave_datasets` reads the first five rows of each source once
-    # more to infer columns, so that the counts of what was read would be wrong, and it turns arrays into lists.
-
-    sources: list[FormattedSource]
-    tokenizer: PreTrainedTokenizerBase
-    config: TrainConfig
-    _: KW_ONLY
-    counts: Counter = field(default_factory=Counter)  # as of prepared data, of what this process has read so far
-    micro_batch: int = 1  # as `repeated` takes them; the Trainer sets both
-    shared_by: int = 1
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """A digest of what the order depends on."""
-        facts = [
-            [formatted.source.name, [*map(getsize, formatted.source.files)], asdict(formatted.rules)]
-            for formatted in self.sources
-        ]
-        config = self.config
-        order = json.dumps([*facts, config.data_weights, config.packing, config.shuffle_buffer], sort_keys=True)
-        return {"content of data": hashlib.sha256(order.encode()).hexdigest()[:16]}
-
-    def __iter__(self) -> Iterator[Sequence | list[Sequence]]:
-        return repeated(self._items(), self.micro_batch, self.shared_by)
-
-    def _items(self) -> Iterator[Sequence | list[Sequence]]:
-        parts = [self._sequences(each, number) for number, each in enumerate(self.sources)]
-        share = np.array(self.config.data_weights or [1.0] * len(parts))
-        buffered, seed = self.config.shuffle_buffer, shuffle_seed(self.config.training)
-        of_sources, of_buffer = np.random.default_rng(seed), np.random.default_rng(seed)
-
-        def draw() -> Sequence:
-            return next(parts[of_sources.choice(len(parts), p=share / share.sum())])
-
-        def shuffled() -> Iterator[Sequence]:
-            buffer = [draw() for _ in range(buffered)]
-            while True:
-                index = int(of_buffer.integers(buffered))
-                yield buffer[index]
-                buffer[index] = draw()
-
-        sequences = shuffled()
-        if not self.config.packing:
-            yield from sequences  # without end
-        waiting: list[Sequence] = []
-        while True:  # best fit among a thousand sequences at hand; those of the emptiest row wait for more
-            waiting += islice(sequences, 1000)
-            lengths = np.array([len(each["input_ids"]) for each in waiting])
-            *full, emptiest = sorted(best_fit(lengths, self.config.seq_len), key=lambda row: -lengths[row].sum())
-            yield from ([waiting[index] for index in row] for row in full)
-            waiting = [waiting[index] for index in emptiest]
-
-    def _sequences(self, formatted: FormattedSource, number: int) -> Iterator[Sequence]:
-        """Yields the sequences of a source, again from its beginning at its end."""
-        source, rest, seq_len = formatted.source, np.zeros(0, np.int32), self.config.seq_len
-        while True:
-            before = self.counts["tokens"]
-            for batch in source.batches():
-                tokens = tokenise(batch, formatted.rules, self.tokenizer)
-                self.counts += tokens.counts
-                ids, trained, spans = tokens.ids, tokens.trained, list(pairwise([0, *tokens.ends]))
-                if formatted.rules.is_text:
-                    ids, trained = np.concatenate([rest, ids]), np.ones(len(rest) + len(ids), bool)
-                    # With packing it is cut into its documents, which may share a row; else it is laid end to end.
-                    complete = tokens.ends + len(rest) if self.config.packing else np.zeros(0, np.int64)
-                    spans = list(zip(*(bounds.tolist() for bounds in cut(complete, seq_len)), strict=True))
-                    starts = range(spans[-1][1] if spans else 0, len(ids) - seq_len + 1, seq_len)
-                    spans += [(start, start + seq_len) for start in starts]
-                    rest = ids[spans[-1][1] if spans else 0 :]
-                first_tokens = len(spans) if formatted.rules.is_text else 0  # of windows of text: context only
-                trained_tokens = int(tokens.trained.sum()) - first_tokens
-                self.counts += Counter(tokens=len(tokens.ids), trained_tokens=trained_tokens)
-                weights = tokens.weights
-                for start, end in spans:
-                    made = sequence(ids[start:end], trained[start:end], None if weights is None else weights[start:end])
-                    yield made | ({"sources": np.full(end - start, number)} if len(self.sources) > 1 else {})
-            if self.counts["tokens"] == before:
-                counts = describe_counts(self.counts)
-                raise UserError(f"{source.key}: {source.name} gives no token to train on ({counts})")
-
-
 # Tensors
 
 
@@ -452,10 +319,9 @@ class Collator:
     each list is a row, its sequences end to end; the rest of a row is a sequence of its own.
 
     Returns input_ids, and labels: -100 in padding, so the choice of the pad token changes no loss. For the Trainer, not
-    for the model: weights, where any sequence has them, and sources, where there are several; num_tokens, [3]: without
-    padding and blank sequences, those trained, computed positions, and after them the trained ones of each of several
-    sources. In a share the next token may be another rank's, so labels, weights and sources are moved to the positions
-    that predict them, as shift_labels, shift_weights and shift_sources; row_positions are those of full packed rows.
+    for the model: weights, where any sequence has them; num_tokens, [3]: without padding and blank sequences, those
+    trained, and computed positions. In a share the next token may be another rank's, so labels and weights are moved to
+    the positions that predict them, as shift_labels and shift_weights; row_positions are those of full packed rows.
 
     Padded rows have an attention_mask. Packed rows have none, but position_ids that restart with each sequence:
     transformers makes its block mask from them only where no mask is given. Where each row is one sequence there are no
@@ -471,7 +337,6 @@ class Collator:
     """
     packed: bool = False
     flash: bool = False
-    num_sources: int = 1
     part: Part = WHOLE
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, Any]:
@@ -485,8 +350,6 @@ class Collator:
         }
         if any("weights" in each for group in groups for each in group):
             batch["weights"] = torch.ones(shape)
-        if self.num_sources > 1:
-            batch["sources"] = torch.zeros(shape, dtype=torch.long)
         is_token_BT = torch.zeros(shape, dtype=torch.bool)
         for row, group in enumerate(groups):
             end = 0
@@ -514,13 +377,10 @@ class Collator:
             shifted, rows = "shift_", {}
             if self.packed and not self.flash and "position_ids" in batch:
                 rows["row_positions"] = batch["position_ids"]
-            for name, last in (("labels", IGNORED), ("weights", 0), ("sources", 0)):
+            for name, last in (("labels", IGNORED), ("weights", 0)):
                 if name in batch:
                     batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
             batch = share_of(batch, self.part.place, self.part.size) | rows
         is_token_BT, is_trained_BT = batch.pop("is_token"), batch[f"{shifted}labels"] != IGNORED
         num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), torch.tensor(is_token_BT.numel())])
-        if self.num_sources > 1:
-            of_sources = batch[f"{shifted}sources"][is_trained_BT].bincount(minlength=self.num_sources)
-            num_tokens = torch.cat([num_tokens, of_sources])
         return batch | {"num_tokens": num_tokens}

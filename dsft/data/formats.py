@@ -112,7 +112,6 @@ class FormatRules:
     train_thinking: str = "auto"
     drop_unrendered: bool = False
     drop_keys: tuple[str, ...] = ()
-    source_column: str | None = None  # of a training
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
     grouped_by: tuple[str, ...] = ()  # columns that would be refused and that are read for groups or sources
     keep_all: bool = False
@@ -181,8 +180,6 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
         raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
     is_evaluation = isinstance(config, EvalConfig)
-    if is_evaluation:  # it reads that by itself
-        options.remove("source_column")
     values = {option: getattr(config, option) for option in options}
     return FormatRules(
         **values | {"drop_keys": tuple(config.drop_keys)},
@@ -194,8 +191,8 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
 
 
 def columns_of_groups(config: DataFields) -> tuple[str, ...]:
-    """Lists the columns that are read beside the text: as groups of an evaluation, or as sources."""
-    return tuple(filter(None, (*getattr(config, "group_by", ()), config.source_column)))
+    """Lists the columns that are read beside the text: as groups of an evaluation."""
+    return tuple(getattr(config, "group_by", None) or ())
 
 
 def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:

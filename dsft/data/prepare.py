@@ -9,9 +9,7 @@ tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is t
 trained.bin   [F] bool
 weights.bin   [F] float32, by which the loss of each token is multiplied; only where it is neither 0 nor 1 for any
 ends.bin      [S] int64
-sources.bin   [S] uint16, numbers of facts["sources"]; only where source_column names what they are of
-hashes.bin    [S] uint64, of the tokens; of the texts where an evaluation made them
-document_bytes.bin, document_words.bin    [S] int64, of the texts; empty where only training reads the folder
+hashes.bin, document_bytes.bin, document_words.bin    [S] uint64, int64, int64, of the texts; only of an evaluation
 facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
 """
 
@@ -20,21 +18,18 @@ import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice
-from os.path import getsize
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +52,11 @@ COUNTS = (
     *("dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
     *("rendered_apart", "unrendered", "unprompted", "empty_thinking", "trained_tokens", "weighted_tokens"),
 )
-"""What is counted of every source, in the order of the data line; `tokens` and `duplicates` follow. Of chats:
+"""What is counted of every source, in the order of the data line; `tokens` follow. Of chats:
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
-(answers that no generation prompt leads to), empty_thinking;
-weighted_tokens are trained ones of a weight other than 1.
+(answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
-MOST_SOURCES = 100  # each has a loss of its own in every line of the log
-TOO_MANY_SOURCES = f"source_column: it has more than {MOST_SOURCES:,} values; name another column"
-VERSION = 11  # of the folders; a change of code that changes tokens raises it
+VERSION = 12  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.
@@ -93,11 +85,11 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """format, is_text, source, seconds, dtype, counts, first, tokens_hash, sources."""
+        """format, is_text, source, seconds, dtype, counts, first, tokens_hash."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
     tokens, trained, ends = _column("tokens"), _column("trained", "bool"), _column("ends", "int64")
-    hashes, sources = _column("hashes", "uint64"), _column("sources", "uint16")
+    hashes = _column("hashes", "uint64")
     document_bytes, document_words = _column("document_bytes", "int64"), _column("document_words", "int64")
 
     @cached_property
@@ -123,58 +115,50 @@ class StoreWriter:
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
-        self.files = {
-            name: open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
-            for name in ("tokens", "trained", "ends", "hashes", "sources", "document_bytes", "document_words")
-        }
+        self.files = {}
+        for name in ("tokens", "trained", "ends", "hashes", "document_bytes", "document_words"):
+            self._open(name)
         self.size, self.counts = 0, Counter()
         self.first: dict[str, str] = {}
-        self.sources: dict[str, int] = {}
+
+    def _open(self, name: str) -> None:
+        self.files[name] = open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
 
     def append(self, tokens: Tokens) -> None:
-        tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
-        tokens.trained.tofile(self.files["trained"])
         if tokens.weights is not None and "weights" not in self.files:
             # The column begins with the tokens that are there already: their weight is 1 where they are trained.
             self.files["trained"].flush()
-            self.files["weights"] = open(self.partial / "weights.bin", "wb")  # noqa: SIM115
-            trained = _mapped(self.partial / "trained.bin", "bool")
-            for start in range(0, self.size, 1 << 20):
-                trained[start : min(start + (1 << 20), self.size)].astype(np.float32).tofile(self.files["weights"])
+            self._open("weights")
+            _mapped(self.partial / "trained.bin", "bool").astype(np.float32).tofile(self.files["weights"])
+        tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
+        tokens.trained.tofile(self.files["trained"])
         if "weights" in self.files:
             weights = tokens.trained if tokens.weights is None else tokens.weights
-            weights.astype(np.float32, copy=False).tofile(self.files["weights"])
+            weights.astype(np.float32).tofile(self.files["weights"])
         (tokens.ends + self.size).tofile(self.files["ends"])
         for name in ("hashes", "document_bytes", "document_words"):
             getattr(tokens, name).tofile(self.files[name])
-        numbers = [self.sources.setdefault(name, len(self.sources)) for name in tokens.sources]
-        if len(self.sources) > MOST_SOURCES:
-            raise UserError(TOO_MANY_SOURCES)
-        np.array(numbers, np.uint16).tofile(self.files["sources"])
         self.size += len(tokens.ids)
         self.counts += tokens.counts
         self.counts["trained_tokens"] += int(tokens.trained.sum())
         self.first = tokens.first | self.first
 
     def finish(self, **facts: Any) -> Store:
-        counts = {name: int(self.counts[name]) for name in COUNTS}
         for file in self.files.values():
             file.flush()
-        hashes = _mapped(self.partial / "hashes.bin", "uint64")
-        # A sixteenth of the hashes at a time, so that memory stays small.
-        distinct = sum(len(np.unique(hashes[hashes >> np.uint64(60) == part])) for part in range(16))
-        counts |= {"tokens": self.size, "duplicates": len(hashes) - distinct}
         content = hashlib.sha256()
         for name in ("tokens", "trained", "ends", "weights"):
             if name in self.files:
                 content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
-        facts |= {"dtype": self.dtype, "counts": counts, "first": self.first, "tokens_hash": content.hexdigest()}
+        facts["dtype"] = self.dtype
+        facts["counts"] = {name: int(self.counts[name]) for name in COUNTS} | {"tokens": self.size}
+        facts["first"] = self.first
+        facts["tokens_hash"] = content.hexdigest()
         self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
-        json.dump(facts | {"sources": [*self.sources]}, self.files["facts"], indent=1)
+        json.dump(facts, self.files["facts"], indent=1)
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
-            file.close()
         self.partial.rename(self.place)
         return Store(self.place)
 
@@ -244,37 +228,29 @@ def prepare(
         return Store(place)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data_cache: {cache} cannot be made ({error.strerror}); name another folder") from None
-    came, failed = time.time(), place.with_name(f"{place.name}.failed")
-    # A soft lock would outlive a killed process.
-    lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)
-    while not lock.is_locked:  # however long another process is at work; the system frees the lock of a dead one
-        try:
-            lock.acquire(timeout=1)
-        except Timeout:
-            watchdog.heartbeat()
-        except (OSError, NotImplementedError) as error:
-            problem = f"no file can be locked there ({one_line(error)})"
-            raise UserError(f"data_cache: {cache}: {problem}; name another folder") from None
-    try:
-        if (place / FACTS).is_file():
-            return Store(place)
-        if failed.is_file() and failed.stat().st_mtime >= came:  # while this process waited: it would fail the same way
-            raise UserError(json.loads(failed.read_text(encoding="utf-8")))
-        try:
-            _write(data, tokenizer, place, preparation, show_progress)
-        except UserError as error:
-            with suppress(OSError):  # of a full disk, say
-                failed.write_text(json.dumps(error.problems), encoding="utf-8")
-            raise
-        failed.unlink(missing_ok=True)
-    finally:
-        lock.release()
-    # glibc keeps most of what is freed, gigabytes after a document of 50 MB; other C libraries have no such function.
+        with _locked(place.with_name(f"{place.name}.lock")):
+            if not (place / FACTS).is_file():
+                _write(data, tokenizer, place, preparation, show_progress)
+    except (OSError, NotImplementedError) as error:
+        raise UserError(f"data_cache: {cache}: {one_line(error)}; free some space or name another folder") from None
+    # glibc keeps most of what is freed, gigabytes after a text of 50 MB; other C libraries have no such function.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return Store(place)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock, however long another process is at work that holds it."""
+    lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a killed process
+    while not lock.is_locked:
+        with suppress(Timeout):
+            lock.acquire(timeout=1)
+        watchdog.heartbeat()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _write(
@@ -285,84 +261,65 @@ def _write(
     show_progress: bool,
 ) -> None:
     start, source, rules = time.perf_counter(), data.source, data.rules
-    total_bytes = sum(map(getsize, source.files)) if source.files else None
     name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
-    bar = progress_bar(is_shown=show_progress, total=total_bytes, desc=f"Preparing {name}", unit="B", unit_scale=True)
-    try:
-        with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
-            batches = preparation.batches(data.batches(), rules, tokenizer)
-            tokenised = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
-            smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
-            is_small = total_bytes is not None and total_bytes < smallest
-            most = min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES)
-            for batch, tokens in _tokenised(batches, tokenised, workers=1 if is_small else max(1, most)):
-                writer.append(tokens)
-                watchdog.heartbeat()
-                bar.update(batch.position - bar.n if batch.position else 0)
-                bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
-            has_rows = writer.counts["rows"] or data.held_out is None
-            if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
-                dropped = {name: number for name, number in writer.counts.items() if number and name != "rows"}
-                raise UserError(
-                    f"{source.key}: {source.name}: {writer.counts['rows']} rows give no token to train on (of"
-                    f" {writer.size} tokens; {dropped or 'nothing left out'})"
-                    + ("; raise seq_len, or set too_long to truncate or split" if dropped.get("dropped_long") else "")
-                )
-            seconds = time.perf_counter() - start
-            writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
-    except OSError as error:
-        way_out = "free some space or name another folder"
-        raise UserError(f"data_cache: {place.parent}: {one_line(error)}; {way_out}") from None
+    smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
+    workers = 1
+    if source.size_bytes >= smallest:
+        workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
+    total = source.size_bytes if source.files else None
+    bar = progress_bar(is_shown=show_progress, total=total, desc=f"Preparing {name}", unit="B", unit_scale=True)
+    with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
+        batches = preparation.batches(data.batches(), rules, tokenizer)
+        tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
+        for batch, tokens in _tokenised(batches, tokenise_batch, workers=workers):
+            writer.append(tokens)
+            watchdog.heartbeat()
+            bar.update(batch.position - bar.n if batch.position else 0)
+            bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
+        has_rows = writer.counts["rows"] or data.held_out is None
+        if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
+            dropped = {name: number for name, number in writer.counts.items() if number and name != "rows"}
+            raise UserError(
+                f"{source.key}: {source.name}: no trainable tokens in {writer.counts['rows']} rows (of {writer.size}"
+                f" tokens; {dropped or 'nothing left out'})"
+                + ("; raise seq_len, or set too_long to truncate or split" if dropped.get("dropped_long") else "")
+            )
+        seconds = time.perf_counter() - start
+        writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
 
 
 def _tokenised(
-    batches: Iterator[Batch], tokenised: Callable[[Batch], Tokens], *, workers: int
+    batches: Iterator[Batch], tokenise_batch: Callable[[Batch], Tokens], *, workers: int
 ) -> Iterator[tuple[Batch, Tokens]]:
     """Tokenises in the order of the batches, with at most a few of them in memory."""
-    ahead = [*islice(batches, 2)]
-    batches = chain(ahead, batches)
-    if workers == 1 or len(ahead) < 2:  # one batch, of a data set of unknown size, is done before a worker has started
+    if workers == 1:
         # The tokenizer's threads are off elsewhere, for the processes that torch's loader forks (runtime/console.py).
         before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         try:
-            yield from ((batch, tokenised(batch)) for batch in batches)
+            for batch in batches:
+                yield batch, tokenise_batch(batch)
         finally:
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
     # This process has threads (of the process group, of tokenizers), which a fork would copy half.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenised,)) as pool:
-        waiting: list[tuple[Batch, Future | None]] = []
-
-        def submitted(*work: Any) -> Future:  # each may start a process
-            with _without_program():
-                return pool.submit(*work)
-
-        def first_waiting() -> tuple[Batch, Tokens]:
-            batch, future = waiting.pop(0)
-            return batch, (future and future.result()) or tokenised(batch)
-
-        try:
-            started = submitted(int)
-            for batch in batches:
-                if not started.done():  # workers take seconds to start; until then this process does it
-                    yield batch, tokenised(batch)
-                    continue
-                try:
-                    future = submitted(_work, pickle.dumps(batch))
-                except (AttributeError, TypeError, pickle.PicklingError):  # map_row has put a local class, a lock ...
-                    future = None
-                waiting.append((batch, future))
-                if len(waiting) > 2 * workers:
-                    yield first_waiting()
-            while waiting:
-                yield first_waiting()
-        except BrokenProcessPool:
-            problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
-            raise UserError(problem) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenise_batch,))
+    waiting: deque[tuple[Batch, Future]] = deque()
+    try:
+        for batch in batches:
+            with _without_program():  # each may start a process
+                waiting.append((batch, pool.submit(_work, batch)))
+            if len(waiting) > 2 * workers:
+                batch, future = waiting.popleft()
+                yield batch, future.result()
+        for batch, future in waiting:
+            yield batch, future.result()
+    except BrokenProcessPool:
+        problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
+        raise UserError(problem) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager
@@ -379,10 +336,10 @@ def _without_program() -> Iterator[None]:
         main.update(hidden)
 
 
-_worker: Callable[[Batch], Tokens] | None = None
+_worker: Callable[[Batch], Tokens] | None = None  # of a worker process
 
 
-def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
+def _start_worker(tokenise_batch: Callable[[Batch], Tokens]) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
@@ -392,12 +349,8 @@ def _start_worker(tokenised: Callable[[Batch], Tokens]) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    _worker = tokenised
+    _worker = tokenise_batch
 
 
-def _work(pickled: bytes) -> Tokens | None:
-    try:
-        batch = pickle.loads(pickled)
-    except (AttributeError, ImportError):  # a row holds a class of the user's program or notebook, which is not here
-        return None
+def _work(batch: Batch) -> Tokens:
     return _worker(batch)

@@ -99,26 +99,32 @@ class Source:
     files: tuple[str, ...] = ()
     other_splits: tuple[str, ...] = ()  # files beside these that are not read
     hub: tuple[str, str | None, str] | None = None  # (name, config, split) on the hub; None with files
-    streaming: bool = False  # read from the hub without a copy on disk
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """The user's own, called with each row before anything else reads it."""
     text_column: str = "text"  # the name of what a text file holds, as of a column
 
     @property
     def identity(self) -> list[Any]:
-        """What changes when the content does: path, size and time of change of each file; on the hub name and split,
-        and the revision that is cached or streamed; the source of `map_row`.
+        """What changes when the content does: path, size and time of change of each file; on the hub name, split and
+        fingerprint of what was loaded; the source of `map_row`.
         """
         mapping = [user_code.digest(self.map_row)] if self.map_row else []
         if self.files:
             facts = [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
         else:
-            facts = [*self.hub, _load_from_hub(*self.hub, streaming=self.streaming)[1]]
+            facts = [*self.hub, _load_from_hub(*self.hub)._fingerprint]
         return facts + mapping
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the files as they are on disk; of a hub data set, of its rows."""
+        if self.files:
+            return sum(map(getsize, self.files))
+        return _load_from_hub(*self.hub).data.nbytes
 
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
-        loaded = () if self.files else _load_from_hub(*self.hub, streaming=self.streaming)[0]
+        loaded = () if self.files else _load_from_hub(*self.hub)
         hub_rows = ((Row(dict(values), number), 0) for number, values in enumerate(loaded, start=1))
         before = 0
         for place in self.files or self.hub[:1]:
@@ -241,7 +247,6 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
             files=tuple(map(str, files)),
             other_splits=tuple(others),
             hub=None if files else (name, hub_config or config.data_name, hub_split or split),
-            streaming=getattr(config, "streaming", False),
             map_row=map_row,
             text_column=config.text_column,
         )
@@ -275,16 +280,12 @@ def is_path(entry: str) -> bool:
 
 
 @functools.cache
-def _load_from_hub(name: str, config: str | None, split: str, *, streaming: bool) -> tuple[Any, str]:
-    """Loads a data set once for everyone in this process who reads it; returns (rows, what changes when they do)."""
+def _load_from_hub(name: str, config: str | None, split: str) -> Any:
+    """Loads a data set once for everyone in this process who reads it."""
     import datasets  # takes a second, which files do not need
 
     try:
-        if streaming:  # as load_dataset does, which does not tell the revision
-            builder = datasets.load_dataset_builder(name, config)
-            return builder.as_streaming_dataset(split=split), builder.hash
-        loaded = datasets.load_dataset(name, config, split=split)
-        return loaded, loaded._fingerprint
+        return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
         raise UserError(
             f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"

@@ -3,7 +3,6 @@
 Everything cut or dropped is counted.
 """
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,16 +31,15 @@ class Tokens:
     ids: np.ndarray  # [F] int32
     trained: np.ndarray  # [F] bool: whether the token is to be predicted; never the first of a sequence
     ends: np.ndarray  # [S] int64; what follows the last of them belongs to a document that continues in the next batch
-    hashes: np.ndarray  # [S] uint64, of the ids: the same for duplicates; in an evaluation, of the texts
     counts: Counter  # of rows and sequences; the keys are COUNTS of prepare.py
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
-    document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[S] UTF-8 bytes of the text of each; none where only training reads them."""
-    document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [S] words, likewise
+    # Of the texts [S], in an evaluation; empty in a training.
+    hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of UTF-8
+    document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     weights: np.ndarray | None = None
     """[F] float32: what the token's loss is multiplied by, 0 where it is not trained; None where it is 1 in all."""
-    sources: list[str] = field(default_factory=list)  # [S], of source_column; empty where no column is named
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -64,7 +62,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         beginnings = encode(tokenizer, texts + [pair.prompt for pair in pairs])
         completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
     for row, sample in samples:
-        builder.begin(row)
+        builder.is_too_long = False
         match sample:
             case None:
                 builder.put(np.zeros(1, np.int32), np.zeros(1, bool))  # a place where each row must have one
@@ -104,10 +102,8 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         trained=weights.astype(bool, copy=False),
         weights=None if weights.dtype == bool else weights,
         ends=np.array(builder.ends, np.int64),
-        hashes=np.array(builder.hashes, np.uint64),
         counts=builder.counts,
         first=builder.first,
-        sources=builder.sources,
     )
 
 
@@ -152,11 +148,8 @@ class _TokensBuilder:
         self.rules, self.counts, self.first, self.size = rules, Counter(), {}, 0
         self.ids: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []  # of each sequence bool, or float32 weights where one is neither 0 nor 1
-        self.ends, self.hashes, self.sources = [], [], []
-
-    def begin(self, row: Row) -> None:
-        """Adds from now on what becomes of `row`."""
-        self.source, self.is_too_long = row.label(self.rules.source_column), False
+        self.ends: list[int] = []
+        self.is_too_long = False  # whether the row at hand has a sequence that is
 
     def note(self, name: str, why: str, number: int = 1) -> None:
         """Counts a row, and keeps the first reason."""
@@ -205,9 +198,6 @@ class _TokensBuilder:
         self.trained.append(trained)
         self.size += len(ids)
         self.ends.append(self.size)
-        self.hashes.append(int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest()))
-        if self.rules.source_column:
-            self.sources.append(self.source)
 
 
 _stripping: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> ids of added tokens that take white space after them

@@ -1,6 +1,5 @@
 """Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,20 +17,17 @@ from dsft.data.batches import (
     PaddedToFullSteps,
     Part,
     Sequences,
-    Stream,
     best_fit,
     count,
-    form_batches,
-    mix,
     padding_share,
     sequences_of,
 )
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
-from dsft.data.prepare import FACTS, MOST_SOURCES, TOO_MANY_SOURCES, Store, cache_folder, fingerprint, prepare
-from dsft.data.sources import COMPRESSED, ENDINGS, HeldOut, find_sources
+from dsft.data.prepare import FACTS, Store, cache_folder, fingerprint, prepare
+from dsft.data.sources import HeldOut, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
-from dsft.errors import UserError, nearest, one_line
+from dsft.errors import UserError, one_line
 from dsft.models.tokenizer import split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
@@ -73,15 +69,7 @@ def check_sources(
             batch = source.first_batch()
             rows = batch.rows[:CHECKED_ROWS]
             rules = format_rules(rows, config)
-            if key == "eval_data":  # its sources are not told apart
-                rules = replace(rules, source_column=None)
             unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
-            columns = dict.fromkeys(name for row in rows for name in row.values)
-            if (column := rules.source_column) and column not in columns:
-                raise ValueError(
-                    f"source_column={column}: there is no such column; there are {', '.join(columns)}"
-                    f"{nearest(column, columns)}"
-                )
             if tokenizer is not None:
                 if rules.forms == {Chat} and not tokenizer.chat_template:
                     raise ValueError(
@@ -163,7 +151,7 @@ def check_prompts(
 class TrainingData:
     """What one training reads."""
 
-    items: Sequences | PackedRows | Stream
+    items: Sequences | PackedRows
     collator: Callable[[list], dict[str, Any]]
     held_out: Sequences | None
     counts: dict[str, Any]
@@ -176,41 +164,24 @@ class TrainingData:
     notes: list[str] = field(default_factory=list)
 
     def describe_batches(self, batch: Batch, *, seed: int, drop_last: bool = False) -> None:
-        """Adds the padding share of the first epoch to `counts`, where items are padded sequences, and a note where its
-        batches hold lengths that the model computes otherwise. `seed` is that of the order. Raises UserError where an
-        epoch has no step, since what does not fill one is left out (`drop_last`).
+        """Adds the padding share of the first epoch to `counts`, if items are padded sequences. `seed` is that of the
+        order. Raises UserError where an epoch has no step, since what does not fill one is left out (`drop_last`).
         """
-        if drop_last and not isinstance(self.items, Stream) and len(self.items) < batch.sequences:
+        if drop_last and len(self.items) < batch.sequences:
             raise UserError(
                 f"dataloader_drop_last: the data gives {len(self.items):,} sequences, and a step takes"
                 f" {batch.sequences:,}, so no step is left of an epoch; leave it out, or lower the batch size"
             )
-        may_mix, mixed = len(self.rules.limits) > 1, ""
-        if isinstance(self.items, Stream):
-            is_alike = batch.micro == 1 or all(each.rules.is_text for each in self.items.sources)
-            if may_mix and (self.items.config.packing or not is_alike):
-                mixed, way_out = "batches may", "without packing, and with per_device_train_batch_size 1, none does"
-        elif may_mix or isinstance(self.items, Sequences):
-            steps = PaddedToFullSteps(self.items, batch.sequences)
-            how = {"drop_last": drop_last, "strategy": self.strategy}
-            order = EpochSampler(steps, seed=seed, step=lambda: 0, **how).order(0)
-            if isinstance(self.items, Sequences):
-                share = padding_share(order, steps.lengths, batch.micro, self.rules)
-                self.counts["padding_share"] = round(share, 4)
-            longest = self.items.lengths
-            if isinstance(self.items, PackedRows):  # those of one group may share a batch
-                lengths = self.items.sequences.lengths
-                longest = np.array([lengths[group].max() for group in self.items.groups])
-            longest = np.append(longest, np.zeros(len(steps) - len(longest), np.int64))[order].reshape(-1, batch.micro)
-            longest = np.where(longest, longest, longest.max(1, keepdims=True))  # blank ones train nothing
-            is_mixed = self.rules.sides(longest.min(1)) != self.rules.sides(longest.max(1))
-            if may_mix and is_mixed.any():
-                mixed = f"{is_mixed.sum():,} of the {len(is_mixed):,} batches of the first epoch"
-                way_out = "with batch_tokens, or per_device_train_batch_size 1, none does"
-        if mixed:
+        if isinstance(self.items, PackedRows):
+            return
+        steps = PaddedToFullSteps(self.items, batch.sequences)
+        sampler = EpochSampler(steps, seed=seed, step=lambda: 0, drop_last=drop_last, strategy=self.strategy)
+        share = padding_share(sampler.order(0), steps.lengths, batch.micro, self.rules)
+        self.counts["padding_share"] = round(share, 4)
+        if len(self.rules.limits) > 1 and batch.micro > 1:
             self.notes.append(
-                f"{mixed} hold sequences on both sides of {self.rules.limits[0]} tokens, and this model then computes"
-                f" the short ones like long ones (longrope); {way_out}"
+                f"batches with sequences on both sides of {self.rules.limits[0]} tokens: this model computes the short"
+                " ones like long ones then (longrope); packing, or per_device_train_batch_size 1, avoids it"
             )
 
 
@@ -249,51 +220,32 @@ def load_training_data(
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
         held_out_counts = count(held_out_sequences)
 
+    stores = stores_of(data, share)
+    if share and (empty := [store.facts["source"] for store in stores if not len(store.ends)]):
+        raise UserError(
+            f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
+            " give eval_data"
+        )
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
-    strategy, stores, names = "random", [], _names_of([each.source.name for each in data])
-    if config.streaming:
-        read = items = Stream(data, tokenizer, config)
-        counts = items.counts
+    strategy = "random"
+    sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
+    counts = count(sequences)
+    items: Sequences | PackedRows = sequences
+    if config.packing:  # sequences that the model computes otherwise stay among themselves
+        lengths = sequences.lengths
+        sides = rules.sides(lengths)
+        rows = []
+        for side in np.unique(sides):
+            alike = np.flatnonzero(sides == side)
+            rows += [alike[row] for row in best_fit(lengths[alike], config.seq_len)]
+        items = PackedRows(sequences, rows)
+        counts["packed_rows"] = len(items)
+        counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
     else:
-        stores = stores_of(data, share)
-        if share and (empty := [store.facts["source"] for store in stores if not len(store.ends)]):
-            raise UserError(
-                f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
-                " give eval_data"
-            )
-        sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
-        numbers = tuple(np.array([place]) for place in range(len(stores)))
-        if config.source_column:
-            values = [*dict.fromkeys(value for store in stores for value in store.facts["sources"])]
-            if len(values) > MOST_SOURCES:
-                raise UserError(TOO_MANY_SOURCES)
-            names = _names_of(values)
-            numbers = tuple(np.array([values.index(value) for value in store.facts["sources"]]) for store in stores)
-        sequences = replace(sequences, sources=names, numbers=numbers)
-        counts = count(sequences)
-        if config.data_weights:
-            sequences, epochs = mix(sequences, config.data_weights, seed=shuffle_seed(config.training))
-            counts |= {"sequences": len(sequences), "passes": [round(number, 4) for number in epochs]}
-        read, lengths = sequences, sequences.lengths
-        if config.packing:  # sequences that the model computes otherwise stay among themselves
-            sides = rules.sides(lengths)
-            alike = [np.flatnonzero(sides == side) for side in np.unique(sides)]
-            items = PackedRows(
-                sequences, [part[row] for part in alike for row in best_fit(lengths[part], config.seq_len)]
-            )
-            counts["packed_rows"] = len(items)
-            counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
-        elif config.batch_tokens:
-            items = PackedRows(sequences, [*map(np.array, form_batches(lengths, config.batch_tokens, rules))])
-            computed = sum(rules.width(lengths[batch].max()) * len(batch) for batch in items.groups)
-            counts["filled_batches"] = len(items)
-            counts["padding_share"] = round(float(1 - lengths.sum() / computed), 4)
-        else:
-            items = sequences
-            strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
+        strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
     distributed.wait_long("prepared")
-    parts = filter(None, (read, held_out_sequences))
+    parts = [items] if held_out_sequences is None else [items, held_out_sequences]
     content = " ".join(part.identity["content of data"] for part in parts)
     require_agreement({SAME_FILES: {"content of data": content}})
     collator = Collator(
@@ -302,7 +254,6 @@ def load_training_data(
         masked=masked,
         packed=config.packing,
         flash=flash,
-        num_sources=len(names),
         part=part,
     )
     # Words of templates that may be mistakes, and rows that are not trained as they stand.
@@ -343,7 +294,6 @@ def load_training_data(
         counts=counts,
         held_out_counts=held_out_counts,
         prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
-        sources=names if len(names) > 1 else (),
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
         rules=rules,
@@ -358,19 +308,6 @@ def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer:
         for each in data
         for share in shares_of_rows(config)
     )
-
-
-def _names_of(sources: Sequence[str]) -> tuple[str, ...]:
-    """Names entries of `data`, or values of source_column, as metrics: short ones that differ."""
-    endings = re.compile(rf"({'|'.join(map(re.escape, (*ENDINGS, *COMPRESSED)))})+$")
-    short = [endings.sub("", source.rstrip("/").rpartition("/")[2]) for source in sources]
-    names: list[str] = []
-    for source, name in zip(sources, short, strict=True):
-        name = re.sub(r"[^\w./-]+", "_", name if short.count(name) == 1 else source) or "_"  # an empty value
-        while name in names:
-            name += f"_{len(names) + 1}"
-        names.append(name)
-    return tuple(names)
 
 
 def shares_of_rows(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:

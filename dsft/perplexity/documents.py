@@ -312,12 +312,11 @@ class Breakdown:
 def grouping(
     name: str, data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, windows: Windows
 ) -> Grouping:
-    """Make the grouping that an entry of `group_by` names; `source` means `source_column`, or the file without one.
+    """Make the grouping that an entry of `group_by` names; `source`, if it is not a column, means the file.
     Raises UserError where the data has no such column or no turns, or a column has too many values.
     """
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
-    named = config.source_column if name == "source" and name not in columns else name
-    column = named if named in columns else None
+    column = name if name in columns else None
     if column or name == "source":
         numbers: dict[str, int] = {}
         of_document = []

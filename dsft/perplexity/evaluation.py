@@ -210,8 +210,6 @@ def _jobs(
             "quantization": quantization,
         }
         hashes = windows.hashes()
-        if config.source_column and "source" in config.group_by:
-            options["source_column"] = config.source_column
         groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]
         of_groups = {f"groups by {each.name}": each.of_data for each in groupings}
         about = {

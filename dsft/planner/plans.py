@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dsft.config.deepspeed import AUTO, stage
+from dsft.config.deepspeed import stage
 from dsft.config.options import HALF_PRECISION
 from dsft.errors import UserError
 from dsft.planner.activations import Job, exchange_term
@@ -464,11 +464,8 @@ def checkpointing_flags(plan: Plan, job: Job) -> str:
     return flags
 
 
-def write_plan(
-    folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float, by_tokens: bool
-) -> list[Path]:
-    """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths. Args: `by_tokens`: batch_tokens fills
-    the micro batches, and no number of sequences may stand beside it.
+def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float) -> list[Path]:
+    """Write deepspeed.json and accelerate.yaml to `folder`; returns their paths.
 
     Raises:
         UserError: where one of them exists already, or the folder cannot be written.
@@ -481,9 +478,9 @@ def write_plan(
     resolved = resolve_auto(zero, job.size.hidden_size)
     # Without "auto", but for what only the training's options say (learning rate and the like).
     config = plan.deepspeed_config | {
-        "train_micro_batch_size_per_gpu": AUTO if by_tokens else plan.micro_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": AUTO if by_tokens else job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
+        "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
         "gradient_clipping": max_grad_norm,
         **{
             key: plan.deepspeed_config.get(key, {}) | {"enabled": job.dtype == dtype}

@@ -19,7 +19,7 @@ from dsft.planner.activations import Cost, Job, TrainingActivations
 from dsft.planner.plans import HOST_SHARE, Plan
 from dsft.planner.traced_model import Attention, attention_of
 from dsft.planner.zero_layout import DEFAULT_OPTIMIZER
-from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, micro_batch_of, plan_run, resolve_offline
+from dsft.run_setup.resolve import Choice, TrainingRun, choose_plan, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -83,12 +83,12 @@ def ways_to_fit(options: TrainConfig, job: Job, machine: Machine, *, attention: 
             enough = math.ceil(min(lacking) / HOST_SHARE / HOST_STEP) * HOST_STEP
             larger = dataclasses.replace(machine, host_bytes=enough)
             trials.append(({"host_memory": f"{enough // GB}GB"}, job, larger))
-        if (job.micro_batch or 1) > 1 and not options.batch_tokens:
+        if (job.micro_batch or 1) > 1:
             trials.append(({"per_device_train_batch_size": 1}, dataclasses.replace(job, micro_batch=1), machine))
         seq_len = job.seq_len // 2
         while seq_len >= SHORTEST:
-            micro = micro_batch_of(options, seq_len=seq_len)
-            trials.append(({"seq_len": seq_len}, of_length(job, seq_len, micro_batch=micro), machine))
+            shorter = of_length(job, seq_len, micro_batch=options.training.get("per_device_train_batch_size"))
+            trials.append(({"seq_len": seq_len}, shorter, machine))
             seq_len //= 2
         solved: set[str] = set()
         for change, changed_job, changed_machine in trials:

@@ -147,21 +147,16 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     total = manifest["run_identity"]["sequences per step"]
     shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
     reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
-    # With batch_tokens the Trainer counts a whole batch as one.
-    counted, micro = "sequences", options.training.get("per_device_train_batch_size") or 1
-    if options.batch_tokens:
-        counted, micro = "batches", 1
-    accumulation, rest = divmod(total, Batch(micro, 1, world, options.sequence_parallel).sequences)
+    micro = options.training.get("per_device_train_batch_size") or 1
+    rest = total % Batch(micro, 1, world, options.sequence_parallel).sequences
     if rest:
         ranks = _in_words(world, options.sequence_parallel)
         of_each = f"per_device_train_batch_size={micro} x " if micro > 1 else ""
         smaller = ", or a smaller per_device_train_batch_size" if micro > 1 else ""
         raise UserError(
-            f"resume_from_checkpoint: {checkpoint} took {total} {counted} per step, and so must what follows;"
+            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows;"
             f" {of_each}{ranks} cannot share them: use a number of ranks that divides them{smaller}"
         )
-    if options.batch_tokens:
-        return [Decision("gradient_accumulation_steps", accumulation, reason)]
     kept = [
         Decision("global_batch_size", total, reason),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
@@ -252,7 +247,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     plan is ZeRO-3, transformers shards what it loads from here on.
     """
     values = with_defaults(options) | {
-        "per_device_train_batch_size": 1 if options.batch_tokens else plan.micro_batch,
+        "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "activation_checkpointing": plan.activation_checkpointing,
         # The engine counts each rank's micro batches, also where ranks share sequences.
@@ -267,10 +262,8 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     dealt = values.get("accelerator_config")  # what the user sets of accelerate, in a dict or a JSON file
     if isinstance(dealt, str):
         dealt = json.loads(Path(dealt).read_text(encoding="utf-8"))
-    # The host waits for no copy to the GPU. Of a stream every rank reads; batches that rank 0 deals out would need one
-    # width.
-    streamed = {"dispatch_batches": False} if options.streaming else {}
-    values["accelerator_config"] = {"non_blocking": has_gpu()} | (dealt or {}) | streamed
+    # The host waits for no copy to the GPU.
+    values["accelerator_config"] = {"non_blocking": has_gpu()} | (dealt or {})
     if values.get("use_liger_kernel") and options.tiled_loss:  # its forward with a loss would take the place of tiles
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
@@ -451,11 +444,11 @@ def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *,
         return [text if has_name else f"TrainingArguments of transformers: {text}"]
     dealt, accumulation = args.accelerator_config, args.accelerator_config.gradient_accumulation_kwargs or {}
     return [
-        f"accelerator_config: {name} changes how many sequences a step holds, behind the plan; use {instead}"
+        f"accelerator_config: {name} changes how many sequences a step holds, behind the plan; {instead}"
         for name, value, instead in (
-            ("split_batches", dealt.split_batches, "global_batch_size"),
-            ("dispatch_batches", dealt.dispatch_batches, "streaming where the data is larger than the disk"),
-            ("num_steps", accumulation.get("num_steps"), "gradient_accumulation_steps"),
+            ("split_batches", dealt.split_batches, "use global_batch_size"),
+            ("dispatch_batches", dealt.dispatch_batches, "leave it out"),
+            ("num_steps", accumulation.get("num_steps"), "use gradient_accumulation_steps"),
         )
         if value
     ]
@@ -481,11 +474,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
         notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
     elif options.quantization != defaults.quantization and size.quantization.lies_on_disk:
         notes.append(f"quantization: ignored, because {options.model} lies on disk as {size.quantization.format}")
-    if "train_sampling_strategy" in training and (options.packing or options.batch_tokens or options.streaming):
-        notes.append(
-            "train_sampling_strategy: ignored, because packing, batch_tokens or streaming decide which sequences go"
-            " together"
-        )
+    if "train_sampling_strategy" in training and options.packing:
+        notes.append("train_sampling_strategy: ignored, because packing decides which sequences go together")
     if options.early_stopping_threshold and not options.early_stopping_patience:
         notes.append("early_stopping_threshold: ignored, because early_stopping_patience is not given")
     if options.eval_data and options.eval_fraction:

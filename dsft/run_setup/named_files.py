@@ -13,7 +13,7 @@ from dsft.models.chat_template import load_template
 from dsft.models.model_folder import missing
 from dsft.runtime.distributed import ranks_per_node, world_size
 
-NOT_NEEDED = ("output_dir: missing", "data: missing", "streaming needs max_steps")
+NOT_NEEDED = ("output_dir: missing", "data: missing")
 """Beginnings of the problems that hinder a training and no plan."""
 
 

@@ -544,7 +544,7 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         tiled_loss=options.tiled_loss,
         adapters=facts.adapters,
         patterns=(tuple(options.trainable), tuple(options.frozen)),
-        micro_batch=micro_batch_of(options, seq_len=options.seq_len),
+        micro_batch=options.training.get("per_device_train_batch_size"),
         # It follows from global_batch_size, on each machine anew.
         accumulation=None if options.global_batch_size else training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
@@ -560,13 +560,6 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         samples=bool(options.generate_samples),
         async_save=options.async_save,
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
-    )
-
-
-def micro_batch_of(options: TrainConfig, *, seq_len: int) -> int | None:
-    """Sequences of one forward on one rank, where options say so: those that fill batch_tokens are full, as planned."""
-    return options.training.get("per_device_train_batch_size") or (
-        options.batch_tokens and -(-options.batch_tokens // seq_len)
     )
 
 

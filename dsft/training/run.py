@@ -330,8 +330,6 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
         way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
         if smaller:
             batch = f"--per_device_train_batch_size {smaller.micro_batch}"
-            if options.batch_tokens:
-                batch = f"--batch_tokens {smaller.micro_batch * options.seq_len}"
             decided = {decision.name for decision in run.decisions}
             if not options.global_batch_size or "global_batch_size" in decided:  # else it follows
                 batch += f" --gradient_accumulation_steps {smaller.accumulation}"

@@ -40,7 +40,7 @@ from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_res
 from dsft.config import user_code
 from dsft.config.deepspeed import OFFLOADED, get_value, offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences, Stream
+from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.sequence_parallel import team_of
@@ -117,10 +117,7 @@ class PerplexityTrainer(Trainer):
         options, team = run.options, team_of(run.options.sequence_parallel)
         micro_batch = args.per_device_train_batch_size
         per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
-        if isinstance(items := data.items, Stream):
-            items = dataclasses.replace(items, micro_batch=micro_batch, shared_by=team.size)
-        else:
-            items = PaddedToFullSteps(items, per_step)
+        items = PaddedToFullSteps(data.items, per_step)
         text_config = model.config.get_text_config()
         self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
         self._pad_token_id = getattr(text_config, "pad_token_id", None)

@@ -248,14 +248,6 @@ def test_a_json_whose_precision_contradicts_dtype_is_refused(enabled, dtype, con
     assert bool(problems) == contradicts and all(f"enabled={json.dumps(enabled)}" in each for each in problems)
 
 
-@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "train_batch_size"])
-def test_a_json_s_number_of_sequences_contradicts_batch_tokens(key):
-    decisions, problems = adopt({key: 4, "gradient_accumulation_steps": 2}, TrainConfig(zero="a.json", batch_tokens=64))
-    assert [decision.name for decision in decisions] == ["gradient_accumulation_steps"]
-    assert len(problems) == 1 and problems[0].startswith(f"a.json has {key}=4, but batch_tokens=64")
-    assert adopt({key: "auto"}, TrainConfig(zero="a.json", batch_tokens=64)) == ([], [])
-
-
 @pytest.mark.parametrize(("kind", "needs_word"), [("SGD", True), ("NAdam", True), ("adamw", False), ("Lion", False)])
 def test_an_optimizer_that_deepspeed_has_not_tested_over_shards_needs_the_user_s_word(kind, needs_word):
     content = {"zero_optimization": {"stage": 1}, "optimizer": {"type": kind}}

@@ -475,7 +475,6 @@ def problems_of(cls: type, **changes) -> list[str]:
         ("num_train_epochs", 1e300, "at most 1,000,000"),
         ("global_batch_size", 10**12, "at most 10,000,000"),
         ("gradient_accumulation_steps", 10**9, "at most 10,000,000"),
-        ("shuffle_buffer", 10**18, "at most 10,000,000"),
         ("neftune_noise_alpha", -5, "must be at least 0"),
         ("neftune_noise_alpha", 1e300, "at most 1,000"),
         ("load_timeout", 1e300, "at most 1,000,000 seconds"),
@@ -484,11 +483,9 @@ def problems_of(cls: type, **changes) -> list[str]:
         ("ddp_timeout", 0, "must be at least 1"),
         ("lora_dropout", 1.0, "must be at least 0 and less than 1"),
         ("eval_fraction", 1, "must be at least 0 and less than 1"),
-        ("shuffle_buffer", 0, "must be at least 1"),
         ("save_minutes", 0, "must be more than 0"),
         ("step_timeout", 0, "must be more than 0"),
         ("step_timeout", "nan", "expected a finite number"),
-        ("data_weights", ["nan"], "expected a finite number"),
     ],
 )
 def test_a_number_out_of_bounds_is_named_once_with_its_bounds(name, value, expected):
@@ -536,16 +533,7 @@ def test_every_bound_is_of_an_option_and_lets_its_default_through():
 
 
 CONTRADICTIONS = [
-    {"streaming": True},
-    {"streaming": True, "max_steps": 9, "eval_fraction": 0.1},
-    {"streaming": True, "max_steps": 9, "dataloader_num_workers": 1},
-    {"streaming": True, "max_steps": 9, "batch_tokens": 4096},
     {"global_batch_size": 8, "gradient_accumulation_steps": 2},
-    {"batch_tokens": 4096, "packing": True},
-    {"batch_tokens": 63, "seq_len": 64},
-    {"batch_tokens": 4096, "global_batch_size": 8},
-    {"data_weights": [1, 2]},
-    {"data_weights": [0]},
     {"seq_len": 1},
     {"resume_weights_only": True},
     {"metric_for_best_model": "bleu"},
@@ -554,7 +542,6 @@ CONTRADICTIONS = [
     {"eval_data": {"a set": "a"}},
     {"early_stopping_patience": 2},
     {"early_stopping_patience": 2, "eval_data": ["a"], "eval_strategy": "no"},
-    {"streaming": True, "max_steps": 9, "source_column": "domain"},
     {"optim": "galore_adamw_layerwise"},
     {"optim": "adalomo"},
     {"load_best_model_at_end": True, "save_only_model": True},
@@ -579,7 +566,7 @@ def test_a_contradiction_is_one_problem_that_names_an_option_of_it_and_goes_with
 
 def test_problems_of_several_kinds_are_reported_at_once():
     """Each of them as when it is alone."""
-    chosen = [{"data_weights": [0]}, {"adapter": "a"}, {"bf16": True, "dtype": "float32"}, {"lora_r": 0}]
+    chosen = [{"adapter": "a"}, {"bf16": True, "dtype": "float32"}, {"lora_r": 0}]
     together = problems_of(TrainConfig, **{key: value for changes in chosen for key, value in changes.items()})
     assert sorted(together) == sorted(problem for changes in chosen for problem in problems_of(TrainConfig, **changes))
 

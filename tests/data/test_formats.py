@@ -139,11 +139,6 @@ def test_an_evaluation_by_groups_of_a_column_reads_it():
     assert made(row, options=EvalConfig, group_by=["label"]) == Pair(prompt="hello", completion="hi")
 
 
-def test_a_column_that_names_the_source_of_a_row_is_read_as_that():
-    row = ROWS["prompt_completion"] | FLAWS["label"]
-    assert made(row, source_column="label") == Pair(prompt="hello", completion="hi")
-
-
 @pytest.mark.parametrize("name", CHATS)
 def test_a_system_column_is_the_first_message_of_every_chat(name):
     sample = made(ROWS[name] | {"system": "be kind", "functions": [{"name": "look_up"}]})

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import Source, _load_from_hub, find_sources, read_file
+from dsft.data.sources import Source, find_sources, read_file
 from dsft.errors import UserError
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -242,15 +242,6 @@ def test_rows_are_named_by_lines_where_the_format_has_lines(tmp_path, name, wher
     assert batch.where(batch.rows[1]) == f"{tmp_path / name}, {where}"
 
 
-def test_a_source_that_is_null_is_none_in_every_format(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "domain": null}\n')
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": ["a"], "domain": pyarrow.array([None], pyarrow.string())}), tmp_path / "a.parquet"
-    )
-    for name in ("a.jsonl", "a.parquet"):
-        assert [row.label("domain") for row, _ in read_file(str(tmp_path / name))] == ["(none)"]
-
-
 def test_folders_globs_and_names_on_the_hub(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md", "._a.jsonl", "state.json", "dataset_info.json"):
         (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
@@ -306,27 +297,6 @@ def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
     assert loads == ["owner/once"]
 
 
-def test_a_streamed_data_set_is_another_once_its_revision_is(monkeypatch):
-    """Held-out tokens of a streamed training are kept."""
-    commit = ["a" * 40]
-
-    class Builder:
-        hash = property(lambda self: commit[0])
-
-        def as_streaming_dataset(self, split):
-            return datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
-    identities = []
-    for commit[0] in ("a" * 40, "b" * 40):
-        _load_from_hub.cache_clear()  # a later run
-        source = Source(name="owner/streamed", key="eval_data", hub=("owner/streamed", None, "test"), streaming=True)
-        assert [row.values for batch in source.batches() for row in batch.rows] == [{"text": "a"}]
-        identities.append(source.identity)
-    _load_from_hub.cache_clear()
-    assert identities[0] != identities[1]
-
-
 @pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonlines", "a.jsonl.GZ", "a.tsv"])
 def test_other_endings_of_files(tmp_path, name):
     rows = [{"prompt": "b", "completion": "c"}]
@@ -336,7 +306,7 @@ def test_other_endings_of_files(tmp_path, name):
     assert [row.values for batch in source.batches() for row in batch.rows] == rows
 
 
-def found(entry, key: str = "data", **options) -> tuple[list[str], list[str]]:
+def find(entry, key: str = "data", **options) -> tuple[list[str], list[str]]:
     problems: list[str] = []
     sources = find_sources([str(entry)], TrainConfig(**options), key=key, problems=problems)
     return [Path(file).name for source in sources for file in source.files], problems
@@ -346,13 +316,13 @@ def test_files_named_as_splits_are_read_as_the_hubs(tmp_path):
     for name in ("train-0.jsonl", "more.jsonl", "val.jsonl", "chats_test.jsonl"):
         (tmp_path / name).write_text("{}")
     for entry in (tmp_path, tmp_path / "*.jsonl"):
-        assert found(entry) == (["more.jsonl", "train-0.jsonl"], [])
-        assert found(entry, key="eval_data") == (["val.jsonl"], [])
-        assert found(entry, key="eval_data", eval_split="test") == (["chats_test.jsonl"], [])
-    assert found(tmp_path / "*test.jsonl")[0] == ["chats_test.jsonl"]
+        assert find(entry) == (["more.jsonl", "train-0.jsonl"], [])
+        assert find(entry, key="eval_data") == (["val.jsonl"], [])
+        assert find(entry, key="eval_data", eval_split="test") == (["chats_test.jsonl"], [])
+    assert find(tmp_path / "*test.jsonl")[0] == ["chats_test.jsonl"]
     (source,) = find_sources([str(tmp_path)], TrainConfig(), key="data", problems=[])
     assert source.other_splits == ("chats_test.jsonl", "val.jsonl")
-    _, (problem,) = found(tmp_path, data_split="all")
+    _, (problem,) = find(tmp_path, data_split="all")
     assert "has no file of the split all (data_split); there are chats_test.jsonl" in problem
 
 
@@ -360,7 +330,7 @@ def test_a_link_to_nothing_is_an_error(tmp_path):
     (tmp_path / "one.jsonl").write_text("{}")
     (tmp_path / "two.jsonl").symlink_to("../blobs/gone")
     for entry in (tmp_path, tmp_path / "*.jsonl", tmp_path / "two.jsonl"):
-        _, (problem,) = found(entry)
+        _, (problem,) = find(entry)
         assert problem == f"data: {tmp_path / 'two.jsonl'} is a link to a file that does not exist"
 
 

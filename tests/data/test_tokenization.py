@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from dsft.config.options import TrainConfig
-from dsft.config.reader import check_config
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokenization import Tokens, bytes_of_tokens, encode, tokenise
@@ -488,25 +487,6 @@ def test_a_template_in_a_json_file_is_the_text_of_its_key(tmp_path):
         else:
             with pytest.raises(ValueError, match="chat_template.json holds no text under the key chat_template"):
                 load_template(str(path))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt_template": "{a}"}, "prompt_template needs completion_template"),
-        ({"data_weights": [1.0]}, "data_weights: 1 weights for 2 entries"),
-        ({"data_weights": [1.0, -1.0]}, "each must be more than 0"),
-        ({"packing": True, "batch_tokens": 2048}, "packing and batch_tokens are both set"),
-        ({"batch_tokens": 10}, "batch_tokens=10 is less than seq_len"),
-        ({"batch_tokens": 2048, "global_batch_size": 4}, "batch_tokens and global_batch_size are both set"),
-        ({"streaming": True}, "streaming needs max_steps"),
-    ],
-)
-def test_contradictions_of_the_options(options, message):
-    problems = check_config(TrainConfig(model="m", data=["a", "b"], **options))
-    import re
-
-    assert any(re.search(message, problem) for problem in problems), problems
 
 
 def test_a_text_rendered_before_gets_no_second_bos_and_end_token(tokenizer):

@@ -1,15 +1,14 @@
 """What a training is given, and the figures of it that run.json shows."""
 
-import numpy as np
 import pytest
 from tiny import write_pairs
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import EpochSampler, PackedRows, PaddedToFullSteps, sequences_in
-from dsft.data.training_data import _names_of, check_sources, load_training_data
+from dsft.data.batches import EpochSampler, PaddedToFullSteps
+from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
-from dsft.units import IGNORED, Batch
+from dsft.units import Batch
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +58,6 @@ def test_the_share_of_padding_is_that_of_the_batches_of_the_first_epoch(load, gi
         assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
 
 
-def test_batches_filled_by_tokens_hold_every_sequence_once_within_the_budget(load):
-    plain, data = load(), load(batch_tokens=64)
-    assert isinstance(data.items, PackedRows) and data.strategy == "random"
-    batches = [data.collator([group]) for group in data.items]
-    assert data.counts["filled_batches"] == len(batches) > 1
-    assert all(batch["input_ids"].numel() <= 64 for batch in batches)
-    share = padding_of(batches, data.counts["tokens"])
-    assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4) and share > 0
-    ids = [sorted(tuple(item["input_ids"]) for item in items) for items in (plain.items, sequences_in(data.items))]
-    assert ids[0] == ids[1] and np.sum(plain.items.lengths) == data.counts["tokens"]
-    data.describe_batches(Batch(1, 1, 2), seed=7)  # is known already
-    assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
-
-
 def test_an_epoch_that_leaves_out_what_fills_no_step_has_the_padding_of_its_steps(load):
     data = load(seq_len=30)
     data.describe_batches(Batch(2, 2, 1), seed=7, drop_last=True)
@@ -83,39 +68,6 @@ def test_an_epoch_that_leaves_out_what_fills_no_step_has_the_padding_of_its_step
     batches = [data.collator(filled[at : at + 2]) for at in range(0, len(filled), 2)]
     share = padding_of(batches, sum(len(each["input_ids"]) for each in filled))
     assert data.counts["padding_share"] == pytest.approx(share, abs=1e-4)
-
-
-def test_lengths_that_the_model_computes_otherwise_share_no_batch_or_are_counted(load):
-    """As longrope does."""
-    lengths = np.unique(load().items.lengths)
-    limit = int(lengths[len(lengths) // 2])
-
-    def mixed(data, micro_batch: int) -> int:
-        """Batches of the first epoch with both sides; what they are padded to stays on the side of the longest."""
-        data.describe_batches(Batch(micro_batch, 2, 2), seed=7)
-        steps = PaddedToFullSteps(data.items, 4 * micro_batch)
-        order = EpochSampler(steps, seed=7, step=lambda: 0, strategy=data.strategy).order(0)
-        number = 0
-        for start in range(0, len(order), micro_batch):
-            batch = sequences_in([steps[index] for index in order[start : start + micro_batch]])
-            lengths = {len(item["input_ids"]) for item in batch if (item["labels"] != IGNORED).any()}
-            number += bool(lengths) and min(lengths) <= limit < max(lengths)
-            if lengths and max(lengths) <= limit:
-                assert data.collator.rules.width(max(lengths)) <= limit
-        return number
-
-    data = load(limits=(limit, 64))
-    number, batches = mixed(data, 4), -(-len(data.items) // 16) * 4
-    assert number and data.notes == [data.notes[0]] and f"both sides of {limit} tokens" in data.notes[0]
-    assert data.notes[0].startswith(f"{number} of the {batches} batches of the first epoch hold")
-    for micro_batch, options in ((1, {}), (1, {"batch_tokens": 64})):
-        data = load(limits=(limit, 64), **options)
-        assert mixed(data, micro_batch) == 0 and data.notes == []
-    packed = load(pack=True, limits=(limit, 64))
-    packed.describe_batches(Batch(1, 1, 1), seed=7)
-    sides = [{len(item["input_ids"]) > limit for item in row} for row in packed.items]
-    assert packed.notes == [] and {True} in sides and {False} in sides and {True, False} not in sides
-    assert load().rules.limits == (32,) and load(limits=(64,)).rules.limits == (32,)
 
 
 def test_an_epoch_without_a_full_step_is_refused_where_the_rest_is_left_out(load):
@@ -132,10 +84,3 @@ def test_a_seed_of_the_data_of_0_is_a_seed(load):
         return sorted(tuple(item["input_ids"]) for item in items)
 
     assert held_out(data_seed=0, seed=5) == held_out(seed=0) != held_out(seed=5)
-
-
-def test_sources_have_names_that_differ_and_none_is_empty():
-    """A loss in the log has the name of its source."""
-    assert _names_of(["a/b.jsonl.gz", "c/b.json", "d.csv"]) == ("a/b.jsonl.gz", "c/b.json", "d")
-    assert _names_of(["a_b_3", "a b", "a_b"]) == ("a_b_3", "a_b", "a_b_3_3")
-    assert _names_of(["", "x"]) == ("_", "x")

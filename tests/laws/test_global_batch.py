@@ -15,12 +15,12 @@ from tiny import write_model, write_tokenizer
 
 pytestmark = pytest.mark.launch
 STEPS, SAVED_AT = 5, 2
-DATA = ("padded", "packed", "streamed", "mixed", "text", "own-loss", "unshifted")
+DATA = ("padded", "packed", "mixed", "text", "own-loss", "unshifted")
 SHARED = {1: ((8, 1), (2, 4)), 2: ((4, 1), (1, 4), (2, 2))}
 """Ranks -> (batch size of a rank, accumulation), each 8 sequences or rows per step."""
 SHAPES = [f"{world}-{micro}" for world, shapes in SHARED.items() for micro, _ in shapes][1:]
 """Ranks and batch size of the runs that equal the one of 1 rank without accumulation."""
-QUICK = ("padded", "streamed")
+QUICK = ("padded", "packed")
 
 
 OWN_LOSS = """
@@ -71,10 +71,8 @@ def logs(request, options, tiny, tmp_path_factory):
     kinds = {
         "padded": pairs,
         "packed": pairs | {"packing": True},
-        "streamed": pairs | {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 40},
         "mixed": {
-            "data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl")],
-            "data_weights": [2, 1],
+            "data": [str(tiny / "pairs.jsonl"), str(tiny / "texts.jsonl"), str(tiny / "pairs.jsonl")],
             "eval_fraction": 0.1,
         },
         "text": {"data": str(tiny / "texts.jsonl")},
@@ -132,8 +130,6 @@ def logs(request, options, tiny, tmp_path_factory):
         + resumed,
     )
     assert made == needed
-    if "streamed-1-8" in made:
-        logs["data of the stream"] = read_json(folder / "streamed-1-8" / "run.json")["data"]
     return logs | {path.parent.name: read_json(path)["results"]["log"] for path in folder.glob("*/run.json")}
 
 
@@ -149,11 +145,6 @@ def test_a_router_s_auxiliary_loss_counts_once(logs):
         assert steps(logs["router-2-2"], name) == pytest.approx(steps(logs["router-1-2"], name), rel=2e-5), name
     assert steps(logs["router-1-2"], "loss")[0] == pytest.approx(steps(logs["router-1-8"], "loss")[0], rel=2e-5)
     assert steps(logs["router-1-2"], "aux_loss") == pytest.approx(steps(logs["router-1-8"], "aux_loss"), rel=0.3)
-
-
-@pytest.mark.cases("streamed-1-8")
-def test_what_a_stream_left_out_is_counted(logs):
-    assert logs["data of the stream"]["rows"] >= 30 and logs["data of the stream"]["dropped_long"] > 0
 
 
 @pytest.mark.cases("mixing")
@@ -175,7 +166,7 @@ def steps(log: list[dict], name: str) -> list[float]:
     ("kind", "shape"),
     grid(
         product(DATA, SHAPES),
-        [("padded", "2-1"), ("streamed", "1-2"), ("streamed", "2-1"), ("unshifted", "2-1")],
+        [("padded", "2-1"), ("packed", "1-2"), ("packed", "2-1"), ("unshifted", "2-1")],
     ),
 )
 def test_ranks_accumulation_and_batch_size_can_be_exchanged(logs, kind, shape):

@@ -26,8 +26,6 @@ QUICK = [(2, "3", "full", True)]
 KINDS = {
     "padded": {"global_batch_size": 16},
     "packed": {"packing": True, "global_batch_size": 16},
-    "filled": {"batch_tokens": 100, "per_device_train_batch_size": None, "gradient_accumulation_steps": 16},
-    "streamed": {"streaming": True, "shuffle_buffer": 1, "global_batch_size": 16},
 }
 
 

@@ -112,11 +112,6 @@ def test_groups_are_those_of_plain_sums_and_add_up_to_the_last_bit(tiny, data):
     assert groups["position"][0]["group"] == "1 token before" and "8 to 15 tokens before" in str(groups["position"])
 
 
-def test_sources_of_data_without_the_column_that_a_training_has_are_its_files(tiny, data):
-    _, groups = _groups(options_for(tiny, data, group_by=["source"], source_column="not_here"))
-    assert [Path(group["group"]).name for group in groups["source"]] == ["a.jsonl", "b.jsonl"]
-
-
 def test_a_result_is_known_with_the_labels_that_the_data_has_now(tiny, data, tmp_path):
     """The text of the rows is the same, so texts, tokens and windows are too."""
     write_jsonl(

@@ -92,9 +92,9 @@ def test_joined_texts_are_tokenised_once(tokenizer, tmp_path):
     texts = [f"{sentence}\n\né" for sentence in sentences(400)]
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
     (tmp_path / "one.txt").write_text("\n\n".join(texts))
-    joined, one = (windows_of(path, tokenizer, protocol="hf") for path in (rows, tmp_path / "one.txt"))
-    assert joined.tokens.tolist() == one.tokens.tolist() == tokenizer("\n\n".join(texts))["input_ids"]
-    assert joined.hashes() == one.hashes() and len(joined.document_ends) == 1
+    joined, whole = (windows_of(path, tokenizer, protocol="hf") for path in (rows, tmp_path / "one.txt"))
+    assert joined.tokens.tolist() == whole.tokens.tolist() == tokenizer("\n\n".join(texts))["input_ids"]
+    assert joined.hashes() == whole.hashes() and len(joined.document_ends) == 1
     few = windows_of(rows, tokenizer, protocol="hf", max_documents=3)
     assert few.tokens.tolist() == tokenizer("\n\n".join(texts[:3]))["input_ids"]
 

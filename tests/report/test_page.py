@@ -118,7 +118,7 @@ def test_worst_and_best_documents_share_none(tmp_path, number):
 
 @pytest.mark.parametrize(("world", "per_node", "start"), [(8, 8, "dsft train"), (16, 8, "dsft launch train")])
 def test_the_command_of_a_report_gives_the_options_of_the_run(tmp_path, world, per_node, start):
-    words = {"model": "m", "data": ["a.jsonl", "b c.jsonl"], "data_weights": [1, 2], "output_dir": "runs/x", "seed": 7}
+    words = {"model": "m", "data": ["a.jsonl", "b c.jsonl"], "output_dir": "runs/x", "seed": 7}
     words |= {"method": "lora", "lora_r": 4, "learning_rate": 3e-5, "packing": True, "prompt_template": "ü: {a}\n'"}
     words |= {"completion_template": "{b}", "max_steps": 9, "save_minutes": 2.5}
     problems: list[str] = []

@@ -109,7 +109,6 @@ def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
 
     assert dealt() == {"non_blocking": False}  # there is no GPU
     monkeypatch.setattr(f"{arguments}.has_gpu", lambda: True)
-    assert dealt(streaming=True) == {"non_blocking": True, "dispatch_batches": False}
     assert dealt({"non_blocking": False}) == {"non_blocking": False}
     assert dealt(str(tmp_path / "own.json")) == {"non_blocking": True, "even_batches": False}
 
@@ -133,9 +132,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
     many = [
         TrainConfig(training=training),
         TrainConfig(training=training | {"per_device_train_batch_size": 7, "gradient_checkpointing": False}),
-        TrainConfig(training=training, batch_tokens=64),
         TrainConfig(training=training, packing=True),
-        TrainConfig(training=training, streaming=True),
         TrainConfig(training=training | {"activation_checkpointing_kwargs": '{"use_reentrant": true}'}),
     ]
     plain, explicit, filled, packed, stream, reentrant = on_ranks(1, _told, many)[0]
@@ -164,8 +161,6 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         (TrainConfig(), {}, []),
         (TrainConfig(training={"train_sampling_strategy": "random"}), {}, []),
         (TrainConfig(training={"train_sampling_strategy": "random"}, packing=True), {}, ["train_sampling_strategy"]),
-        (TrainConfig(training={"train_sampling_strategy": "random"}, batch_tokens=9), {}, ["train_sampling_strategy"]),
-        (TrainConfig(training={"train_sampling_strategy": "random"}, streaming=True), {}, ["train_sampling_strategy"]),
         (TrainConfig(eval_data=["x"]), {}, []),
         (TrainConfig(eval_data=["x"], eval_fraction=0.1), {}, ["eval_fraction: ignored, because eval_data"]),
         (TrainConfig(training={"use_cpu": True}), {}, ["use_cpu: ignored", "DS_ACCELERATOR=cpu"]),
@@ -216,7 +211,7 @@ def test_arguments_that_would_do_something_else_are_refused_with_a_way_out(name)
     ("given", "parts"),
     [
         ({"accelerator_config": {"split_batches": True}}, ["accelerator_config: split_batches", "global_batch_size"]),
-        ({"accelerator_config": {"dispatch_batches": True}}, ["accelerator_config: dispatch_batches", "streaming"]),
+        ({"accelerator_config": {"dispatch_batches": True}}, ["accelerator_config: dispatch_batches", "leave it out"]),
         (
             {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}},
             ["accelerator_config: num_steps", "gradient_accumulation_steps"],
@@ -395,15 +390,6 @@ def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_
     with pytest.raises(UserError) as error:  # as many as before must be taken: another total is no way out
         keep_global_batch(replace(options, training={MICRO: 8}), path, 3)
     assert "global_batch_size" not in str(error.value) and "smaller per_device_train_batch_size" in str(error.value)
-
-
-def test_a_resume_on_other_ranks_takes_as_many_batches_of_batch_tokens(tmp_path):
-    path = checkpoint(tmp_path, {"world_size": 2, "run_identity": {"sequences per step": 4}})
-    options = TrainConfig(batch_tokens=4096, training={ACCUMULATION: 2})
-    assert values(keep_global_batch(options, path, 1)) == {ACCUMULATION: 4}
-    assert values(keep_global_batch(options, path, 4)) == {ACCUMULATION: 1}
-    with pytest.raises(UserError, match="took 4 batches per step, and so must what follows; 3 ranks cannot share"):
-        keep_global_batch(options, path, 3)
 
 
 @pytest.mark.parametrize("manifest", [None, {"world_size": 2}])

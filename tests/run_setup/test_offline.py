@@ -38,7 +38,6 @@ VARIANTS = {
     "offload": {"zero": "2-offload", BATCH: None, "global_batch_size": 64},
     "packed": {"data": "PAIRS", "packing": True, BATCH: None},
     "pairs": {"data": "PAIRS", "gradient_accumulation_steps": 3},
-    "a budget": {BATCH: None, "batch_tokens": 128},
     "fp32": {"dtype": "float32", "activation_checkpointing": False},
 }
 
@@ -101,33 +100,26 @@ def test_data_that_is_not_here_is_named(asked, capsys):
     assert "the data cannot be read here" in printed and "nowhere.jsonl" in printed
 
 
-WEIGHTED = {"data": ["pairs.jsonl", "texts.jsonl"], "data_weights": [9.0, 1.0]}  # short sequences and full ones
-
-
 PACKED = {"data": "PAIRS", "packing": True}
-BUDGET = {"data": "PAIRS", BATCH: None, "batch_tokens": 64}
 FULL_STEPS = {"data": "PAIRS", BATCH: 1, "dataloader_drop_last": True}
 
 
-@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, PACKED, WEIGHTED, BUDGET, FULL_STEPS])
+@pytest.mark.parametrize("changes", [{}, {"data": "PAIRS"}, PACKED, FULL_STEPS])
 def test_an_epoch_of_prepared_data_has_the_steps_of_a_training(asked, tiny, tmp_path, changes):
-    if "data_weights" in changes:
-        changes = changes | {"data": [str(tiny / name) for name in changes["data"]]}
     config = make_config(TrainConfig, asked(data_cache=str(tmp_path / "tokens"), **changes), [])
     run = resolve_offline(config, EIGHT_GPUS)
     plan = choose_plan(run.job, EIGHT_GPUS, zero=run.options.zero).plan
     assert prepared_epoch(run, plan, EIGHT_GPUS) is None, "nothing is prepared yet"
     data = load_training_data(run.options, list(run.data), [], run.tokenizer)
     tokens, steps, mean_len = prepared_epoch(run, plan, EIGHT_GPUS)
-    per_step = 8 * (1 if config.batch_tokens else plan.micro_batch) * plan.accumulation
+    per_step = 8 * plan.micro_batch * plan.accumulation
     how = {"seed": 0, "step": lambda: 0, "drop_last": config.value("dataloader_drop_last")}
     assert steps * per_step == len(EpochSampler(PaddedToFullSteps(data.items, per_step), **how)) > 0
     drawn = sequences_in(data.items[index] for index in range(len(data.items)))
     trained = min(len(data.items), steps * per_step)  # the others are left out with drop_last
     assert tokens == sum(len(each["input_ids"]) for each in drawn) * trained // len(data.items)
     assert 0 < mean_len <= config.seq_len
-    items = len(data.items) * (plan.micro_batch if config.batch_tokens else 1)
-    assert tokens <= (mean_len + 1) * items, "padding is part of what is fed"
+    assert tokens <= (mean_len + 1) * len(data.items), "padding is part of what is fed"
 
 
 def test_what_fills_no_step_is_left_out_of_a_planned_epoch_as_of_a_training(asked, cheap_traces, tmp_path):
@@ -141,16 +133,6 @@ def test_what_fills_no_step_is_left_out_of_a_planned_epoch_as_of_a_training(aske
     assert rest and prepared_epoch(run, plan, EIGHT_GPUS)[:2] == (tokens, steps)
     with pytest.raises(UserError, match="dataloader_drop_last: the data gives"):
         prepared_epoch(run, dataclasses.replace(plan, accumulation=len(lengths)), EIGHT_GPUS)
-
-
-@pytest.mark.parametrize("batch_tokens", [64, 90])
-def test_a_budget_of_tokens_is_planned_with_all_that_short_sequences_fill_of_it(asked, cheap_traces, batch_tokens):
-    changes = {"data": "PAIRS", BATCH: None, "batch_tokens": batch_tokens}
-    run = resolve_offline(make_config(TrainConfig, asked(**changes), []), EIGHT_GPUS)
-    data = load_training_data(run.options, list(run.data), [], run.tokenizer)
-    lengths = [[len(each["input_ids"]) for each in data.items[index]] for index in range(len(data.items))]
-    most = max(data.rules.width(max(batch)) * len(batch) for batch in lengths)
-    assert most <= run.job.micro_batch * 32 < batch_tokens + 32
 
 
 def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has_its_rank(asked, tiny, tmp_path):

@@ -32,7 +32,6 @@ DRAWN = {
     BATCH: [None, 1, 2, 3],
     ACCUMULATION: [None, None, 1, 4],
     "global_batch_size": [None, None, 8, 9],
-    "batch_tokens": [None, None, None, 128],
     "optim": [None, None, "sgd", "adafactor", "lion_32bit", "nonsense"],
     "activation_checkpointing": [None, True, False],
     "packing": [False, True],

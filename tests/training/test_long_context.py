@@ -29,8 +29,6 @@ EVERY_OTHER = {"every_n_layers": 2, "offload": True}
 KINDS = {
     "padded": {},
     "packed": {"packing": True},
-    "streamed": {"streaming": True, "packing": True, "shuffle_buffer": 7, "seq_len": 42},
-    "budget": {"batch_tokens": 128, "per_device_train_batch_size": None},
     "tiled": {"tiled_loss": True, "tiled_mlp": True},
     "checkpointed": {"activation_checkpointing": True, "packing": True},
     "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": EVERY_OTHER},

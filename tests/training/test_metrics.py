@@ -15,7 +15,7 @@ from dsft.data.batches import Collator
 from dsft.training.metrics import Bottlenecks, RankTimes, Work
 
 pytestmark = pytest.mark.launch
-RUNS = ("files-1", "files-2", "column-1", "column-2", "resumed-1", "logits-2", "streamed-2")
+RUNS = ("files-1", "files-2", "resumed-1", "logits-2")
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,12 @@ def logs(options, tiny, tmp_path_factory):
         "blue": [{"prompt": "blue", "completion": f" {text}", "colour": "blue"} for text in sentences(5, seed=2)],
     }
     files = {name: str(write_jsonl(folder / f"{name}.jsonl", some)) for name, some in rows.items()}
-    both = str(write_jsonl(folder / "both.jsonl", [row for some in zip(*rows.values(), strict=False) for row in some]))
-    rest = str(write_jsonl(folder / "rest.jsonl", rows["red"][5:]))
     common = {"eval_data": files, "eval_on_start": True, "logging_steps": 1, "data_cache": str(folder / "cache")}
-    text = {"data": [files["red"], str(tiny / "texts.jsonl")], "eval_data": None, "eval_on_start": None}
     per_rank = {1: {"per_device_train_batch_size": 16}, 2: {"gradient_accumulation_steps": 4}}
     save = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
     cases = {
         "files": {"data": [*files.values()]},
-        "column": {"data": [both, rest], "source_column": "colour", "packing": True, "tiled_loss": True},
         "logits": {"data": [*files.values()], "tiled_loss": False, "zero": "3"},
-        "streamed": text | {"streaming": True, "packing": True, "shuffle_buffer": 7},
     }
     for world in (2, 1):
         made = [name for name in cases if f"{name}-{world}" in RUNS]
@@ -51,34 +46,6 @@ def logs(options, tiny, tmp_path_factory):
     results = {name: read_json(folder / name / "run.json").get("results") for name in RUNS}
     assert all(results.values()), output
     return results | {"screen": output}
-
-
-@pytest.mark.parametrize("name", ["files-1", "files-2", "column-1", "column-2", "logits-2"])
-def test_the_loss_of_each_source_is_that_of_its_rows(logs, name):
-    before = next(entry for entry in logs[name]["log"] if "eval_loss" in entry)
-    first = next(entry for entry in logs[name]["log"] if "loss" in entry)
-    for source in ("red", "blue"):
-        assert first[f"source_{source}_loss"] == pytest.approx(before[f"eval_{source}_loss"], rel=2e-5)
-        assert first[f"source_{source}_tokens"] == before[f"eval_{source}_tokens"]
-
-
-@pytest.mark.parametrize("name", ["files-2", "column-2", "logits-2", "streamed-2"])
-def test_the_sources_of_a_line_add_up_to_its_loss(logs, name):
-    sources = logs[name]["sources"]
-    for entry in logs[name]["log"]:
-        if "loss" in entry:
-            known = [(entry[f"source_{each}_tokens"], entry.get(f"source_{each}_loss", 0)) for each in sources]
-            tokens = sum(number for number, _ in known)
-            assert entry["loss"] == pytest.approx(sum(number * loss for number, loss in known) / tokens, rel=1e-5)
-    assert sum(source["trained_tokens"] for source in sources.values()) == logs[name]["trained_tokens"]
-
-
-def test_a_run_that_resumes_goes_on_counting_its_sources(logs):
-    whole, resumed = logs["files-1"]["sources"], logs["resumed-1"]["sources"]
-    assert whole.keys() == resumed.keys() == {"red", "blue"}
-    for name, source in whole.items():
-        assert resumed[name]["trained_tokens"] == source["trained_tokens"]
-        assert resumed[name]["nats"] == pytest.approx(source["nats"], rel=1e-6)
 
 
 def test_a_resume_reports_what_other_ranks_or_another_batch_mean_for_the_learning_rate(logs):

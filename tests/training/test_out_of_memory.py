@@ -103,11 +103,9 @@ def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(failed, ph
     )
 
 
-@pytest.mark.parametrize(
-    "batch", [{"per_device_train_batch_size": 64}, {"global_batch_size": 512}, {"batch_tokens": 64 * 256}], ids=str
-)
+@pytest.mark.parametrize("batch", [{"per_device_train_batch_size": 64}, {"global_batch_size": 512}], ids=str)
 def test_the_next_smaller_plan_goes_with_the_batch_that_was_asked_for(options, tmp_path, cheap_traces, batch):
-    """Its flags were refused beside global_batch_size or batch_tokens."""
+    """Its flags were refused beside global_batch_size."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32_000}
     transformers.LlamaConfig(**GATED | sizes).save_pretrained(tmp_path)
     words = {"model": str(tmp_path / "config.json"), "dtype": "bfloat16", "seq_len": 256}
