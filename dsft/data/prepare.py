@@ -266,16 +266,14 @@ def _write(
     workers = 1
     if source.size_bytes >= smallest:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
-    total = source.size_bytes if source.files else None
-    bar = progress_bar(is_shown=show_progress, total=total, desc=f"Preparing {name}", unit="B", unit_scale=True)
+    bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
     with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
         batches = preparation.batches(data.batches(), rules, tokenizer)
         tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
-        for batch, tokens in _tokenised(batches, tokenise_batch, workers=workers):
+        for tokens in _tokenised(batches, tokenise_batch, workers=workers):
             writer.append(tokens)
             watchdog.heartbeat()
-            bar.update(batch.position - bar.n if batch.position else 0)
-            bar.set_postfix_str(f"{writer.size / 1e6:.1f}M tokens", refresh=False)
+            bar.update(len(tokens.ids))
         has_rows = writer.counts["rows"] or data.held_out is None
         if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
             dropped = {name: number for name, number in writer.counts.items() if number and name != "rows"}
@@ -290,7 +288,7 @@ def _write(
 
 def _tokenised(
     batches: Iterator[Batch], tokenise_batch: Callable[[Batch], Tokens], *, workers: int
-) -> Iterator[tuple[Batch, Tokens]]:
+) -> Iterator[Tokens]:
     """Tokenises in the order of the batches, with at most a few of them in memory."""
     if workers == 1:
         # The tokenizer's threads are off elsewhere, for the processes that torch's loader forks (runtime/console.py).
@@ -298,23 +296,22 @@ def _tokenised(
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         try:
             for batch in batches:
-                yield batch, tokenise_batch(batch)
+                yield tokenise_batch(batch)
         finally:
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
     # This process has threads (of the process group, of tokenizers), which a fork would copy half.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenise_batch,))
-    waiting: deque[tuple[Batch, Future]] = deque()
+    waiting: deque[Future] = deque()
     try:
         for batch in batches:
             with _without_program():  # each may start a process
-                waiting.append((batch, pool.submit(_work, batch)))
+                waiting.append(pool.submit(_work, batch))
             if len(waiting) > 2 * workers:
-                batch, future = waiting.popleft()
-                yield batch, future.result()
-        for batch, future in waiting:
-            yield batch, future.result()
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
     except BrokenProcessPool:
         problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
         raise UserError(problem) from None

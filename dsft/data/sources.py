@@ -4,13 +4,14 @@ A hub data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a spli
 
 Of files each row has its number, and an error names file and line; only a .json file that is one list is held whole.
 `datasets` reads hub data sets alone: in files it guesses the types of columns over all rows, fills the keys that other
-rows have with None, loses line numbers, and takes a cut Arrow stream for a whole one.
+rows have with None, and loses line numbers.
 """
 
 import bz2
 import csv
 import functools
 import glob
+import gzip
 import io
 import itertools
 import json
@@ -21,7 +22,6 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from os.path import getsize
@@ -30,11 +30,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
-import zstandard
 
 from dsft.config import user_code
 from dsft.config.options import DataFields
-from dsft.config.reader import DuplicateKey, unique_keys
 from dsft.errors import UserError, one_line
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
@@ -44,16 +42,8 @@ SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py)."""
-COMPRESSED: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-}
-"""Ending -> what decompresses one stream of such a file, and knows where it ends."""
-CUT_OFF = "its end is missing: it was cut off, as by a full disk or a download that broke off"
-COMPRESSED_BYTES = 1 << 13  # of a compressed file, that are decompressed at once
+"""Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py, SPLIT_KEYWORDS)."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings after those of text
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
 MOST_TEXT_BYTES = 1 << 30  # of a text file: it is one document, and one call of the tokenizer
 NEAR_CUT = 1000  # characters within which a text is cut at a blank
@@ -72,16 +62,12 @@ class Row(NamedTuple):
         return "(none)" if value is None else str(value)
 
 
-Rows = Iterator[tuple[Row, int]]  # (row, bytes of the file read so far)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Some rows of one file or hub data set."""
 
     rows: list[Row]
     place: str  # the file, or the data set's name
-    position: int = 0  # bytes of the source read up to here; 0 where that is not known
     first: int = 0  # documents before it (evaluation)
     left_out: int = 0  # rows between those of `rows` that `map_row` left out
 
@@ -124,16 +110,10 @@ class Source:
 
     def batches(self) -> Iterator[Batch]:
         """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
-        loaded = () if self.files else _load_from_hub(*self.hub)
-        hub_rows = ((Row(dict(values), number), 0) for number, values in enumerate(loaded, start=1))
-        before = 0
         for place in self.files or self.hub[:1]:
             batch: list[Row] = []
-            size = position = left_out = 0
-            is_text = bool(self.files) and ending(place) == ".txt"
-            for row, position in read_file(place) if self.files else hub_rows:
-                if is_text:
-                    row = row._replace(values={self.text_column: row.values["text"]})
+            size = left_out = 0
+            for row in self._rows_of(place):
                 if self.map_row:
                     where = functools.partial(Batch(rows=[], place=place).where, row)
                     if (values := user_code.mapped(self.map_row, row.values, where)) is None:
@@ -143,11 +123,17 @@ class Source:
                 batch.append(row)
                 size += _characters(row.values)
                 if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
-                    yield Batch(rows=batch, place=place, position=before + position, left_out=left_out)
+                    yield Batch(rows=batch, place=place, left_out=left_out)
                     batch, size, left_out = [], 0, 0
             if batch or left_out:
-                yield Batch(rows=batch, place=place, position=before + position, left_out=left_out)
-            before += getsize(place) if self.files else 0
+                yield Batch(rows=batch, place=place, left_out=left_out)
+
+    def _rows_of(self, place: str) -> Iterator[Row]:
+        if not self.files:
+            for number, values in enumerate(_load_from_hub(*self.hub), start=1):
+                yield Row(dict(values), number)
+        for row in read_file(place) if self.files else ():
+            yield Row({self.text_column: row.values["text"]}, 1) if ending(place) == ".txt" else row
 
     def first_batch(self) -> Batch:
         for batch in self.batches():
@@ -267,10 +253,13 @@ def _splits_of(files: list[Path]) -> list[str]:
 def ending(path: str | Path) -> str:
     """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
+    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
+    if is_compressed:
         suffixes.pop()
     suffix = OTHER_NAMES.get(suffixes[-1], suffixes[-1]) if suffixes else ""
-    return suffix if suffix in ENDINGS else ""
+    if suffix not in ENDINGS or (is_compressed and suffix in (".parquet", ".arrow")):
+        return ""
+    return suffix
 
 
 def is_path(entry: str) -> bool:
@@ -305,7 +294,7 @@ def _characters(value: Any) -> int:
 # Files
 
 
-def read_file(path: str) -> Rows:
+def read_file(path: str) -> Iterator[Row]:
     """Reads the rows of one file; UserError names file and line."""
     if getsize(path) == 0:
         raise UserError(f"{path} is empty")
@@ -318,179 +307,108 @@ def read_file(path: str) -> Rows:
     }
     try:
         yield from reader.get(ending(path), _read_json)(path)
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, csv.Error, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read as {ending(path)[1:]}: {one_line(error)}") from None
 
 
-class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, one stream after the other. Libraries' own readers take a zstd file that ends
-    within a stream, and bytes after one that begin no other, for the end of the file.
-    """
-
-    def __init__(self, raw: BinaryIO, new_stream: Callable[[], Any]):
-        self.raw, self.new_stream, self.stream = raw, new_stream, new_stream()
-        self.content = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.content:
-            data = b""
-            if self.stream.eof:
-                data = self.stream.unused_data.lstrip(b"\0")  # tapes and xz fill up with zeros
-                while not data:
-                    if not (data := self.raw.read(COMPRESSED_BYTES)):
-                        return 0
-                    data = data.lstrip(b"\0")
-                self.stream = self.new_stream()
-            elif not (data := self.raw.read(COMPRESSED_BYTES)):
-                raise EOFError(CUT_OFF)
-            self.content = memoryview(self.stream.decompress(data))
-        size = min(len(buffer), len(self.content))
-        buffer[:size], self.content = self.content[:size], self.content[size:]
-        return size
+def _open_zstd(path: str, mode: str) -> BinaryIO:
+    # The package zstandard takes a file that ends within a frame for a whole one.
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(path, mode), "zstd"))
 
 
-@contextmanager
-def _open(path: str) -> Iterator[tuple[io.BufferedReader, BinaryIO]]:
-    """Opens (content, the file itself, whose position is what has been read so far)."""
-    new_stream = COMPRESSED.get(Path(path).suffix.lower())
-    with open(path, "rb") as raw:
-        yield (io.BufferedReader(_Decompressed(raw, new_stream), 1 << 20) if new_stream else raw), raw
+def _open(path: str) -> BinaryIO:
+    opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+    return opener.get(Path(path).suffix.lower(), open)(path, "rb")
 
 
-def _lines(path: str) -> Iterator[tuple[int, str, int]]:
-    with _open(path) as (content, raw):
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    with _open(path) as content:
         for number, line in enumerate(content, start=1):
             try:
-                yield number, line.decode(), raw.tell()
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 problem = f"not valid UTF-8 ({error.reason} at byte {error.start} of the line)"
                 raise UserError(f"{path}, line {number}: {problem}") from None
 
 
-def _parsed(text: str, place: str, *, line: int | None = None) -> Any:
-    """Parses the JSON of a line, or of a whole file."""
-    at = f"{place}, line {line}" if line else place
-    try:
-        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique_keys)
-    except DuplicateKey as error:
-        raise UserError(f"{at}: duplicate column {error}{'' if line else ' in a row'}") from None
-    except json.JSONDecodeError as error:
-        at, shown = (at, f": {text.strip()[:80]}") if line else (f"{place}, line {error.lineno}", "")
-        raise UserError(f"{at}: not valid JSON ({error.msg} at column {error.colno}){shown}") from None
-    except (RecursionError, ValueError) as error:  # the second: a number of more than 4,300 digits
-        why = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-        shown = f": {text.strip()[:80]}" if line else ""
-        raise UserError(f"{at}: not valid JSON ({why}){shown}") from None
-
-
-def _read_json(path: str) -> Rows:
+def _read_json(path: str) -> Iterator[Row]:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
-    text, size = b"", getsize(path)
+    text = b""
     if ending(path) == ".json":
-        with _open(path) as (content, _):
-            if content.peek().lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        with _open(path) as content:
+            if content.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 text = content.read()
     if text:
         try:
-            listed = _parsed(text.decode("utf-8-sig"), path)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not valid UTF-8 ({error.reason} at byte {error.start})") from None
-        del text  # the rows hold its content
-        rows = ((f"row {number}", number, row, size * number // len(listed)) for number, row in enumerate(listed, 1))
+            rows = list(enumerate(json.loads(text.decode("utf-8-sig")), start=1))
+        except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
+            raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
     else:
-        # Messages about a .json count rows, of lines too (`Batch.where`).
-        by_line, lines = ending(path) == ".jsonl", (each for each in _lines(path) if each[1].strip())
-        rows = (
-            (f"line {line}", line if by_line else number, _parsed(text, path, line=line), position)
-            for number, (line, text, position) in enumerate(lines, start=1)
-        )
-    for place, number, row, position in rows:
+        rows = _parsed_lines(path)
+    for number, row in rows:
         if not isinstance(row, dict):
-            raise UserError(f"{path}, {place}: expected a JSON object, got {type(row).__name__}")
-        yield Row(row, number), position
+            place = Batch(rows=[], place=path).where(Row({}, number))
+            raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
+        yield Row(row, number)
 
 
-def _read_csv(path: str) -> Rows:
-    position = 0
+def _parsed_lines(path: str) -> Iterator[tuple[int, Any]]:
+    number_of_rows = 0
+    for line, text in _lines(path):
+        if not text.strip():
+            continue
+        number_of_rows += 1
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {line}: not valid JSON ({one_line(error)}): {text.strip()[:80]}") from None
+        yield (line if ending(path) == ".jsonl" else number_of_rows), row  # as `Batch.where` calls them
 
-    def lines() -> Iterator[str]:
-        nonlocal position
-        for number, line, position in _lines(path):  # noqa: B007
-            yield line.removeprefix("\ufeff") if number == 1 else line
 
-    # By default 128 KiB, which a text column exceeds. It stays: another file may be read at the same time.
+def _read_csv(path: str) -> Iterator[Row]:
+    # By default 128 KiB, which a text column exceeds.
     csv.field_size_limit(1 << 30)
-    reader = csv.reader(lines(), delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
-    try:
-        header = next(reader, [])
-        _check_columns(header, f"{path}, line 1")
+    lines = (text for _, text in _lines(path))
+    reader = csv.reader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+    header = next(reader, [])
+    if len(set(header)) < len(header):
+        raise UserError(f"{path}, line 1: two columns have one name ({', '.join(header)})")
+    line = reader.line_num + 1
+    for values in reader:
+        if values and len(values) != len(header):
+            columns = f"{len(header)} columns ({', '.join(header)})"
+            raise UserError(f"{path}, line {line}: {len(values)} values for {columns}")
+        if values:
+            yield Row(dict(zip(header, values, strict=True)), line)
         line = reader.line_num + 1
-        for values in reader:
-            if values and len(values) != len(header):
-                columns = f"{len(header)} columns ({', '.join(header)})"
-                raise UserError(f"{path}, line {line}: {len(values)} values for {columns}")
-            if values:
-                yield Row(dict(zip(header, values, strict=True)), line), position
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from None
 
 
-def _check_columns(names: list[str], place: str) -> None:
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{place}: duplicate column {twice[0]!r}")
-
-
-def _read_columnar(path: str) -> Rows:
+def _read_columnar(path: str) -> Iterator[Row]:
     """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
-    if Path(path).suffix.lower() in COMPRESSED:  # held in memory: neither is read from its beginning to its end
-        with _open(path) as (content, _):
-            opened = pyarrow.BufferReader(content.read())
-    else:
-        opened = open(path, "rb") if ending(path) == ".parquet" else pyarrow.memory_map(path)  # noqa: SIM115
-    number_of_rows = None
-    with opened as file:
-        is_stream = False
+    with pyarrow.memory_map(path) as file:
         if ending(path) == ".parquet":
-            parquet = pyarrow.parquet.ParquetFile(file)
-            names, number_of_rows = parquet.schema_arrow.names, parquet.metadata.num_rows
-            batches = parquet.iter_batches(batch_size=256)  # rows decoded at once
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256)  # rows decoded at once
         else:
             try:
-                reader, is_stream = pyarrow.ipc.open_stream(file), True
-                batches = reader
+                batches = pyarrow.ipc.open_stream(file)
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(file)
                 batches = map(reader.get_batch, range(reader.num_record_batches))
-            names = reader.schema.names
-        _check_columns(names, path)
-        size, number, position = getsize(path), 0, file.tell()
+        number = 0
         for batch in batches:
-            position = file.tell()
-            for index in range(len(batch)):
-                number, row = number + 1, {}
-                for name in names:
-                    try:
-                        row[name] = batch.column(name)[index].as_py()
-                    except UnicodeDecodeError as error:
-                        problem = f"not valid UTF-8 ({error.reason} at byte {error.start})"
-                        raise UserError(f"{path}, row {number}: {problem}") from None
-                    except (ArithmeticError, LookupError, ValueError) as error:  # a date after 9999, an unknown zone
-                        problem = f"column {name!r} holds a value that Python has not ({one_line(error)})"
-                        raise UserError(f"{path}, row {number}: {problem}; leave the column out") from None
-                yield Row(row, number), size * number // number_of_rows if number_of_rows else 0
-        if is_stream and file.tell() == position:  # pyarrow does without the mark at a stream's end
-            raise EOFError(CUT_OFF)
+            try:
+                rows = batch.to_pylist()
+            except (ArithmeticError, LookupError, ValueError) as error:  # a date after 9999, text that is not UTF-8
+                problem = f"a value that Python cannot hold ({one_line(error)})"
+                raise UserError(f"{path}, after row {number}: {problem}; leave its column out") from None
+            for row in rows:
+                number += 1
+                yield Row(row, number)
 
 
-def _read_text(path: str) -> Rows:
+def _read_text(path: str) -> Iterator[Row]:
     """Reads the file as one document."""
-    with _open(path) as (content, _):
+    with _open(path) as content:
         encoded = content.read(MOST_TEXT_BYTES + 1)
     if len(encoded) > MOST_TEXT_BYTES:
         raise UserError(f"{path} is one text of more than 1 GiB; use jsonl, with one document on each line")
@@ -500,4 +418,4 @@ def _read_text(path: str) -> Rows:
         line = 1 + encoded.count(b"\n", 0, error.start)
         raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason})") from None
     if text:
-        yield Row({"text": text}, 1), getsize(path)
+        yield Row({"text": text}, 1)
