@@ -48,7 +48,7 @@ from dsft.units import IGNORED
 
 
 def rules_of(*columns: str, **options) -> FormatRules:
-    return format_rules([Row(dict.fromkeys(columns), 1)], TrainConfig(**options))
+    return format_rules([Row(dict.fromkeys(columns, "a"), 1)], TrainConfig(**options))
 
 
 @pytest.fixture(scope="module")
