@@ -9,10 +9,8 @@ Templates are not parsed: neither their {% generation %} markers nor their roles
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
@@ -57,7 +55,6 @@ class _Answer:
     prompt: str | None  # the generation prompt that `text` begins with; None if the template has none for it
     start: int  # of what is trained
     content_start: int  # where its reasoning has ended
-    content: tuple[int, int]  # where its content stands, or else its calls
     last: int  # the end of its last part
     end: int  # of the token that ends the turn, if there is one
     ends_open: bool
@@ -124,10 +121,8 @@ class _ChatRenderer:
         """Makes the sequences of all wanted answers."""
         whole = self.render(self.source)
         self.check_messages(whole)
-        if self.rules.train_on == "all":
-            return [self.all_trained(whole)]
-        if self.rules.keep_all:
-            return [self.one_sequence(whole, self.wanted)]
+        if self.rules.train_on == "all" or self.rules.keep_all:
+            return [self.one_sequence(whole)]
         sequences: list[Rendered] = []
         for turn in reversed(self.wanted):
             answer = self.answer(turn)
@@ -248,7 +243,6 @@ class _ChatRenderer:
             prompt=prompt,
             start=start,
             content_start=content_start,
-            content=spans[min(len(spans) - 1, bool(thought))],
             last=last,
             end=stops[-1].end() if stops else len(text.rstrip()),
             ends_open=not stops,
@@ -299,15 +293,10 @@ class _ChatRenderer:
         return None
 
     def locate(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
-        """Finds an answer in the one rendering that there is, also if it is rendered otherwise there."""
+        """Finds an answer in the one rendering that there is, also without its reasoning and with another end."""
         prompt = _THINKING_OPENS.sub("", answer.prompt or "")
         begins = _count_shared(prompt, text)
-        for start, end in (
-            (answer.start, answer.end),
-            (answer.content_start, answer.end),
-            (answer.content_start, answer.last),
-            answer.content,
-        ):
+        for start, end in ((answer.start, answer.end), (answer.content_start, answer.last)):
             position = text.find(answer.text[start:end], begins)
             if position < 0:
                 continue
@@ -318,35 +307,26 @@ class _ChatRenderer:
             return position, stop, answer.weight
         return None
 
-    def one_sequence(self, whole: str, turns: list[int]) -> Rendered:
+    def one_sequence(self, whole: str) -> Rendered:
         """Makes a sequence of the whole chat, in which answers are found as they are rendered."""
+        trains_all = self.rules.train_on == "all"
+        if trains_all and any(self.weight(turn) != 1 for turn in range(len(self.source))):
+            raise ValueError(
+                "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
+            )
         sequence = Rendered(text=whole, spans=[], ends_open=False)
-        for turn in turns:
+        for turn in self.wanted:
             answer = self.answer(turn)
-            span = self.locate(answer, whole)
-            if span is None:
-                self.unrendered(self.not_rendered(turn, "content"))
-                continue
             if answer.ends_open and turn == len(self.source) - 1:
                 sequence.text = whole.rstrip()
                 sequence.ends_open = True
-            sequence.spans.append(span)
-        return sequence
-
-    def all_trained(self, whole: str) -> Rendered:
-        """Makes the sequence of train_on: all. The last message may end open, and answers may have other weights."""
-        turns = []
-        for turn, message in enumerate(self.source):
-            if message["role"] == "assistant" and (self.weight(turn) != 1 or turn == len(self.source) - 1):
-                turns.append(turn)
-            elif message["role"] != "assistant" and self.weight(turn) != 1:
-                raise ValueError(
-                    f"message {turn + 1} ({message['role']}) has the weight {self.weight(turn):g}, and train_on: all"
-                    " trains it; only turns of an assistant can have a weight"
-                )
-        sequence = self.one_sequence(whole, turns)
-        weighted = sequence.spans if any(weight != 1 for *_, weight in sequence.spans) else []
-        sequence.spans = [(0, len(sequence.text), 1), *weighted]
+            span = self.locate(answer, whole)
+            if span is None and not trains_all:
+                self.unrendered(self.not_rendered(turn, "content"))
+            elif not trains_all:
+                sequence.spans.append(span)
+        if trains_all:
+            sequence.spans = [(0, len(sequence.text), 1)]
         return sequence
 
 
@@ -362,16 +342,9 @@ def _parts_of(message: Message) -> list[tuple[str, str]]:
         parts.append(("name", message.get("name", "")))
     for call in message.get("tool_calls", []):
         parts.append(("tool call", call["function"]["name"]))
-        parts += [("tool call", text) for text in _texts_in(call["function"]["arguments"])]
+        values = call["function"]["arguments"].values()
+        parts += [("tool call", value) for value in values if isinstance(value, str)]
     return [(kind, text.strip()) for kind, text in parts if text.strip()]
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(item)
 
 
 def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
@@ -402,7 +375,7 @@ class _Forms:
     """How a template takes messages, found by rendering small ones, and the tokens it can end them with."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
-        self.parts = self.json_arguments = False
+        self.parts = False
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -413,15 +386,7 @@ class _Forms:
             except TEMPLATE_ERRORS:
                 return ""
 
-        def calling(arguments: Any) -> Message:
-            function = {"name": "lookup", "arguments": arguments}
-            return {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "id": "call00001", "function": function}],
-            }
-
-        # Content as a list of parts, else as text; arguments of a call as JSON text, else as an object.
+        # Content as a list of parts, else as text.
         question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
         parts = [
             message | {"content": [{"type": "text", "text": message["content"]}]} for message in (question, answer)
@@ -429,8 +394,6 @@ class _Forms:
         if "question" not in render(question, answer) and "question" in render(*parts):
             self.parts = True
             question, answer = parts
-        as_object, as_json = render(question, calling({"key": "value"})), render(question, calling('{"key": "value"}'))
-        self.json_arguments = "lookup" not in as_object and "lookup" in as_json
         # Special tokens after an answer that only the end of a chat has, as Phi-3's <|endoftext|>.
         text, longer = render(question, answer), render(question, answer, question)
         alone, followed = (
@@ -445,12 +408,6 @@ class _Forms:
         message = {key: value for key, value in message.items() if key != "weight" and value is not None}
         if self.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
-        if self.json_arguments and message.get("tool_calls"):  # as a server gives them
-            dumps = partial(json.dumps, ensure_ascii=False)
-            message["tool_calls"] = [
-                call | {"function": call["function"] | {"arguments": dumps(call["function"]["arguments"])}}
-                for call in message["tool_calls"]
-            ]
         return message
 
 

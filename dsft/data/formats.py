@@ -113,7 +113,6 @@ class FormatRules:
     drop_unrendered: bool = False
     drop_keys: tuple[str, ...] = ()
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
-    grouped_by: tuple[str, ...] = ()  # columns that would be refused and that are read for groups or sources
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
@@ -181,12 +180,12 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
     is_evaluation = isinstance(config, EvalConfig)
     values = {option: getattr(config, option) for option in options}
+    read_for_groups = [column for column in columns_of_groups(config) if column in (*UNREADABLE, *VERDICTS)]
     return FormatRules(
-        **values | {"drop_keys": tuple(config.drop_keys)},
+        **values | {"drop_keys": (*config.drop_keys, *read_for_groups)},
         format=name,
         has_chat_pairs=name == "prompt_completion" and isinstance(rows[0].values.get("completion"), list),
         keep_all=is_evaluation,
-        grouped_by=tuple(name for name in columns_of_groups(config) if name in (*UNREADABLE, *VERDICTS)),
     )
 
 
@@ -242,9 +241,7 @@ def read_columns(rules: FormatRules, *, has_template: bool) -> frozenset[str]:
     """Returns the columns that are read of a source's rows, by `canonical` and for groups."""
     is_chat = Chat in rules.forms and (has_template or rules.forms == {Chat})
     beside = CHAT_COLUMNS if is_chat else ()
-    return frozenset(
-        {*_columns_of(rules.format, rules), *MORE_COLUMNS.get(rules.format, ()), *beside, *rules.grouped_by}
-    )
+    return frozenset({*_columns_of(rules.format, rules), *MORE_COLUMNS.get(rules.format, ()), *beside})
 
 
 def unused_columns(rows: list[Row], rules: FormatRules, *, has_template: bool) -> tuple[str, ...]:
@@ -286,13 +283,12 @@ def _pair(prompt: str, completion: str) -> Pair:
 
 
 def _from_template(row: dict[str, Any], rules: FormatRules) -> Text | Pair:
-    values = {}
     for name in template_columns(rules):
-        is_plain = isinstance(row.get(name), str | int | float)
-        values[name] = row[name] if is_plain else _column(row, name)
-    completion = rules.completion_template.format(**values)
+        if not isinstance(row.get(name), int | float):
+            _column(row, name)
+    completion = rules.completion_template.format(**row)
     if rules.prompt_template:
-        return _pair(rules.prompt_template.format(**values), completion)
+        return _pair(rules.prompt_template.format(**row), completion)
     return Text(text=completion)
 
 
@@ -307,12 +303,7 @@ def template_columns(config: DataFields | FormatRules) -> set[str]:
             raise ValueError(
                 f"{key}={template!r}: {error}; write columns as {{name}}, and braces themselves as {{{{ and }}}}"
             ) from None
-        for _, name, form, conversion in parts:
-            if name is None:
-                continue
-            if not name.isidentifier() or form or conversion:
-                raise ValueError(f"{key}={template!r}: {{{name}}} must be the plain name of a column")
-            names.add(name)
+        names |= {name for _, name, _, _ in parts if name is not None}
     return names
 
 
@@ -353,28 +344,21 @@ def _from_alpaca(row: dict[str, Any], rules: FormatRules, *, has_template: bool)
 
 
 def _system(row: dict[str, Any]) -> str:
-    """Reads the column of the system message; empty where there is none."""
-    given = {name: _column(row, name) for name in SYSTEM_COLUMNS if row.get(name)}
-    if len(set(given.values())) > 1:
-        raise ValueError(f"columns {' and '.join(given)} differ; keep one")
-    return next(iter(given.values()), "")
+    """Reads the column of the system message; empty if there is none."""
+    names = [name for name in SYSTEM_COLUMNS if row.get(name)]
+    return _column(row, names[0]) if names else ""
 
 
 def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_from: int = 0) -> Chat:
     """Brings messages of every shape into one, with what stands beside them in the row."""
-    if isinstance(messages, str):
-        messages = _json(messages, "messages is text and not JSON")
-    if not isinstance(messages, list) or not messages:
+    messages = _parsed(messages, "messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(given, dict) for given in messages):
         raise ValueError("messages must be a list of {role, content}")
     tools = _tools(row)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools if _is_function(tool)}
     chat: list[Message] = []
     before, first_answer, thought = None, 0, ""
     for number, given in enumerate(messages, start=1):
-        if isinstance(given, str):
-            given = _json(given, f"message {number} is text and not JSON")
-        if not isinstance(given, dict):
-            raise ValueError("messages must be a list of {role, content}")
         given = {key: value for key, value in given.items() if value is not None and key not in rules.drop_keys}
         if given.get("channel") == "analysis":
             thought += given.get("content", "")
@@ -402,10 +386,8 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     if thought:
         raise ValueError("the last message is of the channel analysis, and no answer follows it")
     answers = [message for message in chat[first_answer:] if message["role"] == "assistant"]
-    if not answers:
-        raise EmptyAnswer("no turn of an assistant")
     if not any(message.get("weight", 1) for message in answers):
-        raise EmptyAnswer("every turn of an assistant has weight 0")
+        raise EmptyAnswer("no turn of an assistant, or each has weight 0")
     if system := _system(row):
         if chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": system})
@@ -452,16 +434,12 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
         content = "".join(_text_of_part(part, place) for part in content)
     is_call = ROLES[role] == "tool_call"
     if is_call:
-        calls = _json(content, f"{place} must hold the call as JSON")
+        calls = _parsed(content, f"{place}: the call")
         content = ""
     elif given.get("function_call"):  # OpenAI's form before tool_calls
         calls = [{"function": given["function_call"]}]
-    if isinstance(calls, str):
-        calls = _json(calls, f"{place}: tool_calls is text and not JSON")
-    if isinstance(calls, dict):
-        calls = [calls]
-    if not isinstance(calls, list):
-        raise ValueError(f"{place}: tool_calls must be a list; it is a {type(calls).__name__}")
+    calls = _parsed(calls, f"{place}: tool_calls")
+    calls = calls if isinstance(calls, list) else [calls]
     if not isinstance(content, str) and not (content is None and calls):
         raise ValueError(f"{place} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
     message: Message = {"role": "assistant" if is_call else ROLES[role], "content": content or ""}
@@ -481,13 +459,11 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
 
 
 def _text_of_part(part: Any, place: str) -> str:
-    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
-        part = part.get("text")
-    if isinstance(part, dict):
-        raise ValueError(f"{place} holds a part of the type {part.get('type')!r}; only text can be trained")
-    if not isinstance(part, str):
-        raise ValueError(f"{place} holds a part that is not text but {type(part).__name__}")
-    return part
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise ValueError(f"{place} holds a part of the type {kind!r}; only text can be trained")
+    return text
 
 
 def _weight(given: dict[str, Any], place: str) -> float:
@@ -497,10 +473,10 @@ def _weight(given: dict[str, Any], place: str) -> float:
             f"{place} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
         )
     for key in TURN_FLAGS:
-        if key != "label" and not isinstance(given.get(key), bool | None):
-            raise ValueError(f"{place}: {key} is {given[key]!r:.40}; use true, false, or weight")
-        if given.get(key) is False:
-            weight = 0
+        flag = given.get(key, True)
+        if flag not in (True, False):
+            raise ValueError(f"{place}: {key} is {flag!r:.40}; use true, false, or weight")
+        weight *= flag
     return weight
 
 
@@ -515,23 +491,17 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not names:
         return []
     given = row[names[0]]
-    if isinstance(given, str):  # columns of Parquet hold them as JSON, since their schemas differ
-        given = _json(given, f"{names[0]} is no JSON") if given.strip() else []
-    else:
-        given = _without_nulls(given)
-    if not isinstance(given, list):
-        raise ValueError(f"{names[0]} must be a list; it is a {type(given).__name__}")
-    tools = []
-    for tool in given:
-        if isinstance(tool, str):
-            tool = _json(tool, "a tool is no JSON")
-        if not isinstance(tool, dict):
-            raise ValueError(f"{names[0]} must be a list of objects; it holds {tool!r:.80}")
+    # Columns of Parquet hold them as JSON, since their schemas differ.
+    tools = (
+        _parsed(given, f"column {names[0]!r}") if isinstance(given, str) else _without_nulls(_parsed(given, "a tool"))
+    )
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"column {names[0]!r} must be a list of objects")
+    for number, tool in enumerate(tools):
         # Servers give templates tools. `functions`, LLaMA-Factory's `tools` and OpenAI's Responses are functions alone.
         if "name" in tool and "function" not in tool and tool.get("type", "function") == "function":
             function = {key: value for key, value in tool.items() if key != "type"}
-            tool = {"type": "function", "function": function}
-        tools.append(tool)
+            tools[number] = {"type": "function", "function": function}
     return tools
 
 
@@ -547,7 +517,7 @@ def _call(call: Any, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
     name = function["name"]
     arguments = function.get("arguments") or function.get("parameters") or {}
     if isinstance(arguments, str):
-        arguments = _json(arguments, f"{place}: the arguments of {name} must be a JSON object")
+        arguments = _parsed(arguments, f"{place}: the arguments of {name}")
     else:
         arguments = _real_values(arguments, schemas.get(name))
     if not isinstance(arguments, dict):
@@ -593,8 +563,13 @@ def _real_values(value: Any, schema: Any) -> Any:
     return real
 
 
-def _json(text: Any, problem: str) -> Any:
-    try:
-        return json.loads(text)
-    except (TypeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{problem} ({error})") from None
+def _parsed(value: Any, place: str) -> Any:
+    """Reads JSON that is text, also that of the items of a list."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{place} must be JSON ({error})") from None
+    if isinstance(value, list):
+        value = [_parsed(item, place) if isinstance(item, str) else item for item in value]
+    return value

@@ -12,7 +12,6 @@ from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from dsft.config.options import DataFields
@@ -83,7 +82,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                     rendered, notes = render_chat(sample, tokenizer, rules)
                     sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
-                    kind = "the chat template raised: " if isinstance(error, TemplateError | ArithmeticError) else ""
+                    kind = "" if isinstance(error, ValueError) else "the chat template raised: "
                     builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
                     continue
                 for name, why in notes.items():

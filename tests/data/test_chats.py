@@ -402,24 +402,19 @@ def test_a_turn_s_weight_is_that_of_its_tokens_also_where_turns_become_sequences
         assert {*tokens.weights[of_first]} == {0.5} and {*tokens.weights[tokens.trained & ~of_first]} == {3.0}
 
 
-def test_where_all_tokens_are_trained_an_answer_keeps_its_weight():
-    tokenizer = tokenizer_for("qwen2_5")
-    first, second, third, fourth = CHATS["two turns"]["messages"]
-    for weight in (0.5, 0):
-        tokens = made({"messages": [first, second | {"weight": weight}, third, fourth]}, tokenizer, train_on="all")
-        weights = tokens.trained if tokens.weights is None else tokens.weights
-        assert tokenizer.decode(tokens.ids[1:][weights[1:] == weight]) == "Reply one.<|im_end|>"
-        assert (weights[1:][weights[1:] != weight] == 1).all()
-    with pytest.raises(UserError, match="message 1 .user. has the weight 0.5, and train_on: all trains it"):
-        made({"messages": [first | {"weight": 0.5}, second]}, tokenizer, train_on="all")
-    assert made({"messages": [first | {"weight": 0.5}, second]}, tokenizer).weights is None
+def test_where_all_tokens_are_trained_weights_are_refused():
+    first, second = CHATS["one turn"]["messages"]
+    for messages in ([first, second | {"weight": 0.5}], [first | {"weight": 0.5}, second]):
+        with pytest.raises(UserError, match="train_on: all trains every token alike"):
+            made({"messages": messages}, tokenizer_for("qwen2_5"), train_on="all")
+    assert made({"messages": [first | {"weight": 0.5}, second]}, tokenizer_for("qwen2_5")).weights is None
 
 
 @pytest.mark.parametrize(
     "given",
     [
         *({"weight": weight} for weight in (-1, float("nan"), float("inf"), 10**400, 1e7, True, "0.5", [1])),
-        *({key: value} for key in ("train", "loss") for value in (0, 0.5, "false")),
+        *({key: value} for key in ("train", "loss") for value in (0.5, "false")),
     ],
 )
 def test_a_weight_that_is_none_is_refused_in_one_line(given):
@@ -476,7 +471,7 @@ def test_calls_of_every_shape_become_the_same_tokens():
             "It rains.<|im_end|>",
         ]
     ]
-    for bad, message in (("{", "must be a JSON object"), ("[1]", "must be an object")):
+    for bad, message in (("{", "must be JSON"), ("[1]", "must be an object")):
         wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": bad}}]}
         with pytest.raises(UserError, match=rf"message 2 \(assistant\): the arguments of weather {message}"):
             made({"messages": [ask, wrong]}, tokenizer)

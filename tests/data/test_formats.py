@@ -172,8 +172,6 @@ def test_two_system_messages_that_differ_are_refused():
     turns = [{"role": "system", "content": "be brief"}, *TURNS]
     with pytest.raises(ValueError, match="the system message differs from the column of it"):
         made({"messages": turns, "system": "be kind"})
-    with pytest.raises(ValueError, match="columns system and system_prompt differ"):
-        made({"messages": TURNS, "system": "be kind", "system_prompt": "be brief"})
 
 
 @pytest.mark.parametrize("key", ["train", "loss", "training", "label"])

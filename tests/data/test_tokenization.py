@@ -139,7 +139,7 @@ def test_the_users_own_templates(tokenizer):
     assert tokenizer.decode(text.ids) == "2+2 = 4<|end|>" and text.trained.all()
     for template, message in (
         ("{question", "expected '}'"),
-        ("{question.x}", "must be the plain name"),
+        ("{question.x}", "names the column question.x"),
         ("{nothing}", "names the column nothing; there are question, answer"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -251,12 +251,9 @@ def test_tools_reach_the_template(tokenizer):
     assert tokenizer.decode(made([{"messages": CHAT, "tools": [json.dumps(tool)]}], whole).ids).startswith(
         f"{tool['function']['name']}<|system|>"
     )
-    for tools, problem in (("[{", "tools is no JSON"), (["look_up"], "a tool is no JSON"), ([1], "a list of objects")):
+    for tools, problem in (("[{", "must be JSON"), (["look_up"], "must be JSON"), ([1], "a list of objects")):
         with pytest.raises(UserError, match=problem):
             made([{"messages": CHAT, "tools": tools}], shows)
-    for tool in (None, [], ""):
-        with pytest.raises(UserError, match="tools? .*(list of objects|no JSON)"):
-            made([{"messages": CHAT, "tools": [tool]}], shows)
 
 
 @pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
