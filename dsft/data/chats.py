@@ -99,7 +99,8 @@ class _ChatRenderer:
         answers = [turn for turn in turns if self.source[turn]["role"] == "assistant"]
         if rules.train_on == "last":
             answers = answers[-1:]
-        self.wanted = [turn for turn in answers if self.weight(turn)]
+        self.wanted = [turn for turn in answers if self.weight(turn) and _parts_of(self.source[turn])]
+        self.whole = self.render(self.source)
 
     def weight(self, turn: int) -> float:
         return self.source[turn].get("weight", 1)
@@ -119,17 +120,16 @@ class _ChatRenderer:
 
     def sequences(self) -> list[Rendered]:
         """Makes the sequences of all wanted answers."""
-        whole = self.render(self.source)
-        self.check_messages(whole)
+        self.check_messages()
         if self.rules.train_on == "all" or self.rules.keep_all:
-            return [self.one_sequence(whole)]
+            return [self.one_sequence()]
         sequences: list[Rendered] = []
         for turn in reversed(self.wanted):
             answer = self.answer(turn)
             if answer.prompt is None:
                 self.notes["unprompted"] = f"the chat template has no generation prompt for message {turn + 1}"
                 continue
-            for sequence in sequences or [Rendered(text=whole, spans=[], ends_open=False)]:
+            for sequence in sequences or [Rendered(text=self.whole, spans=[], ends_open=False)]:
                 span = self.place(answer, sequence.text)
                 if span:
                     break
@@ -145,14 +145,14 @@ class _ChatRenderer:
             self.notes["rendered_apart"] = (
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
             )
-        return sequences[::-1] or [Rendered(text=whole, spans=[], ends_open=False)]
+        return sequences[::-1] or [Rendered(text=self.whole, spans=[], ends_open=False)]
 
-    def check_messages(self, whole: str) -> None:
+    def check_messages(self) -> None:
         """Raises ValueError, or notes, if the template leaves out tools, or a message that is not trained."""
         problems = []
         if self.tools:
             try:
-                if self.render(self.source, tools=False) == whole:
+                if self.render(self.source, tools=False) == self.whole:
                     problems.append("the chat template does not render tools")
             except TEMPLATE_ERRORS:
                 pass  # it needs them: they are rendered
@@ -162,7 +162,7 @@ class _ChatRenderer:
                 continue  # it is looked for where it is trained
             is_answer = message["role"] == "assistant"
             for kind, part in _parts_of(message):
-                if _find(part, whole) or (kind == "reasoning" and not trains_all):
+                if _find(part, self.whole) or (kind == "reasoning" and not trains_all):
                     continue
                 # A template may shorten earlier answers, as it does for a server.
                 if is_answer and not trains_all and _find(part, self.render(self.source[: turn + 1])):
@@ -194,7 +194,7 @@ class _ChatRenderer:
 
     def answer(self, turn: int) -> _Answer:
         """Renders the chat up to an answer, and finds the answer there."""
-        text = self.render(self.source[: turn + 1])
+        text = self.whole if turn + 1 == len(self.source) else self.render(self.source[: turn + 1])
         prompt = self.prompt_of(turn, text)
         parts = _parts_of(self.source[turn])
         thought = "".join(part for kind, part in parts if kind == "reasoning")
@@ -280,7 +280,7 @@ class _ChatRenderer:
     def place(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
         """Finds an answer in the rendering of a longer chat; None if it stands behind another text there."""
         trained = answer.text[answer.start : answer.end]
-        for begin in (answer.text[: answer.start], answer.prompt):
+        for begin in (answer.text[: answer.start], answer.prompt or ""):
             if not text.startswith(begin + trained):
                 continue
             end = len(begin) + len(trained)
@@ -307,20 +307,20 @@ class _ChatRenderer:
             return position, stop, answer.weight
         return None
 
-    def one_sequence(self, whole: str) -> Rendered:
+    def one_sequence(self) -> Rendered:
         """Makes a sequence of the whole chat, in which answers are found as they are rendered."""
         trains_all = self.rules.train_on == "all"
         if trains_all and any(self.weight(turn) != 1 for turn in range(len(self.source))):
             raise ValueError(
                 "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
             )
-        sequence = Rendered(text=whole, spans=[], ends_open=False)
+        sequence = Rendered(text=self.whole, spans=[], ends_open=False)
         for turn in self.wanted:
             answer = self.answer(turn)
             if answer.ends_open and turn == len(self.source) - 1:
-                sequence.text = whole.rstrip()
+                sequence.text = self.whole.rstrip()
                 sequence.ends_open = True
-            span = self.locate(answer, whole)
+            span = self.place(answer, self.whole) or self.locate(answer, self.whole)
             if span is None and not trains_all:
                 self.unrendered(self.not_rendered(turn, "content"))
             elif not trains_all:
@@ -359,10 +359,14 @@ def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
 
 def _count_shared(first: Sequence[str], second: Sequence[str]) -> int:
     """Counts the characters, or tokens, that both begin with."""
-    shared = 0
-    while shared < min(len(first), len(second)) and first[shared] == second[shared]:
-        shared += 1
-    return shared
+    least, most = 0, min(len(first), len(second))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if first[:middle] == second[:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _skip_space(text: str, position: int) -> int:

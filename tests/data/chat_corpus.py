@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 TEMPLATES = {
     Path(file).stem: file.locate().read_text(encoding="utf-8")
     for file in sorted(files("trl") or [], key=str)
-    if str(file).startswith("trl/chat_templates/") and file.suffix == ".jinja"
+    if re.fullmatch(r"trl/chat_templates/(?!\w*_training)\w+\.jinja", str(file))
 }
 """Name -> text."""
 TRL = version("trl")

@@ -1,4 +1,4 @@
-"""The table of truth: what is trained of ten chats under every chat template that trl ships.
+"""The table of truth: what is trained of ten chats under every vendor's chat template that trl ships.
 
 The expected texts stand in chat_table.json and were read by eye; docs/chats.md shows them in short. After a change that
 is meant, `python tests/data/test_chats.py` writes both anew.
@@ -79,15 +79,13 @@ def in_short(trained: list[list[str]] | str) -> str:
 
 
 def docs_table(table: dict) -> str:
-    """The table of docs/chats.md: templates with the same cells share a row; training variants stand in the JSON."""
+    """The table of docs/chats.md: templates with the same cells share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, cells in table.items():
-        if not name.endswith("_training"):
-            rows.setdefault(tuple(in_short(cells[chat]) for chat in CHATS), []).append(name)
+        rows.setdefault(tuple(in_short(cells[chat]) for chat in CHATS), []).append(name)
     lines = [f"{TITLE}{' | '.join(CHATS)} |", f"|---|{'---|' * len(CHATS)}"]
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
-    number = sum(not name.endswith("_training") for name in table)
-    return "\n".join([f"Chat templates of trl {TRL}: {number} as vendors publish them.", "", *lines])
+    return "\n".join([f"Chat templates of trl {TRL}: {len(table)} as vendors publish them.", "", *lines])
 
 
 def in_docs(text: str) -> str:
@@ -106,7 +104,7 @@ def test_the_docs_show_the_table():
     assert in_docs(DOCS.read_text(encoding="utf-8")) == docs_table(table)
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_alone_are_trained_each_whole_and_to_a_token_that_stops(name):
     """Laws of every cell that is trained, beside the exact texts."""
     tokenizer, stops = tokenizer_for(name), stop_tokens(tokenizer_for(name))
@@ -129,28 +127,11 @@ def test_answers_alone_are_trained_each_whole_and_to_a_token_that_stops(name):
             assert not any(other in stretch for other in others)
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_the_prompt_of_a_question_holds_it(name):
     """Also where a template takes lists of parts alone: of a text it writes nothing, and does not raise."""
     tokenizer = tokenizer_for(name)
     assert "Ask one?" in tokenizer.decode(chat_ids(tokenizer, CHATS["one turn"]["messages"][:1]))
-
-
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if f"{name}_training" in TEMPLATES])
-def test_what_is_trained_is_what_trl_marks_in_its_training_variant(name):
-    """But for what a prompt gives, empty thinking, and tokens that end a turn."""
-    ours, theirs = tokenizer_for(name), tokenizer_for(name, TEMPLATES[f"{name}_training"])
-    for chat in ("one turn", "two turns", "system", "tool call", "two calls", "call with text"):
-        if isinstance(trained := cell(name, chat), str):
-            continue
-        rows = made(CHATS[chat], theirs)
-        marked = [text for sequence in answers(rows, theirs) for text in sequence]
-        cores = [
-            [re.sub(r"(<\|[a-z_]+\|>|<turn\|>)$", "", text.strip()).removeprefix("<|turn>model\n") for text in texts]
-            for texts in ([text for sequence in trained for text in sequence], marked)
-        ]
-        assert cores[0] == cores[1], chat
-    assert ours.chat_template != theirs.chat_template
 
 
 EMPTY_BLOCKS = {"glm4moe": "\n<think></think>\n", "qwen3_8": "\n</think>\n\n"}
@@ -176,7 +157,7 @@ def rendered(tokenizer, messages: list[dict], tools: list, **switch) -> str:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_what_precedes_a_trained_answer_is_token_by_token_a_prompt_that_a_server_gives(name):
     tokenizer = tokenizer_for(name)
     for chat in CHATS:
@@ -250,16 +231,6 @@ def test_a_prompt_that_opens_thinking_takes_nothing_of_an_answer_that_begins_ali
             '\n</think>\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
         ],
         ["\n</think>\n\nIt rains.<|im_end|>"],
-    ]
-
-
-def test_a_call_alone_is_trained_with_its_reasoning_where_only_the_prompt_opens_thinking():
-    tokenizer = tokenizer_for("qwen_copy", OPENS_THINKING)
-    call = CHATS["tool call"]["messages"][1]
-    chat = {"messages": [ASKS, call | {"reasoning_content": "Muse."}]}
-    (trained,) = answers(made(chat, tokenizer), tokenizer)
-    assert trained == [
-        'Muse.\n</think>\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
     ]
 
 
@@ -423,13 +394,6 @@ def test_a_weight_that_is_none_is_refused_in_one_line(given):
         made({"messages": [first, second | given]}, tokenizer_for("qwen2_5"))
     (problem,) = error.value.problems
     assert "message 2 (assistant)" in problem and "\n" not in problem and len(problem) < 250
-
-
-def test_a_call_beside_its_turn_has_the_turn_s_weight():
-    call = {"role": "tool_call", "content": '{"name": "weather", "arguments": {}}', "weight": 0.5}
-    turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "I look."}, call]
-    with pytest.raises(UserError, match="message 3 .tool_call. has another weight than the turn it belongs to"):
-        made({"messages": turns}, tokenizer_for("qwen2_5"))
 
 
 def test_calls_of_every_shape_become_the_same_tokens():
