@@ -144,7 +144,6 @@ def _evaluation(name: str, seed: int, documents: int) -> Evaluation:
         document_pairs=np.zeros((0, documents)),
         block_nats=np.zeros(0),
         block_tokens=np.zeros(0, np.int64),
-        windows_per_block=0,
         fed_tokens=int(tokens.sum()),
         reported_loss=math.fsum(nats) / int(tokens.sum()),
     )

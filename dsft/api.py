@@ -10,7 +10,6 @@ run = dsft.read_run("runs/first")
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from dsft.checkpoints.run_folder import read_run
@@ -19,7 +18,7 @@ from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import build_model
 from dsft.models.size import ModelSize
-from dsft.perplexity.compare import Comparisons, compare_results, joined_seeds, read_evaluations
+from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
 from dsft.perplexity.of_training import evaluation_config
@@ -80,10 +79,6 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
         problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
     if len(config.quantization) > 1:
         problems.append("quantization of several formats gives several results; name one, or use dsft eval")
-    if config.protocol == "all":
-        problems.append("protocol=all gives a result for each protocol; name one, or use dsft eval")
-    if config.context_curve:
-        problems.append("context_curve gives a result for each length; use dsft eval")
     distributed.start_ranks()
     return next(evaluate(config, problems, progress=progress))
 
@@ -109,20 +104,19 @@ def evaluate(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool
         yield from evaluate_models(config, *checked, progress=progress)
 
 
-def compare(
-    *results: str | Evaluation, base: str | None = None, seeds: Sequence[str] = (), group_by: str | None = None
-) -> Comparisons:
+def compare(*results: str | Evaluation, base: str | None = None, group_by: str | None = None) -> Comparisons:
     """Compare results with those of one model, each in pairs of documents.
 
     Args:
         results: what `evaluate_perplexity` returned, or folders that evaluations wrote.
         base: the model that all others are compared with, as the results name it or by the end of its path; by default
             the first.
-        seeds: patterns of names; the models that match one are compared as their mean.
         group_by: a grouping of the results, each of whose groups is compared by itself.
 
     Raises:
         UserError: where results are missing, or of other texts or windows.
     """
-    read = ([item] if isinstance(item, Evaluation) else read_evaluations([item]) for item in results)
-    return compare_results(joined_seeds([*chain.from_iterable(read)], seeds), base=base, group_by=group_by)
+    evaluations = []
+    for item in results:
+        evaluations += [item] if isinstance(item, Evaluation) else read_evaluations([item])
+    return compare_results(evaluations, base=base, group_by=group_by)

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         if distributed.rank() == 0:
             print_table(evaluation.title, evaluation.summary())
     if distributed.rank() == 0:
-        print_together(evaluations, config.output_dir)
+        print_together(evaluations)
     distributed.stop_ranks()
 
 

@@ -24,9 +24,6 @@ NETWORK, NODES, ITSELF = "loads from the network", "needs two nodes: tests/clust
 GPUS = "needs GPUs: tests/gpu"
 NOT_RUN = {
     "scripts/quickstart": "tests/test_quickstart.py",
-    "dsft compare results --format latex --seeds 'runs/a-seed*' 'runs/b-seed*'": (
-        "needs runs of several seeds: tests/perplexity/test_publish.py"
-    ),
     "dsft chat runs/first": "asks at a terminal: tests/cli/test_chat.py",
     "scripts/real_model --short": NETWORK,
     "scripts/test": ITSELF,
@@ -37,7 +34,6 @@ NOT_RUN = {
     " && pip install -c constraints.txt -e .": NETWORK,
     "pip install -c constraints.txt -e '.[quantization]'": NETWORK,
     "python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e '.[demo]'": NETWORK,
-    "pip install 'dsft[report]'": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
     "dsft eval base --quantization none nf4 int8 torchao-int8wo torchao-int4wo --reference base --data test.txt"
     " --output_dir formats": "needs packages: tests/perplexity/test_quantized_models.py",

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -121,14 +120,8 @@ def test_quickstart_does_the_whole_job(run, capfd, tmp_path, request, is_whole):
     tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
     answer = model.generate(**tokenizer("Question: what does", return_tensors="pt"), max_new_tokens=5)
     assert answer.shape[1] > 5
-    png = (folder / "report" / "loss.png").read_bytes()
-    assert png[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", png[16:24]) > (600, 300)
     assert out.count("before LoRA:") == out.count("after LoRA:") == quickstart.NUM_QUESTIONS
-    for part in ("perplexity", "tokens/s", "peak", "gzip -9", "loss.png", "report.html", "merged", "next"):
+    for part in ("perplexity", "tokens/s", "peak", "gzip -9", "report.html", "merged", "next"):
         assert part in out
     page = (folder / "report.html").read_text()
-    for part in ("Sample answers", "after LoRA", "Perplexity, measured by dsft eval", 'id="smooth"'):
-        assert part in page, part
-    (folder / "report.html").unlink()  # as without vl-convert
-    quickstart.show_results(folder, start=0.0)
-    assert "pip install 'dsft[report]', then dsft report" in " ".join(capfd.readouterr().out.split())
+    assert page.count("<svg") > 4

@@ -1,6 +1,5 @@
 """The commands of `dsft`, their options, and what help prints of them. Loads no library: help starts at once."""
 
-import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -203,19 +202,8 @@ class CompareOptions:
     first."""
     json: bool = False
     """One JSON object on standard output."""
-    format: Literal["csv", "markdown", "latex"] | None = None
-    """A table of models x data sets for a paper instead, with their means where sets are several."""
-    metric: Literal["perplexity", "nats_per_token", "bits_per_byte"] = "perplexity"
-    """What that table holds."""
     group_by: str | None = None
-    """A grouping of the results: each of its groups is compared by itself; in that table each is a column."""
-    seeds: list[str] = dataclasses.field(default_factory=list)
-    """Patterns of names, such as 'runs/a-seed*': the models that match one are seeds of one recipe, compared as their
-    mean."""
-    card: str | None = None
-    """A file to write: hashes and the nats of each document, by which another laboratory compares without the model."""
-    against: str | None = None
-    """A card of another laboratory, with which each of the results is compared: what is the same, and how close."""
+    """A column that the results were grouped by: the documents of each of its values are compared by themselves."""
 
 
 @dataclass
@@ -223,10 +211,10 @@ class ReportOptions:
     """Report: of which runs, and where to."""
 
     runs: list[str]
-    """Folders of runs; among them may stand folders that `dsft eval --output_dir` wrote."""
+    """Folders of runs; with several, their curves share charts."""
     _: KW_ONLY
-    out: str = "report.html"
-    """The page. Its charts are written as PNGs to the folder of the same name without .html."""
+    out: str | None = None
+    """The page; by default report.html in the folder of the first run."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ docstrings read otherwise, and so do all figures.
 import ast
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
@@ -34,7 +33,8 @@ from dsft.runtime.hardware import cpu_computes_bfloat16, default_ranks, has_gpu
 
 RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
 """Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
-REPORT = "report {folder}/runs/full {folder}/runs/lora {folder}/perplexity --out {folder}/report.html"
+ANSWERS = "answers.jsonl"
+REPORT = "report {folder}/runs/full {folder}/runs/lora --out {folder}/report.html"
 STEPS = {
     "text, instructions, tokenizer and model config from Python's own documentation": "demo-data {folder}",
     "full finetuning under ZeRO-3 (the first launch on a machine compiles a DeepSpeed op, up to a minute)": (
@@ -199,24 +199,21 @@ def standard_library_docs() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 def run(options: QuickstartOptions) -> None:
     """Run every step below the folder, which must be new or a quickstart's; ends with answers before and after LoRA,
-    and a table. Without vl-convert there is no report. Raises UserError where the folder holds something else.
+    and a table. Raises UserError where the folder holds something else.
     """
     start, folder = time.perf_counter(), _folder(options)
     if folder.exists() and any(folder.iterdir()) and not (folder / "full.yaml").is_file():
         raise UserError(f"{folder}: exists and is no quickstart folder; choose a new one")
     for old in ("runs/full", "runs/lora", "merged", "perplexity", "report"):
         shutil.rmtree(folder / old, ignore_errors=True)
-    (folder / "report.html").unlink(missing_ok=True)
-    can_report = importlib.util.find_spec("vl_convert") is not None
-    steps = {title: command for title, command in STEPS.items() if can_report or command != REPORT}
-    for number, (title, command) in enumerate(steps.items(), start=1):
-        show_text(f"dsft: {number} of {len(steps)}: {title}")
+    for number, (title, command) in enumerate(STEPS.items(), start=1):
+        show_text(f"dsft: {number} of {len(STEPS)}: {title}")
         words = [word.format(folder=folder) for word in command.split()]
         show_text(f"dsft: {shlex.join(['dsft', *words])}", is_command=True)
         if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
             sys.exit(code)
         if command.startswith("eval "):
-            write_answers(folder)  # which the report shows
+            write_answers(folder)
     show_results(folder, start=start)
 
 
@@ -225,7 +222,6 @@ def write_answers(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from dsft.models.tokenizer import generate, text_ids
-    from dsft.report.runs import ANSWERS
     from dsft.runtime.console import set_up_screen
 
     set_up_screen()
@@ -247,7 +243,6 @@ def write_answers(folder: Path) -> None:
 def show_results(folder: Path, *, start: float) -> None:
     """Print the answers and a table of the runs. Args: `start`: when the steps began, by time.perf_counter()."""
     from dsft.checkpoints.run_folder import read_run
-    from dsft.report.runs import ANSWERS
     from dsft.runtime.console import print_table
 
     for line in (folder / "perplexity" / ANSWERS).open(encoding="utf-8"):
@@ -278,8 +273,5 @@ def show_results(folder: Path, *, start: float) -> None:
         "time": f"{time.perf_counter() - start:.0f} s",
         "next": f"copy {folder}/full.yaml, name your model and data, and run: dsft train --config yours.yaml",
     }
-    if (folder / "report.html").is_file():
-        table |= {"loss curve": f"{folder}/report/loss.png", "report": f"open {folder}/report.html in a browser"}
-    else:
-        table["report"] = f"pip install 'dsft[report]', then dsft {REPORT.format(folder=folder)}"
+    table["report"] = f"open {folder}/report.html in a browser"
     print_table("dsft quickstart", table)

@@ -83,6 +83,8 @@ REMOVED_OPTIONS: dict[str, str] = {
     "data_weights": "name an entry of data several times to train it as often in an epoch",
     "batch_tokens": "use packing, which fills rows of seq_len (dsft eval keeps batch_tokens)",
     "source_column": "give each source an entry of data; dsft eval takes --group_by COLUMN",
+    "suite": "name the data sets with data, such as Salesforce/wikitext:wikitext-2-raw-v1:test",
+    "context_curve": "evaluate once for each seq_len, with mode sliding and scope document",
 }
 """Options that dsft had once -> what they did, and what to use instead."""
 TRAINING_DEFAULTS = {
@@ -398,9 +400,6 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
     folder), config.json, GGUF file."""
-    suite: list[str] = field(default_factory=list)
-    """Named data sets, scored after those of `data`: wikitext-2, wikitext-103, lambada, paloma (16 sets), as the hub or
-    its cache has them."""
     run: str | None = None
     """A training's run folder: its final model, the form of its data and its held-out data are taken, where no other
     option says otherwise; so does --config with a training's file."""
@@ -413,12 +412,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     chats."""
     protocol: str | None = None
     """What a paper or tool reports, such as gptq, lm-eval or hf, in place of mode, scope, bos and separator, see
-    docs/perplexity.md; all gives a result for each protocol. seq_len is the tool's own where it is not given."""
+    docs/perplexity.md. seq_len is the tool's own where it is not given."""
     has_seq_len: bool = field(default=True, metadata={"option": False})
     """Whether seq_len was named; else a protocol takes its own."""
-    context_curve: str | None = None
-    """Lengths of context such as 512,1k,2k: the same last tokens of each document, half as many as the shortest, are
-    scored in windows of each length that end with the document."""
     stride: int | None = None
     """Tokens from one sliding window to the next; by default half of seq_len."""
     scope: Literal["corpus", "document"] = "corpus"
@@ -431,7 +427,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Largest number of documents of each data set, the first ones."""
     zero: str = "auto"
     """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
-    stage 3 may put parameters on NVMe; auto takes 0 where it fits."""
+    stage 3 may offload parameters to the host; auto takes 0 where it fits."""
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
     small, or one window."""
@@ -443,11 +439,10 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     made while they load, such as nf4, int8 or torchao-int8wo (dsft/models/quantization.py). A model that is quantised
     on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it lies; reference is never quantised."""
     reference: str | None = None
-    """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens,
-    change of the true tokens' probabilities. It must have the same tokenizer."""
+    """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens.
+    It must have the same tokenizer."""
     group_by: list[str] = field(default_factory=list)
-    """Split each result into groups: by a column of the data, source (the file), position (in the window), frequency
-    (of the token in the data), role or turn (of chats, and of prompts with completions); several may be named."""
+    """Columns of the data, such as domain: each splits the result into the documents of each of its values."""
     save_tokens: bool = False
     """Keep the nats of every scored token in tokens.parquet, a folder in output_dir."""
     verify: int = 0

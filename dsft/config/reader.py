@@ -478,9 +478,8 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append(
             f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
         )
-    has_other_length = options.value("context_curve") or options.value("protocol")  # of an evaluation
-    batch_tokens = options.value("batch_tokens")  # of an evaluation
-    if batch_tokens is not None and batch_tokens < options.seq_len and not has_other_length:
+    batch_tokens = options.value("batch_tokens")  # of an evaluation, whose protocol has a length of its own
+    if batch_tokens is not None and batch_tokens < options.seq_len and not options.value("protocol"):
         problems.append(
             f"batch_tokens={batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
             " batch_tokens"

@@ -9,7 +9,6 @@ import gc
 import hashlib
 import json
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.readback import verify_weights
-from dsft.config.deepspeed import nvme_path, read_zero_file
+from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
@@ -34,10 +33,10 @@ from dsft.models.model_folder import described_in, has_only_shards, is_bare_conf
 from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.size import ModelSize, check_sharding
-from dsft.perplexity.documents import Breakdown, build_windows, grouping
-from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_configs
+from dsft.perplexity.documents import build_windows, group_documents
+from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_config
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
-from dsft.perplexity.scoring import ChangeHistogram, evaluate_windows, exact_products
+from dsft.perplexity.scoring import evaluate_windows, exact_products
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation, tokens_at_once
@@ -50,33 +49,33 @@ from dsft.units import IGNORED, GiB
 from dsft.watchdog import client as watchdog
 
 TOKENS = "tokens.parquet"  # folder in output_dir
-HOW_OPTIONS = (
+OTHER_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
-    *("max_documents", "group_by", "save_tokens"),
+    *("max_documents", "group_by", "save_tokens", "reference"),
 )
-"""Options of how a result is computed and what is kept of it."""
-SCORING = 9  # a change of code that changes nats, or what is kept of a result, raises it
+"""Options that decide how a result is computed and what is kept of it."""
+SCORING = 10  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
-EDGE_BYTES, BLOCK_BYTES, BLOCKS = 1 << 20, 1 << 14, 64
-"""Read of each file: both ends, the whole header, and blocks that are evenly spread."""
+BLOCK_BYTES, BLOCKS = 1 << 16, 64
+"""What is read of each file: so many blocks, evenly spread from its first byte to its last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """One data set for one model, by one protocol."""
+    """One data set for one model."""
 
     config: EvalConfig
     windows: Windows
-    breakdown: Breakdown | None
     about: dict[str, Any]  # fields of its Evaluation that are known before it is scored
 
     @property
     def tokens(self) -> Path | None:
-        """The folder of its scored tokens, where they are kept."""
-        config = self.config
-        return Path(config.output_dir) / TOKENS / self.about["fingerprint"][:16] if config.save_tokens else None
+        """The folder of its scored tokens, if they are kept."""
+        if not self.config.save_tokens:
+            return None
+        return Path(self.config.output_dir) / TOKENS / self.about["fingerprint"][:16]
 
 
 def evaluate_models(
@@ -87,7 +86,7 @@ def evaluate_models(
     *,
     progress: bool = False,
 ) -> Iterator[Evaluation]:
-    """Yield the result of each model on each data set, by each protocol, as they come. Collective.
+    """Yield the result of each model on each data set, as they come. Collective.
 
     With an output_dir each is written before it is yielded, and those that an earlier evaluation left there are taken
     over.
@@ -99,15 +98,17 @@ def evaluate_models(
     others = [reference] if reference else []
     scored = {each.config.model: each for each in [*candidates, *others]}
     if config.sequence_parallel > 1:
-        refusals, world = [], distributed.world_size()
+        refusals = []
         for model, each in scored.items():
-            seq_len, named = _longest_window(each), {"size": config.sequence_parallel, "model": model}
+            seq_len = _window_length(each)
+            named = {"size": config.sequence_parallel, "model": model}
             attention = attention_of(each.facts, seq_len=seq_len, masked=False)
-            refusals += [
-                refused_model(each.facts, world=world, seq_len=seq_len, attention=attention, **named)
-                or failed_trial(each.facts, trust_remote_code=config.trust_remote_code, **named)
-            ]
-        distributed.raise_together([*filter(None, refusals)])
+            refusal = refused_model(
+                each.facts, world=distributed.world_size(), seq_len=seq_len, attention=attention, **named
+            ) or failed_trial(each.facts, trust_remote_code=config.trust_remote_code, **named)
+            if refusal:
+                refusals.append(refusal)
+        distributed.raise_together(refusals)
     # Last of all checks: the weights of the hub are downloaded for it.
     distributed.raise_together(
         [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
@@ -168,8 +169,14 @@ def _load(
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
     """Choose as the planner does: a copy per rank where it fits, else shards. Raises UserError where nothing fits."""
-    how = {name: getattr(candidate.config, name) for name in ("batch_tokens", "sequence_parallel")}
-    choice = plan_evaluation(candidate.facts, machine, dtype=dtype, seq_len=_longest_window(candidate), **how)
+    choice = plan_evaluation(
+        candidate.facts,
+        machine,
+        dtype=dtype,
+        seq_len=_window_length(candidate),
+        batch_tokens=candidate.config.batch_tokens,
+        sequence_parallel=candidate.config.sequence_parallel,
+    )
     if choice.plan.fits:
         return choice.plan.zero
     fits = f" The longest window that fits has {choice.longest_window:,} tokens." if choice.longest_window else ""
@@ -187,22 +194,23 @@ def _jobs(
     *,
     progress: bool,
 ) -> list[_Job]:
-    """Prepare every data set, in every protocol. Collective."""
-    tokenizer, facts = candidate.tokenizer, candidate.facts
+    """Prepare every data set. Collective."""
+    facts = candidate.facts
+    config = protocol_config(candidate.config, facts.size.max_positions)
     prepared = []
     for source, data in data_sets.items():
-        for config in protocol_configs(candidate.config, facts.size.max_positions):
-            of_length = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # to which answers are cut
-            windows = build_windows(of_length, config, tokenizer, show_progress=progress)
-            prepared.append((source, of_length, config, windows))
+        data = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # to which answers are cut
+        windows = build_windows(data, config, candidate.tokenizer, show_progress=progress)
+        groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
+        prepared.append((source, windows, groups))
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time
     configs = [each.config for each in (candidate, reference) if each]
     identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
     quantization = str(facts.size.quantization or UNQUANTISED)
     installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
     jobs = []
-    for source, data, config, windows in prepared:
-        options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *HOW_OPTIONS)}
+    for source, windows, groups in prepared:
+        options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *OTHER_OPTIONS)}
         options |= {
             "dtype": dtype,
             "mode": windows.mode,
@@ -210,22 +218,24 @@ def _jobs(
             "quantization": quantization,
         }
         hashes = windows.hashes()
-        groupings = [grouping(name, data, config, tokenizer, windows) for name in config.group_by]
-        of_groups = {f"groups by {each.name}": each.of_data for each in groupings}
+        decisive = dict(hashes)
+        for column, labels_D in groups.items():
+            decisive[f"groups by {column}"] = hashlib.sha256(json.dumps(labels_D.tolist()).encode()).hexdigest()
         about = {
             "model": candidate.name,
             "data": source,
             "protocol": config.protocol,
             "mode": windows.mode,
             "options": options,
+            "reference": config.reference,
             "truncated_documents": windows.truncated_documents,
             "model_hash": identities[0]["content"],
             "hashes": hashes,
-            "fingerprint": fingerprint(identities, hashes | of_groups, options, installed),
+            "document_groups": groups,
+            "fingerprint": fingerprint(identities, decisive, options, installed),
             "versions": installed,
         }
-        breakdown = Breakdown(windows, groupings) if groupings else None
-        jobs.append(_Job(config=config, windows=windows, breakdown=breakdown, about=about))
+        jobs.append(_Job(config=config, windows=windows, about=about))
     return jobs
 
 
@@ -233,40 +243,33 @@ def _evaluate_job(
     models: list[nn.Module], zero: list[str], candidate: Candidate, job: _Job, machine: Machine, *, progress: bool
 ) -> tuple[Evaluation, Recorder]:
     """Score a data set, or what an interrupted evaluation left of it. Collective."""
-    config, (model, reference) = job.config, [*models, None][:2]
-    histogram = ChangeHistogram() if reference is not None else None
-    recorder = Recorder(
-        job.windows,
-        partial=Path(config.output_dir) / "partial" / job.about["fingerprint"][:32] if config.output_dir else None,
-        observers=[observer for observer in (job.breakdown, histogram) if observer],
-        tokens=job.tokens,
-    )
+    config = job.config
+    partial = None
+    if config.output_dir:
+        partial = Path(config.output_dir) / "partial" / job.about["fingerprint"][:32]
+    recorder = Recorder(job.windows, partial=partial, tokens=job.tokens)
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
-            model,
+            models[0],
             job.windows,
             pad_token_id=candidate.tokenizer.pad_token_id,
             batch_tokens=job.about["options"]["batch_tokens"],
             device=distributed.device(),
             collective_forward=set(zero) != {"0"},
-            reference=reference,
+            reference=models[1] if len(models) > 1 else None,
             recorder=recorder,
             team=team_of(config.sequence_parallel),
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start
-        difference = verify(model, job.windows, result, config.verify, seed=config.seed) if config.verify else None
-    groups, group_sums = job.breakdown.report() if job.breakdown else ({}, {})
+        difference = verify(models[0], job.windows, result, config.verify, seed=config.seed) if config.verify else None
     evaluation = Evaluation(
         **job.about,
         perplexity=result,
         zero=zero[0],
         ranks=distributed.world_size(),
         machine=str(machine),
-        groups=groups,
-        group_sums=group_sums,
-        divergence=histogram.divergence(result, config.reference) if histogram else None,
         tokens_folder=job.tokens and str(job.tokens),
         seconds=seconds,
         verified_difference=difference,
@@ -343,25 +346,18 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
             elif has_only_shards(name):
                 files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
         for file in sorted(file for file in files if file.is_file()):
-            facts = file.stat()
-            content.update(f"{file.name} {facts.st_size}".encode())
-            changed.update(f"{file.name} {facts.st_mtime_ns}".encode())
+            size = file.stat().st_size
+            content.update(f"{file.name} {size}".encode())
+            changed.update(f"{file.name} {file.stat().st_mtime_ns}".encode())
             with file.open("rb") as opened:
-                start, size = opened.read(min(facts.st_size, EDGE_BYTES)), facts.st_size
-                content.update(start)
-                if file.suffix == ".safetensors":  # its first 8 bytes are the length of its header
-                    header_bytes = min(int.from_bytes(start[:8], "little"), size)
-                    content.update(opened.read(max(0, header_bytes - EDGE_BYTES)))
                 for block in range(BLOCKS):
-                    opened.seek(size * block // BLOCKS)
+                    opened.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
                     content.update(opened.read(BLOCK_BYTES))
-                opened.seek(max(0, size - EDGE_BYTES))
-                content.update(opened.read())
     return {"content": content.hexdigest(), "changed": changed.hexdigest()}
 
 
-def _longest_window(candidate: Candidate) -> int:
-    return max(config.seq_len for config in protocol_configs(candidate.config, candidate.facts.size.max_positions))
+def _window_length(candidate: Candidate) -> int:
+    return protocol_config(candidate.config, candidate.facts.size.max_positions).seq_len
 
 
 @contextlib.contextmanager
@@ -391,21 +387,14 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
         else:
             import deepspeed
 
-            zero_file, ranks = read_zero_file(zero, []), (distributed.world_size(), distributed.ranks_per_node())
-            section = evaluation_section(zero, size, *ranks)
+            section = evaluation_section(zero, size, distributed.world_size(), distributed.ranks_per_node())
             with contextlib.ExitStack() as stack:
-                if path := nvme_path({"zero_optimization": section}):
-                    # DeepSpeed empties its folder there, which may be that of a reference or of another evaluation, and
-                    # leaves its files.
-                    folder = tempfile.TemporaryDirectory(prefix="dsft-", dir=path, ignore_cleanup_errors=True)
-                    section["offload_param"]["nvme_path"] = stack.enter_context(folder)
                 deepspeed_config = {
                     "train_micro_batch_size_per_gpu": 1,
                     "bf16": {"enabled": dtype == "bfloat16"},
                     "fp16": {"enabled": dtype == "float16"},
                     "steps_per_print": 10**9,
                     "zero_optimization": section,
-                    **({"aio": zero_file["aio"]} if "aio" in zero_file else {}),
                 }
                 _registered = HfDeepSpeedConfig(deepspeed_config)  # from_pretrained shards while this object lives
                 stack.callback(unset_hf_deepspeed_config)

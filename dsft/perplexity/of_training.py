@@ -11,7 +11,7 @@ from typing import Any
 from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_run
 from dsft.config.options import EvalConfig, TrainConfig, flagged_dtype, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
-from dsft.errors import UserError, nearest
+from dsft.errors import UserError
 from dsft.perplexity.modes import mode_problems
 
 SHARED = (
@@ -20,20 +20,6 @@ SHARED = (
     *("train_on", "train_thinking", "drop_unrendered", "drop_keys", "too_long"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
-SUITES = {
-    "wikitext-2": ("Salesforce/wikitext:wikitext-2-raw-v1:test",),
-    "wikitext-103": ("Salesforce/wikitext:wikitext-103-raw-v1:test",),
-    "lambada": ("EleutherAI/lambada_openai:default:test",),
-    "paloma": tuple(
-        f"allenai/paloma:{name}:test"
-        for name in (
-            *("4chan_meta_sep", "c4_100_domains", "c4_en", "dolma-v1_5", "dolma_100_programing_languages"),
-            *("dolma_100_subreddits", "falcon-refinedweb", "gab", "m2d2_s2orc_unsplit", "m2d2_wikipedia_unsplit"),
-            *("manosphere_meta_sep", "mc4", "ptb", "redpajama", "twitterAAE_HELM_fixed", "wikitext_103"),
-        )
-    ),
-}
-"""Names of `suite` -> entries of `data`; LAMBADA and Paloma as lm_eval/tasks 0.4.13 has them."""
 PATHS = ("tokenizer", "chat_template", "data_cache")  # those of SHARED that may be paths
 
 
@@ -61,17 +47,6 @@ def evaluation_config(
     """Make the options of an evaluation from those that are given, with those `implied` by a training, or by that of
     `run`, below them.
     """
-    named = {name: values[name] for name in ("suite", "data") if name in values}
-    lists = check_values(named, field_types(EvalConfig), [])  # make_config names what has another type
-    suite = lists.get("suite", [])
-    problems += [
-        f"suite={name}: invalid choice (choose from {', '.join(SUITES)}){nearest(name, SUITES)}"
-        for name in suite
-        if name not in SUITES
-    ]
-    if suite and ("data" in lists or "data" not in named):
-        entries = [entry for name in suite for entry in SUITES.get(name, ())]
-        values = dict(values) | {"data": [*lists.get("data", []), *entries]}
     has_seq_len = "seq_len" in values
     values = dict(implied or {}) | dict(values)
     run = values.get("run")
@@ -119,7 +94,7 @@ def _of_training(
             # Beside these weights lies the tokenizer that they were trained with: with add_tokens, and the template.
             for name in ("tokenizer", "chat_template"):
                 values.pop(name, None)
-    if "data" in overridden or overridden.get("suite"):  # of which no rows are those that the training held out
+    if "data" in overridden:  # of which no rows are those that the training held out
         return values
     held_out, fraction = options.get("eval_data"), options.get("eval_fraction")
     if held_out:

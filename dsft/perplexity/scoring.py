@@ -7,54 +7,44 @@ tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches
 a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
 
 The logits of all positions never exist: they come tile by tile (`models/tiles.py`). A head that can be computed in
-parts is given some rows of hidden states at a time. A model whose head cannot runs several times, each time for some
-positions of the batch.
+parts is given some rows of hidden states at a time; of a model whose head cannot, all logits of a batch exist.
 
 With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
 
     KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      the information that the model loses
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
     same top               whether both have the same likeliest token
-    change                 p_z - p_r of the token in the text
 
 Both heads compute the same tile of the vocabulary at a time. Of each tile only sums are kept: with M the largest logit
 so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
 
-Shape suffixes: B batch, T time, S some positions, V vocabulary, W one tile of it, N scored tokens, K columns, P pieces,
+Shape suffixes: B batch, T time, V vocabulary, W one tile of it, N scored tokens, K columns, P pieces,
 D documents.
 """
 
 import contextlib
 import dataclasses
-import inspect
-import math
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.data.batches import form_batches
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
-from dsft.models.trained import unwrapped
 from dsft.models.trials import RowRules, row_rules
-from dsft.perplexity.results import COLUMNS, Divergence, Recorder
+from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sums import Perplexity, add_up, exp
 from dsft.perplexity.windows import Windows, pieces_of
 from dsft.runtime.console import progress_bar, say
-from dsft.runtime.distributed import max_over_ranks, sum_over_ranks
+from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits
 from dsft.watchdog import client as watchdog
 
 STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
-SLICE_LOGITS = 2**28  # logits that a model whose head is not computed in parts makes in one forward: 1 GiB in fp32
-QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
-BINS = 1 << 15  # of changes from -1 to 1: quantiles are exact to 3e-5
+LEAST = -1e30  # below any logit but -inf, which whole tiles of the vocabulary may be
 
 Scorer = ChunkedHead | nn.Module
 
@@ -126,8 +116,8 @@ def evaluate_windows(
             _is_chunked[each] = head.agrees(dummy[:, :8])
             if not _is_chunked[each]:
                 say(
-                    f"note: the head of {type(each).__name__} cannot be computed in parts: a large batch takes several"
-                    " forwards, or the memory of all its logits; fewer tokens in a batch take less"
+                    f"note: the head of {type(each).__name__} cannot be computed in parts: a batch takes the memory of"
+                    " all its logits; fewer batch_tokens take less"
                 )
         scorers.append(head if _is_chunked[each] else each)
 
@@ -144,14 +134,15 @@ def evaluate_windows(
     left = [index for index in range(len(batches)) if index not in recorder.known]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
-    collated = _collated_ahead(windows, [batches[index] for index in left[number::teams]], rules, pad_token_id)
     nats, num_scored = 0.0, 0  # of this rank's team
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
         for turn in range(0, len(left), teams):
             if turn + number < len(left):
-                columns_KN = scored({name: tensor.to(device) for name, tensor in next(collated).items()})
+                index = left[turn + number]
+                batch = batches[index]
+                tensors = collate(windows, batch, rules, pad_token_id)
+                columns_KN = scored({name: tensor.to(device) for name, tensor in tensors.items()})
                 if place_in_team == 0:
-                    batch = batches[index := left[turn + number]]
                     places = pieces.of(batch)
                     parts = columns_KN.split(pieces.tokens[places].tolist(), dim=1)
                     for place, part in zip(places, parts, strict=True):
@@ -171,91 +162,56 @@ def evaluate_windows(
     return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens), rows_alone=rules.alone)
 
 
-def _collated_ahead(
-    windows: Windows, batches: list[list[int]], rules: RowRules, pad_token_id: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield input_ids and targets [B, T] of the batches, padded on the right: no token sees what comes after it, so no
-    attention mask is needed. A second thread makes the next one while the model runs on this one.
+def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Return input_ids and targets [B, T] of a batch, padded on the right: no token sees what comes after it, so no
+    attention mask is needed.
     """
-
-    def collate(batch: list[int]) -> dict[str, torch.Tensor]:
-        start, end, _ = windows.spans[batch[0]]  # the longest
-        shape = (len(batch), rules.width(end - start - 1))
-        ids_BT, targets_BT = np.full(shape, pad_token_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
-        for row, window in enumerate(batch):
-            ids, targets = windows.inputs_and_targets(window)
-            ids_BT[row, : len(ids)], targets_BT[row, : len(ids)] = ids, targets
-        return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        collated = (thread.submit(collate, batch) for batch in batches)
-        for batch, _ in pairwise(chain(collated, [None])):  # the next one is submitted by now
-            yield batch.result()
+    start, end, _ = windows.spans[batch[0]]  # the longest
+    shape = (len(batch), rules.width(end - start - 1))
+    ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
+    targets_BT = np.full(shape, IGNORED, dtype=np.int64)
+    for row, window in enumerate(batch):
+        ids, targets = windows.inputs_and_targets(window)
+        ids_BT[row, : len(ids)] = ids
+        targets_BT[row, : len(ids)] = targets
+    return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
 
 def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return [K, N] float64 on the CPU of each scored token of a collated batch, row by row: its nats, and with a
-    second scorer, the reference, all COLUMNS. Collective where a scorer is sharded.
+    second scorer, the reference, all COLUMNS. Collective if a scorer is sharded.
 
     Values are rounded to multiples of 2^-28: sums of them are exact, whatever is summed with what.
     """
-    targets_BT, device = batch["targets"], batch["targets"].device.type
-    given = {name: tensor for name, tensor in batch.items() if name != "targets"}
-    is_scored_BT, (rows, width) = targets_BT != IGNORED, targets_BT.shape
-    hidden = {scorer: scorer.run_backbone(**given) for scorer in scorers if isinstance(scorer, ChunkedHead)}
-    plain = [scorer for scorer in scorers if scorer not in hidden]
-    length = width  # positions of each row whose logits are made in one forward
-    for scorer in filter(_leaves_positions_out, plain):
-        vocab_size = unwrapped(scorer).config.get_text_config().vocab_size
-        length = min(length, max(1, SLICE_LOGITS // (rows * vocab_size)))
-    number = most = math.ceil(width / length)
-    if plain and is_deepspeed_zero3_enabled():
-        most = int(max_over_ranks(number))
-    columns_KBT = torch.zeros(len(COLUMNS) if len(scorers) > 1 else 1, rows, width, dtype=torch.float64)
+    targets_BT = batch["targets"]
+    device = targets_BT.device.type
+    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    is_scored_BT = targets_BT != IGNORED
+    outputs = []  # of each scorer: hidden states of the scored tokens, [N, H], or else their logits, [N, V]
+    for scorer in scorers:
+        if isinstance(scorer, ChunkedHead):
+            outputs.append(scorer.run_backbone(**inputs)[is_scored_BT])
+        else:
+            outputs.append(scorer(**inputs, use_cache=False).logits[is_scored_BT])
+    columns = [torch.zeros(len(COLUMNS) if len(scorers) > 1 else 1, 0)]
     with contextlib.ExitStack() as gathered:
-        for scorer in hidden:
-            gathered.enter_context(scorer.weights())
-        for start in range(0, width, length):
-            here = slice(start, start + length)
-            is_scored_BS = is_scored_BT[:, here]
-            logits = {scorer: _logits(scorer, given, here) for scorer in plain}
-            outputs = [logits[scorer] if scorer in logits else hidden[scorer][:, here] for scorer in scorers]
-            parts = (each[is_scored_BS].split(ROW_TILE[device]) for each in (targets_BT[:, here], *outputs))
-            scored = []
-            for targets_N, *of_scorers in zip(*parts, strict=True):
-                if not len(targets_N):
-                    continue
-                tiles = [
-                    scorer.logits(output_N)
-                    if isinstance(scorer, ChunkedHead)
-                    else output_N.split(VOCAB_TILE[device], dim=1)
-                    for scorer, output_N in zip(scorers, of_scorers, strict=True)
-                ]
-                scored.append(
-                    compare_logits(zip(*tiles, strict=True), targets_N)
-                    if len(tiles) > 1
-                    else negative_log_likelihood(*tiles, targets_N)[None]
-                )
-            if scored:
-                columns_KBS = torch.zeros(len(columns_KBT), *is_scored_BS.shape, dtype=torch.float64)
-                columns_KBS[:, is_scored_BS.cpu()] = torch.cat(scored, dim=1).double().cpu()
-                columns_KBT[:, :, here] = columns_KBS
-        for _ in range(number, most):
-            # Every rank runs as many forwards. Its slices follow from its own batch alone, for the sake of the bits.
-            for scorer in plain:
-                _logits(scorer, given, slice(0, 1))
-    return columns_KBT[:, is_scored_BT.cpu()].mul_(STEPS).round_().div_(STEPS)
-
-
-def _logits(model: nn.Module, given: dict[str, torch.Tensor], positions: slice) -> torch.Tensor:
-    if not _leaves_positions_out(model):
-        return model(**given, use_cache=False).logits[:, positions]
-    kept = torch.arange(given["input_ids"].shape[1], device=given["input_ids"].device)[positions]
-    return model(**given, use_cache=False, logits_to_keep=kept).logits
-
-
-def _leaves_positions_out(model: nn.Module) -> bool:
-    return "logits_to_keep" in inspect.signature(type(unwrapped(model)).forward).parameters
+        for scorer in scorers:
+            if isinstance(scorer, ChunkedHead):
+                gathered.enter_context(scorer.weights())
+        rows = [each.split(ROW_TILE[device]) for each in (targets_BT[is_scored_BT], *outputs)]
+        for targets_N, *outputs_N in zip(*rows, strict=True):
+            if not len(targets_N):
+                continue
+            tiles = []
+            for scorer, output_N in zip(scorers, outputs_N, strict=True):
+                is_chunked = isinstance(scorer, ChunkedHead)
+                tiles.append(scorer.logits(output_N) if is_chunked else output_N.split(VOCAB_TILE[device], dim=1))
+            if len(tiles) > 1:
+                columns_KN = compare_logits(zip(*tiles, strict=True), targets_N)
+            else:
+                columns_KN = negative_log_likelihood(*tiles, targets_N)[None]
+            columns.append(columns_KN.double().cpu())
+    return torch.cat(columns, dim=1).double().mul_(STEPS).round_().div_(STEPS)
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:
@@ -271,7 +227,7 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
         start += logits_NW.shape[1]
         is_here_N = (column_N >= 0) & (targets_N < start)
         wanted_N = torch.where(is_here_N, logits_NW.gather(1, column_N.where(is_here_N, 0)[:, None])[:, 0], wanted_N)
-        largest_N1 = logits_NW.amax(dim=1, keepdim=True)
+        largest_N1 = logits_NW.amax(dim=1, keepdim=True).clamp_(min=LEAST)
         log_sums.append(largest_N1[:, 0] + exp_in_place(logits_NW.sub_(largest_N1)).sum(dim=1).log())
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
 
@@ -280,7 +236,7 @@ class _Sums:
     """The streamed sums of one of the two models: largest logit, S, T, likeliest and wanted token."""
 
     def __init__(self, targets_N: torch.Tensor):
-        self.largest_N = torch.full(targets_N.shape, -math.inf, dtype=torch.float64, device=targets_N.device)
+        self.largest_N = torch.full(targets_N.shape, LEAST, dtype=torch.float64, device=targets_N.device)
         self.sum_N, self.change_N, self.wanted_N = (torch.zeros_like(self.largest_N) for _ in range(3))
         self.top_N = torch.zeros_like(targets_N)
 
@@ -306,7 +262,7 @@ def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N
     model, reference, start = _Sums(targets_N), _Sums(targets_N), 0
     for logits_NW, reference_NW in parts:
         logits_NW, reference_NW = logits_NW.float(), reference_NW.float()
-        change_NW = logits_NW - reference_NW
+        change_NW = torch.where(logits_NW == reference_NW, 0.0, logits_NW - reference_NW)  # -inf in both is 0
         model.add(logits_NW, change_NW, targets_N, start)
         reference.add(reference_NW, change_NW, targets_N, start)
         start += logits_NW.shape[1]
@@ -320,38 +276,3 @@ def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N
         (model.top_N == reference.top_N).double(),
     )
     return torch.stack(columns)
-
-
-class ChangeHistogram:
-    """Counts the changes of the true tokens' probabilities on this rank, in memory that does not grow."""
-
-    def __init__(self):
-        self.counts = np.zeros(BINS + 1, dtype=np.int64)
-
-    def update(self, _windows: list[int], columns_KN: np.ndarray) -> list[list[int]]:
-        """Count the tokens of a batch; return bins and counts."""
-        change_N = np.exp(-columns_KN[0]) - np.exp(-columns_KN[1])
-        bins, counts = np.unique(np.rint((change_N + 1) / 2 * BINS).astype(np.int64), return_counts=True)
-        recorded = [bins.tolist(), counts.tolist()]
-        self.restore(recorded)
-        return recorded
-
-    def restore(self, recorded: list[list[int]]) -> None:
-        """Count what `update` returned for a batch."""
-        bins, counts = recorded
-        self.counts[bins] += counts
-
-    def divergence(self, result: Perplexity, reference: str) -> Divergence:
-        """Add up the documents, and the changes of all ranks. Collective."""
-        _, kl, reverse_kl, same_top = (math.fsum(row_D) / result.tokens for row_D in result.document_pairs)
-        # Over all ranks, each quantile as the middle of its bin.
-        ends = np.cumsum(sum_over_ranks(torch.from_numpy(self.counts)).numpy())
-        bins = np.searchsorted(ends, np.array(QUANTILES) * ends[-1]).tolist()
-        return Divergence(
-            reference=reference,
-            reference_perplexity=exp(result.reference_loss),
-            kl=kl,
-            reverse_kl=reverse_kl,
-            same_top=same_top,
-            change_quantiles={str(share): place / BINS * 2 - 1 for share, place in zip(QUANTILES, bins, strict=True)},
-        )

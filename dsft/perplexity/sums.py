@@ -13,7 +13,7 @@ Shape suffixes: D documents, P pieces, B blocks, U units, K sums of each.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +29,7 @@ MOST_BLOCKS = 1_000
 FEWEST_MERGED = 5
 LEVEL = 0.95
 ONE_DOCUMENT = "one document"
+LONG_SHARE = 0.2  # of the tokens, from which on the longest document is worth a line
 
 Interval = tuple[float, float]
 
@@ -55,14 +56,12 @@ class Perplexity:
     """[B] float64: of neighbouring windows, in the order of the text; empty where enough documents are scored."""
     block_tokens: np.ndarray
     """[B] int64."""
-    windows_per_block: int
-    """0 where there are no blocks."""
     fed_tokens: int
     """Tokens fed to the model now, over all ranks; less than all windows hold where a part was known already."""
     reported_loss: float
     """Mean of nats as the protocol weighs them; without a protocol the same as `loss`."""
     reference_loss: float = math.nan
-    """The same of the reference; NaN without one, and in a result that was read."""
+    """The same of the reference; NaN without one."""
     rows_alone: bool = False
     """Whether each window was a batch of its own, since rows change each other's logits in this architecture."""
 
@@ -87,6 +86,31 @@ class Perplexity:
     def unscored_documents(self) -> int:
         """Documents without a token to score: of one token, for example."""
         return int((self.document_tokens == 0).sum())
+
+    @property
+    def longest_share(self) -> float:
+        """Of the scored tokens, the share of the document that has most."""
+        return float(self.document_tokens.max() / self.tokens)
+
+    def of_documents(self, wanted_D: np.ndarray) -> "Perplexity":
+        """Return the result as if only these documents had been scored; the others stay, without a token."""
+        wanted_D = wanted_D & (self.document_tokens > 0)
+        nats_D = np.where(wanted_D, self.document_nats, 0.0)
+        tokens_D = np.where(wanted_D, self.document_tokens, 0)
+        nats, tokens = math.fsum(nats_D), int(tokens_D.sum())
+        return replace(
+            self,
+            nats=nats,
+            tokens=tokens,
+            document_nats=nats_D,
+            document_tokens=tokens_D,
+            document_bytes=np.where(wanted_D, self.document_bytes, 0),
+            document_words=np.where(wanted_D, self.document_words, 0),
+            document_pairs=np.zeros((0, self.documents)),
+            block_nats=np.zeros(0),
+            block_tokens=np.zeros(0, np.int64),
+            reported_loss=nats / max(tokens, 1),
+        )
 
     @property
     def loss(self) -> float:
@@ -128,11 +152,11 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
             " or its numbers overflow in this dtype"
         )
     tokens_D = np.bincount(pieces.documents, pieces.tokens, number).astype(np.int64)
-    per_block = num_blocks = 0
+    num_blocks = 0
+    per_block = max(1, math.ceil(len(windows.spans) / MOST_BLOCKS))
     if (tokens_D > 0).sum() < FEWEST_DOCUMENTS:
-        per_block = max(1, -(-len(windows.spans) // MOST_BLOCKS))
-        num_blocks = -(-len(windows.spans) // per_block)
-    blocks = pieces.windows // max(per_block, 1)
+        num_blocks = math.ceil(len(windows.spans) / per_block)
+    blocks = pieces.windows // per_block
     weights_P = np.ones(len(nats_P)) if windows.weights is None else windows.weights[pieces.windows]
     pairs = [sums_by(pieces.documents, row_P, number) for row_P in sums_KP[1:]]
     weighted_tokens = math.fsum(pieces.tokens * weights_P)
@@ -147,7 +171,6 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
         document_pairs=np.array(pairs, dtype=np.float64).reshape(-1, number),
         block_nats=sums_by(blocks, nats_P, num_blocks),
         block_tokens=np.bincount(blocks, pieces.tokens, num_blocks)[:num_blocks].astype(np.int64),
-        windows_per_block=per_block,
         fed_tokens=fed_tokens,
         reported_loss=loss,
         reference_loss=of_reference[0] if of_reference else math.nan,

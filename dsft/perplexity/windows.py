@@ -4,8 +4,8 @@ scores of one document.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,8 +14,6 @@ from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
     from dsft.data.batches import Sequence
-
-WINDOWS_AT_ONCE = 1 << 12
 
 
 @dataclass(kw_only=True)
@@ -35,8 +33,8 @@ class Windows:
     mode: str = "training"
     truncated_documents: int = 0  # answers cut to seq_len; their cut-off tokens are not scored
     first_token: int | None = None  # fed in place of the first token of every window
-    known_hashes: dict[str, str] = field(default_factory=dict)
-    """Of `hashes()`, what the store knows since it was made; a corpus is not read for them."""
+    tokens_hash: str = ""
+    """Of all tokens, as the store has it."""
     unscored_bytes: np.ndarray | int = 0  # [D] int64: of `document_bytes`, those of tokens that no window scores
     weights: np.ndarray | None = None
     """[W] float64: how a protocol weighs the tokens of each window; None for all alike."""
@@ -66,17 +64,13 @@ class Windows:
 
     def hashes(self) -> dict[str, str]:
         """Hash the texts, their tokens, and the windows over these: together all that a result depends on."""
-        hashes = {}
-        for name, arrays in {
-            "texts": (self.document_hashes,),  # not what a tokenizer lets be scored of them
-            "tokens": (self.tokens, self.scorable, self.document_ends),
-            "windows": (self.spans, np.array([-1 if self.first_token is None else self.first_token])),
-        }.items():
-            digest = hashlib.sha256()
-            for values in arrays if name not in self.known_hashes else ():
-                digest.update(np.ascontiguousarray(values))
-            hashes[name] = self.known_hashes.get(name) or digest.hexdigest()
-        return hashes
+        first_token = -1 if self.first_token is None else self.first_token
+        texts = hashlib.sha256(
+            np.ascontiguousarray(self.document_hashes)
+        )  # not what a tokenizer lets be scored of them
+        windows = hashlib.sha256(np.ascontiguousarray(self.spans))
+        windows.update(np.array([first_token]))
+        return {"texts": texts.hexdigest(), "tokens": self.tokens_hash, "windows": windows.hexdigest()}
 
     def leave_out_bytes(self, bytes_V: np.ndarray, blank: int) -> None:
         """Find `unscored_bytes`: of the tokens between what one window scores and what the next one does. Args:
@@ -97,41 +91,6 @@ class Windows:
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (windows, documents, scored tokens) of the pieces of windows, [P] each, in their order.
-
-        A piece is the scored part of a window within one document; what has no token that counts is no piece. They come
-        for WINDOWS_AT_ONCE windows at a time: finding pieces takes more memory than they do.
-        """
-        starts = self.document_starts
-        for at in range(0, max(len(self.spans), 1), WINDOWS_AT_ONCE):
-            _, stops_W, begins_W = self.spans[at : at + WINDOWS_AT_ONCE].T
-            # Each window is cut where documents end: a piece for each document from its first token to its last.
-            first_W, last_W = (self.documents_of(at_W) for at_W in (begins_W, stops_W - 1))
-            per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
-            windows_P = np.repeat(np.arange(len(begins_W)), per_window)
-            before_W = np.cumsum(per_window) - per_window
-            documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
-            begins_P = np.maximum(begins_W[windows_P], starts[documents_P])
-            stops_P = np.minimum(stops_W[windows_P], self.document_ends[documents_P])
-            counts_P = np.zeros(len(windows_P), dtype=np.int64)
-            filled = begins_P < stops_P
-            counts_P[filled] = count_true(self.scorable, begins_P[filled], stops_P[filled])
-            counted = counts_P > 0
-            yield windows_P[counted] + at, documents_P[counted], counts_P[counted]
-
-
-def count_true(flags: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Count what is true in each flags[begin:stop], none of which is empty; about a million flags at a time."""
-    counts, parts = [], np.flatnonzero(np.diff(begins >> 20)) + 1
-    for part_begins, part_stops in zip(np.split(begins, parts), np.split(stops, parts), strict=True):
-        if len(part_begins):
-            low, high = part_begins.min(), part_stops.max()
-            part = np.append(flags[low:high], False)  # so that a stop at the end has a place
-            bounds = np.stack([part_begins, part_stops], axis=1).ravel() - low
-            counts.append(np.add.reduceat(part, bounds, dtype=np.int64)[::2])
-    return np.concatenate([np.zeros(0, np.int64), *counts])
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
@@ -148,9 +107,29 @@ class Pieces:
 
 
 def pieces_of(windows: Windows) -> Pieces:
-    numbers, documents, tokens = map(np.concatenate, zip(*windows.pieces(), strict=True))
-    begins = np.searchsorted(numbers, np.arange(len(windows.spans) + 1))
-    return Pieces(windows=numbers, documents=documents, tokens=tokens, begins=begins)
+    """Find the pieces of all windows, in their order: the scored part of a window within one document. What has no
+    token that counts is not a piece.
+    """
+    _, stops_W, begins_W = windows.spans.T
+    # Each window is cut where documents end: a piece for each document from its first token to its last.
+    first_W = windows.documents_of(begins_W)
+    last_W = windows.documents_of(stops_W - 1)
+    per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
+    windows_P = np.repeat(np.arange(len(begins_W)), per_window)
+    before_W = np.cumsum(per_window) - per_window
+    documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
+    begins_P = np.maximum(begins_W[windows_P], windows.document_starts[documents_P])
+    stops_P = np.minimum(stops_W[windows_P], windows.document_ends[documents_P])
+    left_out = np.flatnonzero(~np.asarray(windows.scorable))
+    left_out_P = np.searchsorted(left_out, stops_P) - np.searchsorted(left_out, begins_P)
+    tokens_P = stops_P - begins_P - left_out_P
+    counted = tokens_P > 0
+    return Pieces(
+        windows=windows_P[counted],
+        documents=documents_P[counted],
+        tokens=tokens_P[counted],
+        begins=np.searchsorted(windows_P[counted], np.arange(len(windows.spans) + 1)),
+    )
 
 
 def windows_of_sequences(sequences: "Iterable[Sequence]", document_ends: np.ndarray | None = None) -> Windows:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.run_folder import FINAL, damage, is_run
-from dsft.config.deepspeed import check_nvme, read_sound_file, stage
+from dsft.config.deepspeed import read_sound_file, stage
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut
@@ -25,14 +25,15 @@ from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.distributed import require_same_start
-from dsft.runtime.software import nvme_problems
-from dsft.units import token_counts
 
 
 def read_scoring_file(zero: str, problems: list[str]) -> dict[str, Any]:
     """The DeepSpeed configuration of an explicit `zero` other than 0, for scoring; {} where it cannot be read."""
     zero_file = read_sound_file(zero, problems)
-    zero_file.get("zero_optimization", {}).pop("offload_optimizer", None)  # on NVMe, perhaps
+    section = zero_file.get("zero_optimization", {})
+    section.pop("offload_optimizer", None)
+    if section.get("offload_param", {}).get("device") == "nvme":
+        problems.append(f"zero={zero}: evaluation does not offload to NVMe; use 3-offload")
     if zero_file and stage(zero_file) != 3:
         problems.append(
             f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
@@ -49,8 +50,8 @@ def check_evaluation(
     Raises:
         UserError: with all problems, those of reading the options among them, on every rank.
     """
-    if config.run or config.context_curve:
-        distributed.raise_together(problems)  # without the run, or the lengths, nothing else can be checked
+    if config.run:
+        distributed.raise_together(problems)  # without the run nothing else can be checked
     require_same_start(common_options(config), problems)
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     if config.output_dir:
@@ -58,8 +59,7 @@ def check_evaluation(
     if refusal := refused_ranks(config.sequence_parallel, distributed.world_size()):
         problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
-        zero_file = read_scoring_file(config.zero, problems)
-        problems += check_nvme(zero_file, config.zero) or nvme_problems(zero_file)
+        read_scoring_file(config.zero, problems)
 
     models = [candidate_of(config, name, problems) for name in config.model]
     candidates = [each for model in models for each in in_formats(model, config.quantization, problems)]
@@ -125,10 +125,7 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
     except UserError as error:
         faults += error.problems
     if facts:
-        if config.context_curve:
-            longest = token_counts(config.context_curve)[-1]
-            faults += check_positions(facts, seq_len=longest, model=config.model, key="context_curve")
-        elif config.has_seq_len or not config.protocol:  # a protocol's own length is at most the model's positions
+        if config.has_seq_len or not config.protocol:  # a protocol's own length is at most the model's positions
             faults += check_positions(facts, seq_len=config.seq_len, model=config.model)
         faults += architecture_problems(config.model, facts.config, trust_remote_code=config.trust_remote_code)
     if facts or config.tokenizer:

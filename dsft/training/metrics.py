@@ -380,27 +380,6 @@ def gather(work: Work | None = None) -> Line:
     return dataclasses.replace(work.line, peak_gib=peak_gib, seconds=time.perf_counter() - work.begun, ranks=ranks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InReport:
-    """How the report shows a metric. It reads this from run.json."""
-
-    row: str = ""
-    """Name of its row in the table at the top, which has the newest value; no row where empty."""
-    unit: str = ""
-    """Behind that value."""
-    chart: str = ""
-    """Title of its line over the tokens seen; no chart where empty."""
-    axis: str = ""
-    number: str = "~g"
-    """Of the axis, as d3-format has it."""
-    from_zero: bool = False
-    """The axis begins at 0."""
-    is_noisy: bool = False
-    """The page's switch smooths its line."""
-    unless: str = ""
-    """The chart is left out where a run has this metric."""
-
-
 @dataclass(frozen=True)
 class Metric:
     """One metric of the log: in metrics.jsonl, run.json and trackers by its name."""
@@ -414,7 +393,6 @@ class Metric:
     """Writes it for that line, from all metrics of the line; without, the number."""
     in_bar: bool = False
     """Shown at the moving line too."""
-    in_report: InReport | None = None
 
 
 def _more_than(line: Line, name: str, base: str) -> bool:
@@ -458,7 +436,6 @@ METRICS = (
         "own_loss",
         lambda line: _per_trained_token(line, "weighted") if line.compute.own_loss else None,
         on_screen="own_loss",
-        in_report=InReport(chart="Loss of compute_loss", axis="per trained token", is_noisy=True),
     ),
     Metric(
         "aux_loss",
@@ -471,24 +448,19 @@ METRICS = (
     Metric(
         "expert_load",
         lambda line: float((line.by_expert.max(1) / line.by_expert.mean(1)).mean()) if line.by_expert.any() else None,
-        in_report=InReport(chart="Load of the experts", axis="busiest expert's tokens, over the mean", is_noisy=True),
     ),
     Metric("unused_experts", lambda line: int((line.by_expert == 0).sum()) if line.by_expert.any() else None),
-    Metric(
-        "learning_rate", on_screen="lr", in_report=InReport(chart="Learning rate", axis="learning rate", number=".1e")
-    ),
+    Metric("learning_rate", on_screen="lr"),
     Metric(
         "grad_norm",
         on_screen="grad_norm",
-        in_report=InReport(chart="Gradient norm", axis="norm, before clipping", is_noisy=True),
     ),
-    Metric("train_tokens_per_second", in_report=InReport(row="throughput", unit="tokens/s")),
+    Metric("train_tokens_per_second"),
     Metric(
         "tokens_per_second",
         lambda line: line.sums and line.sums.tokens / line.seconds,
         on_screen="tokens/s",
         in_bar=True,
-        in_report=InReport(chart="Throughput", axis="tokens/s, all ranks", number="~s", is_noisy=True),
     ),
     Metric(
         "tokens_per_second_per_gpu",
@@ -510,14 +482,6 @@ METRICS = (
             lambda line, where=where: line.peak_gib.get(where.lower()),
             on_screen=f"peak_{where.lower()}_gib",
             in_bar=True,
-            in_report=InReport(
-                row=f"peak {where} memory of a rank",
-                unit="GiB",
-                chart=f"Peak {where} memory so far",
-                axis="GiB, fullest rank",
-                from_zero=True,
-                unless="" if where == "GPU" else "peak_gpu_gib",
-            ),
         )
         for where in ("GPU", "host")
     ),
@@ -529,9 +493,6 @@ METRICS = (
     Metric(
         "data_wait_seconds",
         lambda line: max((rank.data for rank in line.ranks), default=None),
-        in_report=InReport(
-            chart="Stalls: waiting for data", axis="seconds since the last line", from_zero=True, is_noisy=True
-        ),
     ),
     Metric(
         "data_wait_share",
@@ -540,9 +501,6 @@ METRICS = (
     Metric(
         "network_share",
         lambda line: min(1.0, min(rank.network for rank in line.ranks) / line.seconds) if len(line.ranks) > 1 else None,
-        in_report=InReport(
-            chart="Stalls: the network", axis="share of the time since the last line", from_zero=True, is_noisy=True
-        ),
     ),
     Metric(
         "gpu_utilization", lambda line: min((rank.gpu for rank in line.ranks if rank.gpu is not None), default=None)

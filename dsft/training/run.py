@@ -62,7 +62,7 @@ from dsft.runtime.hardware import (
 )
 from dsft.runtime.software import git_commit, versions
 from dsft.training.callbacks import compiling_limited
-from dsft.training.metrics import METRICS, TimedCollectives
+from dsft.training.metrics import TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
 from dsft.watchdog import client as watchdog
@@ -269,7 +269,6 @@ def recorded(
             machine=str(run.machine),
             launchers=watchdog.STARTED_BY.programs,
             deepspeed=run.plan.deepspeed_config,
-            metrics={metric.name: vars(metric.in_report) for metric in METRICS if metric.in_report},
             versions=versions(),
             git_commit=git_commit(),
             world_size=distributed.world_size(),

@@ -29,7 +29,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.report.runs import read_report
+from dsft.report.page import read_runs
 from dsft.runtime.launcher_env import LAUNCH
 
 
@@ -173,7 +173,7 @@ OTHERS = ["[]", "null", "7", '"x"', "", "{"]
 @pytest.mark.parametrize("content", OTHERS)
 def test_a_run_json_that_holds_something_else_is_named(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
-    for read in (read_run, read_options_of_run, lambda folder: read_report([folder])):
+    for read in (read_run, read_options_of_run, lambda folder: read_runs([folder])):
         with pytest.raises(UserError, match=r"run\.json"):
             read(str(tmp_path))
 

@@ -97,7 +97,7 @@ def test_the_help_of_train_is_short_unless_all_is_asked_for():
 def test_the_help_of_eval_lists_its_modes_and_protocols():
     text = command_help("eval", everything=True)
     assert "--mode auto|windows|sliding|rolling|answers  (default: auto)" in text
-    assert "--protocol gptq|gptq-ptb-new|gptq-c4-new|llama.cpp|lm-eval|lm-eval-wikitext-2.0|hf|dsft|all" in text
+    assert "--protocol gptq|llama.cpp|lm-eval|hf" in text
 
 
 def test_an_option_has_the_text_of_the_class_that_declares_it_last():

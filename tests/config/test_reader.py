@@ -587,7 +587,6 @@ def test_an_argument_that_would_do_nothing_is_refused_with_its_reason(name):
         ({"stride": 8, "seq_len": 8}, False),
         ({"batch_tokens": 8, "seq_len": 8}, True),
         ({"batch_tokens": 7, "seq_len": 8}, False),
-        ({"batch_tokens": 7, "seq_len": 8, "context_curve": "2,4"}, True),
         ({"batch_tokens": 512, "protocol": "llama.cpp"}, True),  # whose windows have 512 tokens
         ({"save_tokens": True}, False),
         ({"save_tokens": True, "output_dir": "o"}, True),

@@ -19,7 +19,7 @@ MODES = {
     "windows": {"mode": "windows"},
     "sliding": {"mode": "sliding", "stride": 16},
     "documents": {"mode": "sliding", "scope": "document"},
-    "rolling": {"mode": "rolling", "group_by": ["position"]},
+    "rolling": {"mode": "rolling", "group_by": ["text"]},
     "answers": {"mode": "answers"},
     "gptq": {"protocol": "gptq"},
     "llama.cpp": {"protocol": "llama.cpp"},
@@ -58,7 +58,7 @@ def measured(options: dict) -> tuple:
     """Everything that must be bit-identical, and the tokens that were fed to the model now."""
     evaluation = next(evaluate(EvalConfig(**options)))
     result = evaluation.perplexity
-    sums = (result.nats, result.tokens, result.reported_loss, result.document_nats.tolist(), evaluation.groups)
+    sums = (result.nats, result.tokens, result.reported_loss, result.document_nats.tolist(), repr(evaluation.groups))
     return sums, result.fed_tokens
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -78,14 +77,6 @@ def test_memory_of_windows_does_not_grow_with_the_tokens(tokenizer, tmp_path, mo
         tokens.append(len(windows.tokens))
     assert tokens[1] > 7 * tokens[0] > 100_000
     assert held[1] - held[0] < (tokens[1] - tokens[0]) / 8  # bytes
-
-
-def _private_bytes_after(path: str, model: str) -> int:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    before = psutil.Process().memory_full_info().uss
-    windows = windows_of(path, tokenizer, mode="rolling", seq_len=1024)
-    assert len(windows.tokens) > 1_000_000
-    return psutil.Process().memory_full_info().uss - before
 
 
 def test_joined_texts_are_tokenised_once(tokenizer, tmp_path):

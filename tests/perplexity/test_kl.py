@@ -1,4 +1,4 @@
-"""KL divergence, likeliest tokens and changes of probability are those of plain full logits in float64."""
+"""KL divergence and likeliest tokens are those of plain full logits in float64."""
 
 import json
 import math
@@ -19,8 +19,6 @@ from dsft.errors import UserError
 from dsft.models import tiles
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.results import Recorder
-from dsft.perplexity.scoring import BINS, ChangeHistogram
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.units import IGNORED
 
@@ -56,8 +54,7 @@ def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
             for parameter in models[-1].parameters():
                 parameter.mul_(scale)
     windows = windows_of_sequences([sequence(ids.numpy(), np.ones(20, bool)) for ids in torch.randint(1, 384, (5, 20))])
-    expected, histogram = plain_columns(*models, windows), ChangeHistogram()
-    recorder = Recorder(windows, observers=[histogram])
+    expected = plain_columns(*models, windows)
     result = scoring.evaluate_windows(
         models[0],
         windows,
@@ -66,20 +63,30 @@ def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
         device=torch.device("cpu"),
         collective_forward=False,
         reference=models[1],
-        recorder=recorder,
     )
-    divergence = histogram.divergence(result, "reference")
     nats, of_reference, kl, reverse, same = expected.mean(axis=1)
+    _, *means = result.document_pairs.sum(axis=1) / result.tokens
     assert kl > 1e-5 and reverse > 1e-5 and result.loss == pytest.approx(nats, abs=1e-6)
-    assert (divergence.kl, divergence.reverse_kl) == (pytest.approx(kl, abs=1e-6), pytest.approx(reverse, abs=1e-6))
-    assert divergence.same_top == pytest.approx(same, abs=1e-9)
-    assert math.log(divergence.reference_perplexity) == pytest.approx(of_reference, abs=1e-6)
+    assert means == [pytest.approx(kl, abs=1e-6), pytest.approx(reverse, abs=1e-6), pytest.approx(same, abs=1e-9)]
+    assert result.reference_loss == pytest.approx(of_reference, abs=1e-6)
     by_document = expected[2].reshape(5, -1).sum(axis=1)
     np.testing.assert_allclose(result.document_pairs[1], by_document, atol=2e-5)
-    change = np.exp(-expected[0]) - np.exp(-expected[1])
-    for share, value in divergence.change_quantiles.items():
-        wanted = np.quantile(change, float(share), method="inverted_cdf")
-        assert value == pytest.approx(wanted, abs=1 / BINS + 1e-6), share
+
+
+def test_whole_tiles_of_minus_infinity_add_nothing():
+    """A head may give ids that no text has -inf: the log-softmax of the others is finite."""
+    logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
+    logits[:, :, 10:30] = -math.inf
+    logits[:, :, :10] = -math.inf
+    targets = torch.arange(30, 35)
+    model, reference = (each.double().log_softmax(-1) for each in logits)
+    nats = scoring.negative_log_likelihood(logits[0].clone().split(10, dim=1), targets)
+    expected = -model.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(nats.double(), expected, atol=1e-5, rtol=0)
+    columns = scoring.compare_logits(zip(*(each.split(10, dim=1) for each in logits), strict=True), targets)
+    kl = (reference.exp() * (reference - model)).nan_to_num().sum(1)
+    torch.testing.assert_close(columns[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(columns[2], kl, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")

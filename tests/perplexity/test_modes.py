@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import math
-import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,9 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import compare, evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity.compare import print_together
-from dsft.perplexity.documents import wikitext_rewritten
-from dsft.perplexity.modes import MODES, NAMED_BY, disjoint_spans, mode_problems, protocol_configs
+from dsft.perplexity.modes import PROTOCOLS, disjoint_spans, mode_problems, protocol_config
 from dsft.perplexity.of_training import evaluation_config
 from dsft.planner.evaluation_plan import plan_evaluation
 from dsft.run_setup.evaluation_checks import candidate_of
@@ -87,20 +83,12 @@ def hf(model, tokenizer) -> float:
     return math.exp(nll_sum / n_tokens)
 
 
-def dsft(model, tokenizer) -> float:
-    rows = [tokenizer(text)["input_ids"] for text in filter(None, TEXTS)]
-    ids = torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)])
-    return math.exp(
-        torch.cat([losses(model, ids[i : i + L]) for i in range(0, len(ids), L) if i + 1 < len(ids)]).mean()
-    )
-
-
-REFERENCES = {"gptq": gptq, "llama.cpp": llama_cpp, "lm-eval": lm_eval, "hf": hf, "dsft": dsft}
+REFERENCES = {"gptq": gptq, "llama.cpp": llama_cpp, "lm-eval": lm_eval, "hf": hf}
 
 
 @pytest.fixture(scope="module", params=grid([False, True], [True]), ids=lambda value: "with BOS" if value else "plain")
 def measured(request, tiny, tmp_path_factory):
-    """The model, its tokenizer, and the evaluations of `protocol: all` by protocol."""
+    """The model, its tokenizer, and its evaluations by each protocol."""
     folder = tmp_path_factory.mktemp("protocols")
     model = shutil.copytree(tiny / "model", folder / "model")
     if request.param:
@@ -111,8 +99,11 @@ def measured(request, tiny, tmp_path_factory):
         tokenizer.save_pretrained(model)
     data = folder / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    config = EvalConfig(model=[str(model)], data=[str(data)], protocol="all", seq_len=L, stride=STRIDE, zero="0")
-    evaluations = list(evaluate(config))
+    config = EvalConfig(model=[str(model)], data=[str(data)], seq_len=L, zero="0")
+    evaluations = []
+    for protocol in REFERENCES:
+        stride = STRIDE if protocol == "hf" else None
+        evaluations += evaluate(dataclasses.replace(config, protocol=protocol, stride=stride))
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     return loaded, AutoTokenizer.from_pretrained(model), evaluations
 
@@ -125,20 +116,7 @@ def test_a_protocol_gives_what_its_source_computes(measured, protocol):
     report = by_protocol[protocol].report()
     assert report["perplexity"] == pytest.approx(REFERENCES[protocol](model, tokenizer), rel=1e-5)
     others = [other.report()["perplexity"] for name, other in by_protocol.items() if name != protocol]
-    assert report["perplexity"] not in others and MODES[protocol].source in report["definition"]
-
-
-def test_the_table_of_all_protocols_has_a_line_for_each(measured, capsys):
-    *_, evaluations = measured
-    print_together(evaluations)
-    shown = capsys.readouterr().out
-    assert all(f"{evaluation.report()['perplexity']:,.4f}" in shown for evaluation in evaluations)
-    assert [evaluation.protocol for evaluation in evaluations] == list(REFERENCES)
-    of_one_set = {"gptq-ptb-new", "gptq-c4-new", "lm-eval-wikitext-2.0"}
-    assert set(NAMED_BY["protocol"]) - set(REFERENCES) == of_one_set
-    assert "windows of 32" in shown and "IST-DASLab/gptq" in shown
-    print_together(evaluations[:1])
-    assert capsys.readouterr().out == ""
+    assert report["perplexity"] not in others and PROTOCOLS[protocol].source in report["definition"]
 
 
 def test_a_result_has_one_perplexity(measured):
@@ -175,40 +153,6 @@ def test_bytes_are_counted_only_where_the_whole_text_is_scored(measured):
     tokenizer = measured[1]
     first = tokenizer("\n\n".join(TEXTS))["input_ids"][:1]  # is context only
     assert bytes_of["hf"] == whole - len(tokenizer.decode(first, skip_special_tokens=True).encode())
-    assert whole - 2 * 12 - 8 * L < bytes_of["dsft"] < whole - 2 * 12 + (tokenizer.bos_token is not None)
-
-
-PAGE = """ = Robert " Bob " Smith =
- He ( b . 1 @,@ 950 ) was 1 @.@ 8 m tall ; the author 's first work [ sic ] had N pages : " it rained , " he said .
- = = Life = =
- A well @-@ known man ' s dog ' at 20 ° C ! Why ? """
-REWRITTEN = """ = Robert "Bob" Smith =
-He (b. 1,950) was 1.8 m tall; the author's first work [sic] had 1 pages: "it rained," he said .
-== Life ==
-A well-known man' s dog ' at 20°C! Why? """
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("protocol", "length", "documents", "tokens"),
-    [
-        ("gptq-ptb-new", 4, None, None),
-        ("gptq-c4-new", 4, 1100, 4 * 256),
-        pytest.param("gptq-c4-new", 32, 1100, 32 * 256, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_new_sets_of_gptq_are_joined_by_a_blank_and_c4_is_cut(tiny, tmp_path, protocol, length, documents, tokens):
-    texts = sentences(1105, seed=7, longest=4)
-    data = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
-    options = {"model": str(tiny / "model"), "data": str(data), "progress": False, "seq_len": length}
-    measured = evaluate_perplexity(**options, protocol=protocol).perplexity
-    model, tokenizer = (kind.from_pretrained(tiny / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    ids = tokenizer(" ".join(texts[:documents]), return_tensors="pt").input_ids[0][:tokens]
-    windows = ids[: len(ids) // length * length].view(-1, length)
-    nats = [losses(model, window).sum().item() for window in windows]
-    assert measured.tokens == len(nats) * (length - 1)
-    assert math.log(measured.perplexity) == pytest.approx(sum(nats) / measured.tokens, rel=1e-5)
-    assert (len(nats) == 256) == (tokens == 4 * 256), "elsewhere the texts end before"
 
 
 @pytest.mark.parametrize("bos", ["auto", "on"])
@@ -221,23 +165,6 @@ def test_documents_without_any_text_are_refused_also_where_bos_and_end_tokens_ar
     data = write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
     with pytest.raises(UserError, match=r"empty.jsonl: 3 documents, none of which has text"):
         evaluate_perplexity(model=str(model), data=str(data), seq_len=L, mode=mode, bos=bos, progress=False)
-
-
-def test_the_task_wikitext_rewrites_pages_and_counts_the_original(tiny, tmp_path):
-    assert wikitext_rewritten(PAGE) == REWRITTEN
-    if find_spec("lm_eval"):
-        from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-
-        assert wikitext_detokenizer({"page": PAGE}) == REWRITTEN
-    options = {"model": str(tiny / "model"), "seq_len": L, "progress": False, "text_column": "page"}
-    results = []
-    for name, page, protocol in (("raw", PAGE, "lm-eval-wikitext-2.0"), ("rewritten", REWRITTEN, "lm-eval")):
-        data = write_jsonl(tmp_path / f"{name}.jsonl", [{"page": page}, {"page": page[:50]}])
-        results.append(evaluate_perplexity(**options, data=str(data), protocol=protocol).perplexity)
-    task, plain = results
-    assert task.document_nats[0] == plain.document_nats[0]
-    assert task.document_bytes[0] == len(PAGE.encode()) > plain.document_bytes[0]
-    assert task.document_words[0] == len(re.split(r"\s+", PAGE))
 
 
 def test_one_model_under_a_tokenizer_that_adds_bos_differs_by_nothing(tiny, tmp_path):
@@ -280,24 +207,14 @@ def test_answers_that_two_tokenizers_cut_at_other_places_are_refused_with_the_wa
 
 def test_a_protocol_takes_its_own_length_unless_one_is_named():
     def lengths(positions, **options):
-        config = evaluation_config({"model": "m", "data": "d", "protocol": "all"} | options, [])
-        return [each.seq_len for each in protocol_configs(config, positions)]
+        configs = [evaluation_config({"model": "m", "data": "d", "protocol": name} | options, []) for name in PROTOCOLS]
+        return [protocol_config(config, positions).seq_len for config in configs]
 
-    assert lengths(8192) == [2048, 512, 8192, 1024, 1024]
-    assert lengths(1024) == [1024, 512, 1024, 1024, 1024]
-    assert lengths(None) == [2048, 512, 2048, 1024, 1024]
-    assert lengths(8192, seq_len=256) == [256] * 5
+    assert lengths(8192) == [2048, 512, 8192, 1024]
+    assert lengths(1024) == [1024, 512, 1024, 1024]
+    assert lengths(None) == [2048, 512, 2048, 1024]
+    assert lengths(8192, seq_len=256) == [256] * 4
     assert list(disjoint_spans(0, 10, 4, scored_from=3, full=True)) == [(0, 4, 3), (4, 8, 7)]
-
-
-def test_answers_are_cut_to_the_length_that_a_protocol_takes(tiny, tmp_path):
-    """Here the model's positions, which are fewer than the protocol's tokens and those of the option's default."""
-    rows = [{"prompt": "the ", "completion": text} for text in ("big small " * 200, "loss")]
-    data = str(write_jsonl(tmp_path / "pairs.jsonl", rows))
-    asked = {"model": str(tiny / "model"), "data": data, "progress": False}
-    by_protocol, by_length = (evaluate_perplexity(**asked, **each) for each in ({"protocol": "dsft"}, {"seq_len": 256}))
-    assert by_protocol.options["seq_len"] == 256 and by_protocol.truncated_documents == 1
-    assert by_protocol.perplexity.nats == by_length.perplexity.nats
 
 
 def test_a_budget_below_the_window_of_a_protocol_is_planned_and_kept_as_that_window(tiny, cheap_traces):
@@ -316,7 +233,8 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
         ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* leave it out"),
         ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
         ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
-        ({"protocol": "all"}, "protocol=all gives a result for each protocol; name one"),
+        ({"protocol": "all"}, "protocol: invalid choice 'all' .choose from gptq, llama.cpp, lm-eval, hf"),
+        ({"suite": ["wikitext-2"], "seq_len": 32}, "suite: removed; name the data sets with data"),
     ):
         with pytest.raises(ValueError, match=part) as caught:
             evaluate_perplexity(**base | options)
@@ -335,14 +253,11 @@ def test_names_are_checked_without_torch_and_transformers():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"stride": 8}, "stride=8: mode=auto does not read it; use mode sliding or protocol hf, or leave it out"),
+        ({"stride": 8}, "stride=8: mode=auto does not read it; use mode sliding, or leave it out"),
         ({"mode": "rolling", "scope": "document"}, "scope=document: mode=rolling does not read it; use mode sliding"),
-        (
-            {"protocol": "gptq", "stride": 8},
-            "stride=8: protocol=gptq does not read it; use mode sliding or protocol hf",
-        ),
+        ({"protocol": "gptq", "stride": 8}, "protocol=gptq and stride=8 are both set; keep one"),
         ({"mode": "sliding", "stride": 8, "scope": "document"}, ""),
-        ({"protocol": "all", "stride": 8}, ""),
+        ({"protocol": "hf", "stride": 8}, ""),
     ],
 )
 def test_a_stride_is_of_windows_that_slide(options, problem):

@@ -12,8 +12,8 @@ from dsft.api import evaluate_perplexity
 from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.perplexity.modes import protocol_configs
-from dsft.perplexity.of_training import SUITES, evaluation_config, read_evaluation
+from dsft.perplexity.modes import protocol_config
+from dsft.perplexity.of_training import evaluation_config, read_evaluation
 
 TEMPLATES = {"prompt_template": "Q: {ask}\nA: ", "completion_template": "{answer}", "too_long": "truncate"}
 
@@ -56,31 +56,6 @@ def test_a_file_of_a_training_is_read_by_the_evaluation(runs, tmp_path):
     assert report["model"] == str(runs / "share" / "final") and not (runs / "share" / "perplexity.json").exists()
 
 
-def test_a_suite_adds_data_sets_by_name():
-    problems: list[str] = []
-    config = evaluation_config({"model": "m", "data": "d.txt", "suite": ["lambada", "paloma"]}, problems)
-    assert config.data[:2] == ["d.txt", "EleutherAI/lambada_openai:default:test"] and len(config.data) == 18
-    assert evaluation_config({"model": "m", "suite": "wikitext-2"}, problems).data == [*SUITES["wikitext-2"]]
-    assert not problems
-    evaluation_config({"model": "m", "data": "d", "suite": ["lambda"]}, problems)
-    assert problems == [
-        "suite=lambda: invalid choice (choose from wikitext-2, wikitext-103, lambada, paloma); did you mean 'lambada'?"
-    ]
-    for values in ({"suite": 5}, {"suite": True}, {"suite": [["lambada"]]}, {"suite": ["lambada"], "data": {1: {}}}):
-        problems = []
-        evaluation_config({"model": "m", "data": "d"} | values, problems)
-        assert problems, "named, and no traceback"
-
-
-def test_a_suite_is_scored_whole_and_not_the_share_that_a_training_holds_out(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        f"model: m\ndata: [d.jsonl]\neval_fraction: 0.1\noutput_dir: {tmp_path / 'run'}\nlearning_rate: 0.1\n"
-    )
-    problems: list[str] = []
-    config = read_evaluation(["--config", str(tmp_path / "run.yaml"), "--suite", "wikitext-2"], problems)
-    assert (config.data, config.eval_fraction, problems) == ([*SUITES["wikitext-2"]], 0.0, [])
-
-
 def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = tmp_path / "runs" / "first"
@@ -106,7 +81,7 @@ def test_a_protocol_keeps_its_own_length_beside_that_of_a_training(tmp_path):
         def lengths(*more: str, words: list[str] = words) -> list[int]:
             config = read_evaluation([*words, *more], problems := [])
             assert not problems
-            return [each.seq_len for each in protocol_configs(config, 4096)]
+            return [protocol_config(config, 4096).seq_len]
 
         assert (lengths(), lengths("--protocol", "gptq")) == ([48], [2048]), words
         assert lengths("--protocol", "gptq", "--seq_len", "64") == [64], words

@@ -10,10 +10,8 @@ from dsft.run_setup.evaluation_checks import candidate_of, in_formats
     ("options", "problem"),
     [
         ({"protocol": "gptq", "has_seq_len": False}, None),
-        ({"protocol": "all", "has_seq_len": False}, None),
         ({"protocol": "gptq", "seq_len": 10**6}, "seq_len=1000000 is beyond the"),
         ({"seq_len": 10**6}, "seq_len=1000000 is beyond the"),
-        ({"context_curve": "8,64k"}, "context_curve=65536 is beyond the"),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ from conftest import ROOT, flags, grid, launch_words, needed_cases
 from ranks import run_entry, started_entry
 from tiny import write_jsonl, write_texts
 
-from dsft.report.runs import read_report
+from dsft.report.page import read_runs
 
 pytestmark = pytest.mark.launch
 
@@ -26,7 +26,7 @@ def end_of(folder: Path, *, seconds: float = 0.0) -> tuple[str, str]:
     """
     until = time.monotonic() + seconds
     while True:
-        [run] = read_report([str(folder)]).runs
+        [run] = read_runs([str(folder)])
         if run.status != "killed" or time.monotonic() >= until:
             return run.status, run.facts["error"] or ""
         time.sleep(0.1)
