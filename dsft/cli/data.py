@@ -7,10 +7,9 @@ dsft prepare --config run.yaml
 dsft preview --config run.yaml --samples 5
 """
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import TrainConfig
@@ -18,17 +17,13 @@ from dsft.config.reader import read_config
 from dsft.errors import raise_if_any, without_second_errors
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime import quick_imports
-from dsft.runtime.console import show_table, show_text
-from dsft.units import IGNORED, describe_value
+from dsft.runtime.console import show_text
+from dsft.units import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dsft.data.formats import FormattedSource
     from dsft.data.training_data import TrainingData
-
-SHOWN_ROWS = 200
-"""Of each source, of which some are shown."""
 
 
 def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
@@ -40,11 +35,10 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     needless = ("output_dir: missing", *(["model: missing"] if config.tokenizer else []))
     problems = [problem for problem in problems if not problem.startswith(needless)]
     raise_if_any([*problems, *without_second_errors(check_named_files(config), problems)])
-    is_preview = isinstance(options, PreviewOptions)
     with quick_imports():
         from dsft.data.batches import describe_counts
         from dsft.data.prepare import cache_folder
-        from dsft.data.training_data import check_sources, load_training_data, shares_of_rows
+        from dsft.data.training_data import check_sources, load_training_data
         from dsft.models.tokenizer import add_tokens, check_tokenizer
 
     problems = []
@@ -57,118 +51,59 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     }
     raise_if_any(problems)
     data = load_training_data(config, *sources.values(), tokenizer)
-    if is_preview:
-        trained, _ = shares_of_rows(config)
-        sources["data"] = [dataclasses.replace(each, held_out=trained) for each in sources["data"]]
-        return _preview(sources, tokenizer, data, samples=options.samples)
     show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
     if data.held_out_counts:
         show_text(f"dsft: held out: {describe_counts(data.held_out_counts)}")
     for note in data.notes:
         show_text(f"dsft: note: {note}")
+    if isinstance(options, PreviewOptions):
+        _preview(data, tokenizer, samples=options.samples)
+        return
     folder = cache_folder(config.data_cache)
     show_text(f"dsft: ready in {folder}; training with the same options and files takes it from there")
 
 
-def _preview(
-    sources: "dict[str, list[FormattedSource]]",
-    tokenizer: "PreTrainedTokenizerBase",
-    data: "TrainingData",
-    *,
-    samples: int,
-) -> None:
-    """Print samples as the model will see them, what is left out and why, and figures.
-
-    Prompts with completions and chats are shown row by row, and then rows that are not trained as they stand in the
-    data. Text and packed rows are shown as the sequences that the model is given.
-    """
+def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samples: int) -> None:
+    """Print sequences as the model will see them, what is left out and why, and figures."""
     import numpy as np
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
     from rich.text import Text
 
-    from dsft.data.batches import PackedRows, sequence, sequences_in
-    from dsft.data.tokenization import tokenise
+    from dsft.data.batches import PackedRows, sequences_in
 
     console = Console(soft_wrap=True, highlight=False)
     marks = not console.is_terminal
-
-    def spread(items: Any) -> list[int]:
-        """Some of these, evenly spread."""
-        return np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist()
-
-    def show(sequences: Iterable[dict[str, Any]]) -> None:
-        """Decoded; trained tokens are green, or between ⟦ and ⟧, and their weight follows where it is not 1."""
-        for sample in sequences:
-            text, trained = Text(), sample["labels"] != IGNORED
-            weights = np.where(trained, sample.get("weights", 1), 0)
-            edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
-            for start, end in itertools.pairwise(edges):
-                piece = tokenizer.decode(sample["input_ids"][start:end])
-                if trained[start]:
-                    text.append(f"⟦{piece}⟧" if marks else piece, style="green")
-                    text.append("" if weights[start] == 1 else f"×{weights[start]:g}", style="bold")
-                else:
-                    text.append(piece, style="dim")
-            console.print(text)
-            console.print()
-
     items = data.items
     is_packed = isinstance(items, PackedRows)
-    by_row = [] if is_packed else [each for each in sources["data"] if not each.rules.is_text]
-
-    # ---- rows spread over the first of each source, then as many that are left out or trained otherwise
-    for formatted in by_row:
-        batch = next(batch for batch in formatted.batches() if batch.rows)
-        rules = dataclasses.replace(formatted.rules, bad_rows="drop")
-        rows = batch.rows[:SHOWN_ROWS]
-        made = [tokenise(dataclasses.replace(batch, rows=[row]), rules, tokenizer) for row in rows]
-        shown = spread(made)
-        changed = [index for index, tokens in enumerate(made) if tokens.first and index not in shown]
-        for index in [*shown, *changed[:samples]]:
-            tokens, where = made[index], batch.where(rows[index])
-            text = "left out"
-            if len(tokens.ends):
-                several = f" in {len(tokens.ends)} sequences" if len(tokens.ends) > 1 else ""
-                text = f"{len(tokens.ids)} tokens{several}, {int(tokens.trained.sum())} trained"
-            console.print(f"[bold]{escape(where)}[/bold]: {text}")
-            for name, why in tokens.first.items():
-                console.print(f"  {name.replace('_', ' ')}: {why.removeprefix(f'{where}: ')}", markup=False)
-            columns = (tokens.ids, tokens.trained, tokens.weights)
-            show(
-                sequence(*(column if column is None else column[start:end] for column in columns))
-                for start, end in itertools.pairwise([0, *tokens.ends.tolist()])
-            )
-        if len(changed) > samples:
-            more = len(changed) - samples
-            console.print(f"{more} more of the first {len(made)} rows are left out or trained otherwise")
-
-    # ---- sequences
-    for index in [] if by_row else spread(items):
+    for index in np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist():
         sequences = sequences_in([items[index]])
-        tokens = sum(len(sample["input_ids"]) for sample in sequences)
+        tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
+        trained = sum(int((sequence["labels"] != IGNORED).sum()) for sequence in sequences)
         of = f" of {len(sequences)} samples" if len(sequences) > 1 else ""
-        console.print(f"[bold]{'row' if is_packed else 'sequence'} {index + 1}[/bold]: {tokens} tokens{of}")
-        show(sequences)
-
-    # ---- figures
+        name = "row" if is_packed else "sequence"
+        console.print(f"[bold]{name} {index + 1}[/bold]: {tokens} tokens{of}, {trained} trained")
+        for sequence in sequences:
+            text = Text()
+            weights = np.where(sequence["labels"] != IGNORED, sequence.get("weights", 1), 0)
+            edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
+            for start, end in itertools.pairwise(edges):
+                piece = tokenizer.decode(sequence["input_ids"][start:end])
+                if not weights[start]:
+                    text.append(piece, style="dim")
+                    continue
+                text.append(f"⟦{piece}⟧" if marks else piece, style="green")
+                if weights[start] != 1:
+                    text.append(f"×{weights[start]:g}", style="bold")
+            console.print(text)
+            console.print()
     console.print("trained tokens stand between ⟦ and ⟧" if marks else "trained tokens are [green]green[/green]")
-    for name, entries in sources.items():
-        if entries:
-            console.print(f"{name}: {', '.join(map(str, entries))}", markup=False)
+    for store in items.stores:
+        for name, why in store.facts["first"].items():
+            console.print(f"{store.counts[name]} {name.replace('_', ' ')}, the first: {why}", markup=False)
+
     lengths = (items.sequences if is_packed else items).lengths
-    table = Table("", "", show_header=False)
-    table.add_row(
-        "lengths",
-        f"{lengths.min()} shortest, {np.median(lengths):.0f} median, {np.quantile(lengths, 0.95):.0f} for 95 %,"
-        f" {lengths.max()} longest",
+    median, most = np.quantile(lengths, [0.5, 0.95])
+    console.print(
+        f"lengths: {lengths.min()} shortest, {median:.0f} median, {most:.0f} for 95 %, {lengths.max()} longest"
     )
-    table.add_row("trained fraction", f"{data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
-    for head, counts in {"": data.counts, "held out: ": data.held_out_counts or {}}.items():
-        for name, value in counts.items():
-            if value:
-                table.add_row(head + name.replace("_", " "), describe_value(value))
-    show_table(table)
-    for note in data.notes:
-        console.print(f"note: {note}", markup=False)
+    console.print(f"trained fraction: {data.counts['trained_tokens'] / data.counts['tokens']:.1%}")

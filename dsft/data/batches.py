@@ -6,6 +6,8 @@ depends on the number of ranks. Here blank items, which train nothing, fill it i
 """
 
 import hashlib
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, islice
@@ -149,44 +151,30 @@ def count(sequences: Sequences) -> dict[str, Any]:
 def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
     """Forms rows of indices with at most `room` tokens each; no length may be more.
 
-    The longest first, and into each row what fills it best (after best-fit decreasing; Ding et al., "Fewer Truncations
-    Improve Language Modeling", arXiv 2404.10830, section 3). Works on the counts of each length, so that its time grows
-    with the number of different lengths (after Krell et al., arXiv 2107.02027, section 3).
+    Best-fit decreasing: the longest first, each into the row that it fills best (Ding et al., "Fewer Truncations
+    Improve Language Modeling", arXiv 2404.10830, section 3).
     """
-    order = np.argsort(lengths, kind="stable")
-    sizes, used, counts = np.unique(lengths[order], return_index=True, return_counts=True)
-    left, rows = counts.copy(), []
-    while left.any():
-        fullest = _fullest_row(sizes, left.copy(), room)
-        kinds = np.flatnonzero(fullest)
-        assert len(kinds), "a sequence is longer than a row"  # else no round would take one, without end
-        for _ in range(int((left[kinds] // fullest[kinds]).min())):
-            rows.append(np.concatenate([order[used[kind] : used[kind] + fullest[kind]] for kind in kinds[::-1]]))
-            used[kinds] += fullest[kinds]
-            left[kinds] -= fullest[kinds]
-    return rows
-
-
-def _fullest_row(sizes: np.ndarray, left: np.ndarray, room: int) -> np.ndarray:
-    """Fills one row from `left` (changed) of each of `sizes` (in order); returns how many of each it takes: the
-    largest, then always the largest that fits, but the two that fit best where these fill the row better.
-    """
-    row = np.zeros_like(left)
-    while len(fitting := np.flatnonzero((left > 0) & (sizes <= room))):
-        fitting_sizes = sizes[fitting]
-        chosen = [fitting[-1]]
-        if row.any() and 2 * fitting_sizes[-1] >= room:
-            partner = np.searchsorted(fitting_sizes, room - fitting_sizes, side="right") - 1
-            partner -= (partner == np.arange(len(fitting_sizes))) & (left[fitting] == 1)
-            pairs = np.where(partner >= 0, fitting_sizes + fitting_sizes[partner], 0)
-            if pairs.max() > fitting_sizes[-1]:
-                best = int(pairs.argmax())
-                chosen = [fitting[best], fitting[partner[best]]]
-        for kind in chosen:
-            row[kind] += 1
-            left[kind] -= 1
-            room -= sizes[kind]
-    return row
+    assert not len(lengths) or lengths.max() <= room, "a sequence is longer than a row"
+    rows: list[list[int]] = []
+    rows_by_space: dict[int, list[list[int]]] = defaultdict(list)
+    spaces: list[int] = []  # sorted, those with rows
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            row, space = [], room
+            rows.append(row)
+        else:
+            space = spaces[place]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del spaces[place]
+        row.append(index)
+        space -= length
+        if not rows_by_space[space]:
+            insort(spaces, space)
+        rows_by_space[space].append(row)
+    return [np.array(row) for row in rows]
 
 
 def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
@@ -29,7 +28,7 @@ class Tokens:
 
     ids: np.ndarray  # [F] int32
     trained: np.ndarray  # [F] bool: whether the token is to be predicted; never the first of a sequence
-    ends: np.ndarray  # [S] int64; what follows the last of them belongs to a document that continues in the next batch
+    ends: np.ndarray  # [S] int64
     counts: Counter  # of rows and sequences; the keys are COUNTS of prepare.py
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
@@ -199,44 +198,30 @@ class _TokensBuilder:
         self.ends.append(self.size)
 
 
-_stripping: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> ids of added tokens that take white space after them
-
-
 def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], Spans]:
-    """Encodes the text of a chat; returns its ids, and which of them are trained."""
-    text, spans = rendered.text, rendered.spans
+    """Encodes the text of a chat, cut where what is trained begins and ends, as a server does: it encodes the prompt
+    alone. Returns the ids, and which of them are trained.
+    """
     if rendered.ends_open and tokenizer.eos_token_id is None:
         raise ValueError(
             "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
             " never stop; name another template with chat_template"
         )
-    of_tokens: Spans = []
-    if tokenizer.is_fast:  # others do not say which characters a token stands for
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = encoded["input_ids"]
-        firsts, lasts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-        # Markers of Phi-3 stand for the white space after them too, which is on neither side of a boundary.
-        if tokenizer not in _stripping:  # thousands of added tokens take milliseconds, which no chat should
-            _stripping[tokenizer] = [number for number, token in tokenizer.added_tokens_decoder.items() if token.rstrip]
-        for index in np.flatnonzero(np.isin(ids, _stripping[tokenizer])) if _stripping[tokenizer] else ():
-            lasts[index] = firsts[index] + len(text[firsts[index] : lasts[index]].rstrip())
-        for begin, end, weight in spans:
-            inside = np.flatnonzero((firsts < end) & (lasts > begin) & (firsts < lasts))
-            if not len(inside) or firsts[inside[0]] < begin or lasts[inside[-1]] > end:
-                break  # a token spans the prompt/answer boundary
-            of_tokens.append((int(inside[0]), int(inside[-1]) + 1, weight))
-    if not tokenizer.is_fast or len(of_tokens) < len(spans):  # cut there, as a server does: it encodes the prompt alone
-        bounds = sorted({0, len(text), *(bound for span in spans for bound in span[:2])})
-        pieces = [text[start:end] for start, end in pairwise(bounds)]
-        encoded = [next(encode(tokenizer, pieces[:1], special=False))] if pieces else []
-        encoded += encode_continued(tokenizer, pieces[1:])
-        ids = [token for piece in encoded for token in piece]
-        starts = dict(zip(bounds, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
-        of_tokens = [(starts[start], starts[end], weight) for start, end, weight in spans]
+    bounds = sorted({0, len(rendered.text), *(bound for span in rendered.spans for bound in span[:2])})
+    pieces = [rendered.text[start:end] for start, end in pairwise(bounds)]
+    # Markers of Phi-3 stand for the white space after them too.
+    stripping = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip)
+    for place in range(1, len(pieces)):
+        if pieces[place - 1].rstrip().endswith(stripping):
+            pieces[place] = pieces[place].lstrip()
+    encoded = [*encode(tokenizer, pieces[:1], special=False), *encode_continued(tokenizer, pieces[1:])]
+    ids = [token for piece in encoded for token in piece]
+    starts = dict(zip(bounds, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
+    of_tokens = [(starts[start], starts[end], weight) for start, end, weight in rendered.spans]
     if rendered.ends_open:
         start, _, weight = of_tokens[-1]
         of_tokens[-1] = start, len(ids) + 1, weight
-        ids = [*ids, tokenizer.eos_token_id]
+        ids.append(tokenizer.eos_token_id)
     return ids, of_tokens
 
 
@@ -292,20 +277,13 @@ def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> It
     """Encodes texts that continue another one: without the blank that SentencePiece puts before each text."""
     before, probe, alone = encode(tokenizer, ["\n", "\na", "a"], special=False)
     if probe[: len(before)] != before or probe[len(before) :] == alone:
-        return encode(tokenizer, texts, special=False)
-
-    def after_another(text: str) -> list[int]:  # that shares a token with a line break before it
-        for lead in "|~#":
-            before, joined = encode(tokenizer, [lead, lead + text], special=False)
-            if joined[: len(before)] == before:
-                return joined[len(before) :]
-        return next(encode(tokenizer, [text], special=False))
-
-    joined = encode(tokenizer, [f"\n{text}" for text in texts], special=False)
-    return (
-        ids[len(before) :] if ids[: len(before)] == before else after_another(text)
-        for ids, text in zip(joined, texts, strict=True)
-    )
+        yield from encode(tokenizer, texts, special=False)
+        return
+    (bar,) = encode(tokenizer, ["|"], special=False)
+    leads = ["|" if text.startswith("\n") else "\n" for text in texts]  # two line breaks may be one token
+    joined = encode(tokenizer, [lead + text for lead, text in zip(leads, texts, strict=True)], special=False)
+    for lead, ids in zip(leads, joined, strict=True):
+        yield ids[len(bar if lead == "|" else before) :]
 
 
 def end_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -619,37 +619,18 @@ def test_data_sets_of_the_hub(tiny, options, tmp_path):
     hub.shutdown()
 
 
-def test_preview_shows_what_is_trained_and_figures(tiny, tmp_path, capsys):
-    path = write_jsonl(
-        tmp_path / "rows.jsonl", [{"prompt": "the ", "completion": "model"}] * 2 + [{"prompt": "a ", "completion": ""}]
-    )
-    options = [
-        "--model",
-        str(tiny / "model"),
-        "--data",
-        str(path),
-        "--seq_len",
-        "32",
-        "--data_cache",
-        str(tmp_path / "cache"),
-    ]
+def test_preview_shows_what_is_trained_and_why_rows_are_left_out(tiny, tmp_path, capsys):
+    rows = [{"prompt": "the ", "completion": "model"}] * 2 + [{"prompt": "a ", "completion": ""}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = ["--model", tiny / "model", "--data", path, "--seq_len", 32, "--data_cache", tmp_path / "cache"]
+    options = [str(option) for option in options]
     data_command.run(PreviewOptions(samples=1), options)
     shown = capsys.readouterr().out
-    assert "the ⟦model<|end|>⟧" in shown and "rows.jsonl (prompt_completion)" in shown
-    lines = {
-        line.strip("│ ").split("│")[0].strip(): line.strip("│ ").split("│")[1].strip()
-        for line in shown.splitlines()
-        if line.count("│") == 3
-    }
-    assert lines["rows"] == "3" and lines["dropped empty"] == "1" and "truncated" not in lines
+    assert "sequence 1: 4 tokens, 2 trained\nthe ⟦model<|end|>⟧" in shown
+    assert "rows.jsonl (prompt_completion): 3 rows" in shown and "trained fraction: 50.0%" in shown
+    assert f"1 dropped empty, the first: {path}, line 3: the completion is empty" in shown
     data_command.run(PreviewOptions(samples=1), [*options, "--packing"])
     assert "tokens of 2 samples" in capsys.readouterr().out
-    with pytest.raises(UserError) as raised:
-        data_command.run(
-            PrepareOptions(),
-            ["--model", str(tiny / "model"), "--data", str(path), "--too_long", "cut", "--sequence_lne", "9"],
-        )
-    assert len(raised.value.problems) == 2
 
 
 def test_preview_shows_no_row_that_is_held_out(tiny, tokenizer, tmp_path, config, capsys):
@@ -659,40 +640,6 @@ def test_preview_shows_no_row_that_is_held_out(tiny, tokenizer, tmp_path, config
     shown = re.findall(r"(?m)^(\d+) ⟦x", capsys.readouterr().out)
     items = loaded(config(data=[str(path)], eval_fraction=0.5), tokenizer).items
     assert sorted(shown) == sorted(tokenizer.decode(item["input_ids"]).split()[0] for item in items)
-
-
-def test_preview_shows_each_row_with_what_is_trained_and_why_others_are_left_out(tiny, tmp_path, capsys):
-    ask, answer = {"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}
-    rows = [
-        [ask, answer],
-        [ask, answer | {"content": "big small " * 30}],
-        [ask, answer | {"content": ""}],
-        [ask, answer | {"reasoning_content": "a token"}],
-        [ask, answer, ask, answer | {"content": "reads"}],
-    ]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages} for messages in rows])
-    options = ["--model", str(tiny / "chat"), "--data", str(path), "--seq_len", "32", "--bad_rows", "drop"]
-    data_command.run(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
-    shown = capsys.readouterr().out
-    for text in (
-        "line 1: 6 tokens, 2 trained\n<|user|>the<|end|><|assistant|>⟦model<|end|>⟧",
-        "line 2: left out\n  dropped long: 66 tokens are longer than seq_len=32\n",
-        "line 3: left out\n  dropped empty: message 2, an assistant's, is empty\n",
-        "line 4: left out\n  dropped bad: message 2 (assistant): the chat template does not render its reasoning; name",
-        "⟦model<|end|>⟧<|user|>the<|end|><|assistant|>⟦reads<|end|>⟧",
-        "note: warning: 20.0% of ",
-    ):
-        assert text in shown
-
-
-def test_preview_shows_rows_where_map_row_leaves_out_those_of_the_first_file(tiny, tmp_path, monkeypatch, capsys):
-    for name, completion in (("a", "the"), ("b", "model")):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "big ", "completion": completion}])
-    (tmp_path / "rows_of_b.py").write_text("def keep(row):\n    return row if row['completion'] == 'model' else None\n")
-    monkeypatch.chdir(tmp_path)
-    options = ["--model", str(tiny / "model"), "--data", "*.jsonl", "--map_row", "rows_of_b:keep"]
-    data_command.run(PreviewOptions(samples=5), [*options, "--data_cache", str(tmp_path / "cache")])
-    assert "b.jsonl, line 1: 4 tokens, 2 trained" in capsys.readouterr().out
 
 
 def test_rows_too_long_are_a_share_in_the_data_line(tiny, tokenizer, tmp_path, config):
