@@ -355,13 +355,14 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     if not isinstance(messages, list) or not messages or not all(isinstance(given, dict) for given in messages):
         raise ValueError("messages must be a list of {role, content}")
     tools = _tools(row)
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools if _is_function(tool)}
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    schemas = {function.get("name"): function.get("parameters") for function in functions}
     chat: list[Message] = []
     before, first_answer, thought = None, 0, ""
     for number, given in enumerate(messages, start=1):
         given = {key: value for key, value in given.items() if value is not None and key not in rules.drop_keys}
         if given.get("channel") == "analysis":
-            thought += given.get("content", "")
+            thought += _text(given.get("content"), f"message {number}")
             continue
         given = _without_channel(given, thought)
         thought = ""
@@ -374,10 +375,9 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
         has_answer = message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
         if role == "assistant" and number > answers_from and message.get("weight", 1) and not has_answer:
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
-        if is_call and before == "assistant" and number - 1 != answers_from:  # calls that stand beside the turn
-            if message.get("weight", 1) != chat[-1].get("weight", 1):
-                raise ValueError(f"message {number} ({given['role']}) has another weight than the turn it belongs to")
-            chat[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+        is_beside = is_call and before == "assistant" and number - 1 != answers_from
+        if is_beside and "reasoning_content" not in message and message.get("weight") == chat[-1].get("weight"):
+            chat[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # of the turn before
         else:
             chat.append(message)
         before = role
@@ -430,23 +430,19 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
         raise ValueError(f"{place} has {', '.join(unknown)}, which dsft does not read; {WAY_OUT}")
     content = given.get("content", given.get("value"))
     calls = given.get("tool_calls") or []
-    if isinstance(content, list):
-        content = "".join(_text_of_part(part, place) for part in content)
     is_call = ROLES[role] == "tool_call"
     if is_call:
-        calls = _parsed(content, f"{place}: the call")
+        calls = _parsed(_text(content, place), f"{place}: the call")
         content = ""
     elif given.get("function_call"):  # OpenAI's form before tool_calls
         calls = [{"function": given["function_call"]}]
     calls = _parsed(calls, f"{place}: tool_calls")
     calls = calls if isinstance(calls, list) else [calls]
-    if not isinstance(content, str) and not (content is None and calls):
-        raise ValueError(f"{place} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
-    message: Message = {"role": "assistant" if is_call else ROLES[role], "content": content or ""}
+    if content is None and calls:
+        content = ""
+    message: Message = {"role": "assistant" if is_call else ROLES[role], "content": _text(content, place)}
     for key in REASONING:
-        reasoning = given.get(key, "")
-        if not isinstance(reasoning, str):
-            raise ValueError(f"{place}: reasoning must be text; it is a {type(reasoning).__name__}")
+        reasoning = _text(given.get(key, ""), f"{place}: {key}")
         if reasoning.strip():
             message.setdefault("reasoning_content", reasoning)
     message |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
@@ -458,12 +454,21 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
     return message, is_call
 
 
-def _text_of_part(part: Any, place: str) -> str:
-    text = part.get("text") if isinstance(part, dict) else part
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise ValueError(f"{place} holds a part of the type {kind!r}; only text can be trained")
-    return text
+def _text(content: Any, place: str) -> str:
+    """Returns a text, or the parts of one joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
+    texts = []
+    for part in content:
+        kind, text = "text", part
+        if isinstance(part, dict):
+            kind, text = part.get("type", "text"), part.get("text")
+        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+            raise ValueError(f"{place} holds a part of the type {kind!r}; only text can be trained")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _weight(given: dict[str, Any], place: str) -> float:
@@ -503,10 +508,6 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
             function = {key: value for key, value in tool.items() if key != "type"}
             tools[number] = {"type": "function", "function": function}
     return tools
-
-
-def _is_function(tool: dict[str, Any]) -> bool:
-    return isinstance(tool.get("function"), dict) and "name" in tool["function"]
 
 
 def _call(call: Any, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
