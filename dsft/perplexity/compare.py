@@ -270,21 +270,20 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     names = f"{other.model} and {base.model} on {base.data}"
     decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
     differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]
-    if differing:
-        values = ", ".join(f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing)
+    if differing or same_tokens:
+        values = [f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing]
+        values = ", ".join(values) or "by another dsft"
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
-    if same_tokens:
-        return f"{names} were scored in other windows; evaluate both with this dsft"
     is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
     ours_D, theirs_D = (each.perplexity.document_bytes[is_scored_D] for each in (base, other))
     if not ours_D.any() or not theirs_D.any():
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
     if find_mode(base.mode).is_text or np.array_equal(ours_D, theirs_D):  # a text is scored whole, but for first tokens
         return ""
-    if base.truncated_documents or other.truncated_documents:
-        return f"{names} were cut to seq_len at other places; evaluate both with a larger seq_len"
-    same = "chat_template, train_on and train_thinking"
-    return f"{names} were rendered otherwise, and other text is scored; evaluate both with the same {same}"
+    return (
+        f"{names} are of other scored text: cut to seq_len at other places, or rendered otherwise; evaluate both with a"
+        " larger seq_len and the same chat_template, train_on and train_thinking"
+    )
 
 
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:

@@ -68,14 +68,10 @@ class _Job:
 
     config: EvalConfig
     windows: Windows
-    about: dict[str, Any]  # fields of its Evaluation that are known before it is scored
-
-    @property
-    def tokens(self) -> Path | None:
-        """The folder of its scored tokens, if they are kept."""
-        if not self.config.save_tokens:
-            return None
-        return Path(self.config.output_dir) / TOKENS / self.about["fingerprint"][:16]
+    about: dict[str, Any]
+    """Fields of its Evaluation that are known before it is scored."""
+    tokens: Path | None
+    """The folder of its scored tokens, if they are kept."""
 
 
 def evaluate_models(
@@ -221,6 +217,8 @@ def _jobs(
         decisive = dict(hashes)
         for column, labels_D in groups.items():
             decisive[f"groups by {column}"] = hashlib.sha256(json.dumps(labels_D.tolist()).encode()).hexdigest()
+        job_fingerprint = fingerprint(identities, decisive, options, installed)
+        tokens = Path(config.output_dir) / TOKENS / job_fingerprint[:16] if config.save_tokens else None
         about = {
             "model": candidate.name,
             "data": source,
@@ -232,10 +230,10 @@ def _jobs(
             "model_hash": identities[0]["content"],
             "hashes": hashes,
             "document_groups": groups,
-            "fingerprint": fingerprint(identities, decisive, options, installed),
+            "fingerprint": job_fingerprint,
             "versions": installed,
         }
-        jobs.append(_Job(config=config, windows=windows, about=about))
+        jobs.append(_Job(config=config, windows=windows, about=about, tokens=tokens))
     return jobs
 
 

@@ -129,16 +129,6 @@ def test_few_documents_are_compared_by_document_and_one_by_blocks_of_windows():
     assert single.bits_per_byte.low * math.log(2) * 4 == pytest.approx(single.nats_per_token.low)
 
 
-def test_models_with_two_tokenizers_have_an_interval_over_few_documents():
-    base, other = (
-        evaluation("base", 0, documents=5),
-        evaluation("other", 1, documents=5, hashes=HASHES | {"tokens": "o"}),
-    )
-    comparison = comparison_of(base, other)
-    assert comparison.units == "5 documents" and comparison.nats_per_token is None
-    assert comparison.bits_per_byte.low < comparison.bits_per_byte.value < comparison.bits_per_byte.high
-
-
 def test_of_one_document_of_fewer_than_60_windows_no_interval_is_printed():
     results = [evaluation(name, seed, documents=1, blocks=59) for seed, name in enumerate(("base", "other"))]
     shown = results[0].summary()
@@ -168,12 +158,6 @@ def printed_json(folder: Path, capsys) -> str:
     capsys.readouterr()
     run_command("compare", [str(folder), "--json"])
     return capsys.readouterr().out
-
-
-def test_a_comparison_of_two_dtypes_names_them():
-    other = evaluation("other", 1, options=OPTIONS | {"dtype": "bfloat16"})
-    comparison = comparison_of(evaluation("base", 0), other)
-    assert comparison.summary()["note"] == "dtype differs: bfloat16, the base float32"
 
 
 def test_two_dtypes_of_one_model_are_compared_by_name():
@@ -312,16 +296,6 @@ def test_groups_over_two_tokenizers_have_bytes_and_unknown_ones_are_refused():
         compare(base, other, group_by="domian")
 
 
-def test_two_formats_of_one_model_are_told_apart():
-    results = [
-        evaluation("base", seed, options=OPTIONS | {"dtype": "x", "quantization": name})
-        for seed, name in enumerate(("none", "nf4"))
-    ]
-    comparison = comparison_of(*results)
-    assert (comparison.base, comparison.model) == ("base (none)", "base (nf4)")
-    assert "quantization differs: nf4, the base none" in comparison.note
-
-
 def cut(original: Evaluation) -> Evaluation:
     bytes_D = original.perplexity.document_bytes - 1
     return dataclasses.replace(original, perplexity=dataclasses.replace(original.perplexity, document_bytes=bytes_D))
@@ -334,14 +308,14 @@ REFUSED = {
         r"other windows \(seq_len 64 and 32\)",
     ),
     "protocol": (evaluation("other", 1, protocol="hf", options=OPTIONS | {"protocol": "hf"}), "protocol hf and None"),
-    "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), "other windows; evaluate both with this dsft"),
+    "spans": (evaluation("other", 1, hashes=HASHES | {"windows": "x"}), r"other windows \(by another dsft\)"),
     "cut": (
         cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers", truncated_documents=1)),
         "cut to seq_len at other places",
     ),
     "rendered": (
         cut(evaluation("other", 1, hashes=HASHES | {"tokens": "x"}, mode="answers")),
-        "rendered otherwise, and other text is scored; evaluate both with the same chat_template, train_on",
+        "rendered otherwise; evaluate both with a larger seq_len and the same chat_template, train_on",
     ),
     "alone": (evaluation("base", 1), "nothing to compare with base"),
 }

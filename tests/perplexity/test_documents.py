@@ -3,11 +3,9 @@
 import copy
 import gzip
 import json
-import pickle
 import re
 import shutil
 import tracemalloc
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -216,16 +214,6 @@ def test_bytes_of_empty_think_blocks_count_where_they_are_scored(tiny, tmp_path)
         assert tokens.document_bytes.tolist() == [len(scored)]
 
 
-def test_worker_processes_prepare_the_same(tiny, tokenizer):
-    """Each gets a copy of the preparation."""
-    for name, preparation in (("held_out.jsonl", Texts(bos="auto", prefix="once")), ("pairs.jsonl", Answers())):
-        source = source_of(EvalConfig(model=["unused"], data=[str(tiny / name)]), tokenizer)
-        work = partial(preparation.tokens, rules=source.rules, tokenizer=tokenizer)
-        (batch,) = preparation.batches(source.batches(), source.rules, tokenizer)
-        here, there = (worker(batch) for worker in (work, pickle.loads(pickle.dumps(work))))
-        assert here.ids.tolist() == there.ids.tolist() and here.document_bytes.tolist() == there.document_bytes.tolist()
-
-
 def test_training_and_evaluation_have_stores_of_their_own(tiny, tokenizer, tmp_path):
     source = source_of(EvalConfig(model=["unused"], data=[str(tiny / "held_out.jsonl")]), tokenizer)
     stores = [
@@ -235,9 +223,3 @@ def test_training_and_evaluation_have_stores_of_their_own(tiny, tokenizer, tmp_p
     assert len({store.folder for store in stores}) == 3
     rows = [json.loads(line) for line in (tiny / "held_out.jsonl").open()]
     assert [len(store.document_bytes) for store in stores] == [0, len(rows), len(rows)]
-
-
-def test_a_cache_that_cannot_be_written_is_named(tiny, tokenizer, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="data_cache: .*file/cache: .*Not a directory"):
-        windows_of(tiny / "held_out.jsonl", tokenizer, data_cache=str(tmp_path / "file" / "cache"))

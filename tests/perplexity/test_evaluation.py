@@ -13,7 +13,6 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
-from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime import console, hardware
 from dsft.units import in_digits
 
@@ -64,21 +63,6 @@ def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeyp
     assert "Perplexity" not in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_one_problem(evaluated):
-    with pytest.raises(UserError) as caught:
-        evaluated(model="./nowhere")
-    assert len(caught.value.problems) == 1 and "./nowhere" in caught.value.problems[0]
-
-
-def test_what_cannot_be_spread_is_refused_before_weights_of_the_hub_are_downloaded(tiny, monkeypatch):
-    monkeypatch.setattr(evaluation, "refused_model", lambda *_, **__: "it has recurrent layers")
-    monkeypatch.setattr(evaluation, "check_weights", lambda *_, **__: pytest.fail("looked at the weights"))
-    config = EvalConfig(model=[str(tiny / "model")], seq_len=32, sequence_parallel=2)
-    candidate = candidate_of(config, config.model[0], [])
-    with pytest.raises(UserError, match="recurrent"):
-        next(evaluation.evaluate_models(config, [candidate], None, {}))
-
-
 def test_rows_without_an_answer_stay_in_their_place_and_count_nothing(evaluated, tmp_path):
     rows = [{"prompt": "the ", "completion": text} for text in ("", "big model", "", "", "small loss", "")]
     path, alone = (
@@ -93,10 +77,6 @@ def test_rows_without_an_answer_stay_in_their_place_and_count_nothing(evaluated,
     assert result.nats == expected.nats and result.unscored_documents == 4 and result.bytes == expected.bytes
 
 
-def test_auto_holds_one_copy_of_a_model_that_fits(evaluated):
-    assert evaluated(max_documents=1).report()["zero"] == "0"
-
-
 @pytest.mark.parametrize(("step", "doing"), [("_load", "loading"), ("_evaluate_job", "scoring")])
 def test_out_of_memory_is_one_line_with_the_way_out(tiny, monkeypatch, step, doing):
     def fail(*_, **__):
@@ -109,13 +89,3 @@ def test_out_of_memory_is_one_line_with_the_way_out(tiny, monkeypatch, step, doi
     (problem,) = raised.value.problems
     assert f"out of memory in {doing} {tiny / 'model'} (CUDA out of memory" in problem and "\n" not in problem
     assert "use a smaller batch_tokens (here 64)" in problem and "zero 3-offload" in problem
-
-
-def test_another_error_is_left_as_it_is(tiny, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(evaluation, "_evaluate_job", fail)
-    config = EvalConfig(model=[str(tiny / "model")], data=[str(tiny / "held_out.jsonl")], seq_len=32)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        next(evaluate(config))

@@ -199,7 +199,7 @@ def test_answers_that_two_tokenizers_cut_at_other_places_are_refused_with_the_wa
         results = [evaluate_perplexity(model=str(name), seq_len=length, **options) for name in (tiny / "model", model)]
         assert any(result.truncated_documents for result in results) == is_cut
         if is_cut:
-            with pytest.raises(UserError, match="were cut to seq_len at other places; evaluate both with a larger"):
+            with pytest.raises(UserError, match="cut to seq_len at other places, .* evaluate both with a larger"):
                 compare(*results)
         else:
             assert compare(*results)[0].bits_per_byte is not None

@@ -27,17 +27,16 @@ from dsft.errors import TrainingStopped, UserError
 from dsft.models import tiles
 from dsft.models.tiles import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
-from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
 from dsft.perplexity.evaluation import fingerprint, model_identity
 from dsft.perplexity.modes import rolling_spans, sliding_spans
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder
-from dsft.perplexity.scoring import evaluate_windows, form_batches
+from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.runtime.software import versions
-from dsft.units import IGNORED, padded_width
+from dsft.units import IGNORED
 
 MODES = [
     {"mode": "windows"},
@@ -94,13 +93,6 @@ def _sums(many_options: list[dict]) -> list[tuple]:
         others = (repr(evaluation.groups), evaluation.divergence, result.reported_loss, result.document_pairs.tolist())
         sums.append((result.nats, result.tokens, result.document_nats.tolist(), *others))
     return sums
-
-
-def test_batches_take_each_window_once_and_keep_the_budget():
-    lengths = np.array([5, 300, 7, 7, 64, 1, 12])
-    batches = form_batches(lengths, 64, RowRules())
-    assert sorted(index for batch in batches for index in batch) == list(range(7))
-    assert all(len(batch) == 1 or padded_width(max(lengths[batch])) * len(batch) <= 64 for batch in batches)
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 50])

@@ -10,12 +10,11 @@ from ranks import run_entry
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.watchdog import client as watchdog
 
 
 class Interrupted(Exception):
@@ -125,13 +124,6 @@ def test_a_copy_has_the_result_of_what_it_is_a_copy_of_under_its_own_name(tiny, 
     assert [report["data"] for report in results] == options["data"] + copies["data"]
 
 
-def test_what_was_scored_is_written_before_the_partial_results_are_removed(tiny, tmp_path):
-    """A kill right after the last batch loses nothing, whoever started the evaluation."""
-    result = evaluate_perplexity(**eval_options(tiny, tiny / "model", output_dir=str(tmp_path)), progress=False)
-    assert read_json(tmp_path / "perplexity.json")["results"][0]["nats"] == result.perplexity.nats
-    assert not list(tmp_path.glob("partial/*"))
-
-
 def test_results_of_other_models_stay_and_a_changed_one_is_replaced(tiny, tmp_path):
     out, model = tmp_path / "out", shutil.copytree(tiny / "model", tmp_path / "model")
     for folder in (tiny / "chat", model):
@@ -152,18 +144,6 @@ def test_results_that_cannot_be_read_are_an_error_that_names_the_file(tiny, tmp_
         nats(eval_options(tiny, tiny / "model", output_dir=str(tmp_path)))
 
 
-def test_verifying_is_done_under_the_limit_of_a_batch_with_a_heartbeat_for_each_window(tiny, monkeypatch):
-    calls: list[str] = []
-    monkeypatch.setattr(watchdog, "heartbeat", lambda: calls.append("heartbeat"))
-    monkeypatch.setattr(watchdog, "set_phase", calls.append)
-    monkeypatch.setattr(watchdog, "current_phase", "loading")  # an earlier test may have left another
-    result = evaluate_perplexity(**eval_options(tiny, tiny / "model", verify=31), progress=False).perplexity
-    assert calls.count("evaluating") == 1 and calls[-1] == "loading"
-    num_windows = -(-result.tokens // 31)  # each scores 31 of its 32 tokens
-    heartbeats = calls[calls.index("evaluating") :].count("heartbeat")
-    assert heartbeats > num_windows  # of each window that is verified, and of the batches before
-
-
 def test_the_report_names_the_machine_of_the_whole_job(tiny, tmp_path):
     words = ["--model", tiny / "model", "--data", tiny / "held_out.jsonl", "--seq_len", 32, "--output_dir", tmp_path]
     done = run_entry("dsft.eval_ppl", words, world=3)
@@ -171,8 +151,3 @@ def test_the_report_names_the_machine_of_the_whole_job(tiny, tmp_path):
     (report,) = read_json(tmp_path / "perplexity.json")["results"]
     assert report["machine"].startswith("1 node x 3 CPU ranks") and report["ranks"] == 3
     assert done.stdout.count(f"{report['perplexity']:,.4f}") == 1
-
-
-def test_the_table_of_a_result_names_how_it_was_computed(tiny):
-    result = evaluate_perplexity(**eval_options(tiny, tiny / "model"), progress=False)
-    assert result.summary()["computed as"] == "float32, ZeRO 0, 1 rank"
