@@ -39,7 +39,7 @@ def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
 
 
 class Items(torch.utils.data.Dataset):
-    """What an epoch is made of: sequences, or lists of sequences that share a row or a batch."""
+    """What an epoch is made of: sequences, or lists of sequences that share a row."""
 
     lengths: np.ndarray  # tokens of each
     stores: list[Store]  # that they are read from
@@ -87,7 +87,7 @@ class Sequences(Items):
 
 
 class PackedRows(Items):
-    """Items that are lists of sequences: those of a packed row, or of a batch within a token budget."""
+    """Items that are lists of sequences: those of a packed row."""
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
         self.sequences, self.groups, self.stores = sequences, groups, sequences.stores
@@ -125,12 +125,13 @@ def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 def describe_counts(counts: dict[str, Any]) -> str:
     words = []
     for name, value in counts.items():
-        text = name.replace("_", " ")
-        if isinstance(value, list | float):
-            words.append(f"{text} {describe_value(value)}")
+        name = name.replace("_", " ")
+        if isinstance(value, float):
+            words.append(f"{name} {describe_value(value)}")
         elif value:
-            share = f" ({value / counts['rows']:.1%})" if name == "dropped_long" and counts.get("rows") else ""
-            words.append(f"{describe_value(value)} {text}{share}")
+            words.append(f"{describe_value(value)} {name}")
+        if name == "dropped long" and value:
+            words[-1] += f" ({value / counts['rows']:.1%})"
     return ", ".join(words)
 
 
@@ -145,7 +146,7 @@ def count(sequences: Sequences) -> dict[str, Any]:
     return counts | {"sequences": len(sequences)}
 
 
-# Which sequences share a row, or a batch, so that it is full
+# Which sequences share a row, or a batch of an evaluation, so that it is full
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:

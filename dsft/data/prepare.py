@@ -274,14 +274,6 @@ def _write(
             writer.append(tokens)
             watchdog.heartbeat()
             bar.update(len(tokens.ids))
-        has_rows = writer.counts["rows"] or data.held_out is None
-        if not writer.counts["trained_tokens"] and has_rows and not rules.keep_all:
-            dropped = {name: number for name, number in writer.counts.items() if number and name != "rows"}
-            raise UserError(
-                f"{source.key}: {source.name}: no trainable tokens in {writer.counts['rows']} rows (of {writer.size}"
-                f" tokens; {dropped or 'nothing left out'})"
-                + ("; raise seq_len, or set too_long to truncate or split" if dropped.get("dropped_long") else "")
-            )
         seconds = time.perf_counter() - start
         writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
 

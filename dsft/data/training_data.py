@@ -19,37 +19,36 @@ from dsft.data.batches import (
     Sequences,
     best_fit,
     count,
+    describe_counts,
     padding_share,
     sequences_of,
 )
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
 from dsft.data.prepare import FACTS, Store, cache_folder, fingerprint, prepare
-from dsft.data.sources import HeldOut, find_sources
+from dsft.data.sources import HeldOut, ending, find_sources
 from dsft.data.tokenization import stop_tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.models.tokenizer import split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
-from dsft.units import IGNORED, Batch, plural
+from dsft.units import IGNORED, Batch
 
 ROW_NOTES = {
-    "dropped_bad": "left out as bad: {rows} of {source}; the first: {first}",
-    "weighted_tokens": "{number:,} trained tokens of {source} have weights other than 1, by which their loss is"
-    " multiplied (weighted_loss); loss and perplexity are without weights",
-    "dropped_long": "warning: {share:.1%} of {source} ({number:,} of {total:,} rows) are longer than seq_len and left"
-    " out; raise seq_len, or set too_long to truncate or split",
-    "unrendered": "{number:,} chats of {source} are not rendered whole; the first: {first}",
-    "unprompted": "{number:,} chats of {source} have answers that no generation prompt of the chat template leads to,"
-    " which are not trained; the first: {first}",
-    "rendered_apart": "{number:,} answers of {source} are trained in sequences of their own, since the chat template"
-    " renders them otherwise once the chat goes on (it drops reasoning of earlier turns, say)",
-    "empty_thinking": "{number:,} chats of {source} have answers without reasoning, for which the chat template renders"
-    " an empty think block; it is not trained (train_thinking: all does)",
+    "dropped_bad": "rows left out as bad",
+    "weighted_tokens": "trained tokens with weights other than 1, by which their loss is multiplied (weighted_loss);"
+    " loss and perplexity are without weights",
+    "dropped_long": "rows are longer than seq_len and left out; raise seq_len, or set too_long to truncate or split",
+    "unrendered": "chats not rendered whole",
+    "unprompted": "chats with answers that no generation prompt of the chat template leads to, which are not trained",
+    "rendered_apart": "answers trained in sequences of their own, since the chat template renders them otherwise once"
+    " the chat goes on (it drops reasoning of earlier turns, say)",
+    "empty_thinking": "chats with answers without reasoning, for which the chat template renders an empty think block;"
+    " it is not trained (train_thinking: all does)",
 }
 """Count of a store -> what became of rows that are not trained as they stand in the data."""
-WARNED_SHARE = 0.01  # of the rows: where more are too long and dropped, a note warns
+WARNED_SHARE = 0.01  # of the rows: a note warns if more are too long and dropped
 LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
 CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
 
@@ -76,7 +75,8 @@ def check_sources(
                         f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name"
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
-                tokenise(replace(batch, rows=rows), rules, tokenizer)
+                if ending(batch.place) != ".txt":  # one long row
+                    tokenise(replace(batch, rows=rows), rules, tokenizer)
             unused = tuple(name for name in unused if name not in columns_of_groups(config))
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
@@ -221,11 +221,12 @@ def load_training_data(
         held_out_counts = count(held_out_sequences)
 
     stores = stores_of(data, share)
-    if share and (empty := [store.facts["source"] for store in stores if not len(store.ends)]):
-        raise UserError(
-            f"eval_fraction={config.eval_fraction} leaves no row of {', '.join(empty)} to train on; lower it or"
-            " give eval_data"
-        )
+    for store in stores:
+        if not store.counts["trained_tokens"]:
+            raise UserError(
+                f"data: {store.facts['source']}: no trainable tokens in {store.counts['rows']} rows"
+                f" ({describe_counts(store.counts) or 'all are held out'}); look at too_long and train_on"
+            )
     rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
     strategy = "random"
     sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
@@ -280,13 +281,13 @@ def load_training_data(
             " save_pretrained)"
         )
     for store in stores:
-        total, first, source = store.counts["rows"], store.facts["first"], store.facts["source"]
-        for name, note in ROW_NOTES.items():
+        for name, text in ROW_NOTES.items():
             number = store.counts[name]
-            if number > (WARNED_SHARE * total if name == "dropped_long" else 0):
-                rows, share = plural(number, "row"), number / total
-                facts = {"number": number, "rows": rows, "share": share, "total": total, "source": source}
-                notes.append(note.format(first=first.get(name), **facts))
+            if number > (WARNED_SHARE * store.counts["rows"] if name == "dropped_long" else 0):
+                note = f"{store.facts['source']}: {number:,} {text}"
+                if first := store.facts["first"].get(name):
+                    note += f"; the first: {first}"
+                notes.append(note)
     return TrainingData(
         items=items,
         collator=collator,

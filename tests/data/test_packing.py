@@ -20,7 +20,6 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 from dsft.data.batches import (
     Collator,
     EpochSampler,
-    PackedRows,
     PaddedToFullSteps,
     Part,
     Sequences,
@@ -240,14 +239,6 @@ def test_items_are_fetched_without_the_lengths_of_all_others(monkeypatch):
     monkeypatch.setattr(Sequences, "lengths", property(lambda _: pytest.fail("a pass over all sequences")))
     assert [steps[index]["input_ids"].tolist() for index in range(len(steps))] == [[0, 1], [2, 3], [4, 5], [0]]
     assert len(sequences) == 3
-
-
-@pytest.mark.parametrize("number", [1, 6])
-def test_rows_take_one_pass_over_the_lengths_of_sequences_whatever_their_number(monkeypatch, number):
-    sequences, passes = Sequences([Tokens()], np.zeros(6, np.int64), np.arange(6), np.arange(1, 7)), []
-    monkeypatch.setattr(Sequences, "lengths", property(lambda self: passes.append(1) or self.ends - self.starts))
-    rows = PackedRows(sequences, np.array_split(np.arange(6), number))
-    assert (len(rows), rows.lengths.sum(), passes) == (number, 6, [1])
 
 
 def test_weights_lie_where_their_tokens_do():
