@@ -212,28 +212,6 @@ def test_whatever_a_chat_holds_its_answers_are_found(name, end):
         assert trained == [message["content"] + end for message in chat if message["role"] == "assistant"]
 
 
-ASKS = {"role": "user", "content": "Rain in Oslo? Call weather(city)."}
-"""Tools that a user describes need no column."""
-OPENS_THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    "{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
-"""A template whose generation prompt ends with <think>; it renders no reasoning."""
-
-
-def test_a_prompt_that_opens_thinking_takes_nothing_of_an_answer_that_begins_alike():
-    """The generation prompt ends with <think>, and the earlier turn begins with <tool_call>."""
-    tokenizer = tokenizer_for("qwen_copy", OPENS_THINKING)
-    chat = {"messages": [ASKS, *CHATS["tool call"]["messages"][1:]]}
-    assert answers(made(chat, tokenizer), tokenizer) == [
-        [
-            '\n</think>\n\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>',
-        ],
-        ["\n</think>\n\nIt rains.<|im_end|>"],
-    ]
-
-
 THINKS = CHATS["reasoning twice"]
 
 
@@ -318,16 +296,6 @@ def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted()
         made(CHATS["tool call"], tokenizer_for("lfm2"), drop_unrendered=True)
 
 
-def test_an_answer_before_messages_that_are_not_rendered_ends_as_any_other():
-    """Phi-3's template ends every text with the end token, which is no part of an answer."""
-    tokenizer, (_, answer), question = tokenizer_for("phi3"), CHATS["one turn"]["messages"], ASKS
-    called = answer | {"tool_calls": CHATS["tool call"]["messages"][1]["tool_calls"]}
-    result = {"role": "tool", "name": "weather", "content": "wet"}
-    for messages in ([question, answer, result], [question, called], [question, called, result]):
-        tokens = made({"messages": messages}, tokenizer, drop_unrendered=True)
-        assert answers(tokens, tokenizer) == [["Reply one.<|end|>"]]
-
-
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "gemma4_v5", "deepseekv3", "lfm2_2_5", "muse_glimmer"])
 def test_an_evaluation_has_one_sequence_for_each_chat_whatever_is_scored(name):
     tokenizer = tokenizer_for(name)
@@ -394,51 +362,6 @@ def test_a_weight_that_is_none_is_refused_in_one_line(given):
         made({"messages": [first, second | given]}, tokenizer_for("qwen2_5"))
     (problem,) = error.value.problems
     assert "message 2 (assistant)" in problem and "\n" not in problem and len(problem) < 250
-
-
-def test_calls_of_every_shape_become_the_same_tokens():
-    tokenizer = tokenizer_for("qwen2_5")
-    arguments = {"city": "Oslo"}
-    ask, result, answer = (
-        ASKS,
-        {"role": "tool", "content": "wet"},
-        {"role": "assistant", "content": "It rains."},
-    )
-    shapes = [
-        [
-            ask,
-            {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": given}}]},
-            result,
-            answer,
-        ]
-        for given in (arguments, json.dumps(arguments))
-    ]
-    call = json.dumps({"name": "weather", "arguments": arguments})
-    shapes += [
-        [ask, {"role": role, "content": call}, result | {"role": other}, answer]
-        for role, other in (("tool_call", "tool_response"), ("function_call", "observation"))
-    ]
-    shapes += [[ask, {"role": "assistant", "content": None, "function_call": json.loads(call)}, result, answer]]
-    ids = [made({"messages": shape}, tokenizer).ids.tolist() for shape in shapes]
-    turns = [
-        {
-            "from": {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"]),
-            "value": message["content"],
-        }
-        for message in shapes[3]
-    ]
-    ids.append(made({"conversations": turns}, tokenizer).ids.tolist())
-    assert ids == ids[:1] * 6
-    assert answers(made({"messages": shapes[0]}, tokenizer), tokenizer) == [
-        [
-            '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>',
-            "It rains.<|im_end|>",
-        ]
-    ]
-    for bad, message in (("{", "must be JSON"), ("[1]", "must be an object")):
-        wrong = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": bad}}]}
-        with pytest.raises(UserError, match=rf"message 2 \(assistant\): the arguments of weather {message}"):
-            made({"messages": [ask, wrong]}, tokenizer)
 
 
 def test_two_turns_of_an_assistant_in_a_row_are_two_answers():

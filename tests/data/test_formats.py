@@ -265,3 +265,22 @@ def test_a_column_that_is_null_in_all_rows_does_not_show_a_format():
 def test_the_question_of_alpaca_may_stand_in_input(has_template):
     row = {"instruction": "", "input": "hello", "output": "hi"}
     assert made(row, has_template=has_template) == made(ROWS["alpaca"], has_template=has_template)
+
+
+def test_calls_of_every_shape_become_the_same_chat():
+    arguments = {"gauge": "g"}
+    result, answer = {"role": "tool", "content": "3"}, {"role": "assistant", "content": "It is 3."}
+    expected = made({"messages": [QUESTION, calling(arguments), result, answer], "tools": [TOOL]})
+    call = json.dumps({"name": "level", "arguments": arguments})
+    shapes = [[QUESTION, calling(json.dumps(arguments)), result, answer]]
+    shapes += [[QUESTION, {"role": "assistant", "content": None, "function_call": json.loads(call)}, result, answer]]
+    for role, other in (("tool_call", "tool_response"), ("function_call", "observation")):
+        shapes.append([QUESTION, {"role": role, "content": call}, result | {"role": other}, answer])
+    for shape in shapes:
+        assert made({"messages": shape, "tools": [TOOL]}) == expected
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names.get(turn["role"], turn["role"]), "value": turn["content"]} for turn in shapes[-1]]
+    assert made({"conversations": turns, "tools": [TOOL]}) == expected
+    for bad, problem in (("{", "must be JSON"), ("[1]", "must be an object")):
+        with pytest.raises(ValueError, match=rf"message 2 .assistant.: the arguments of level {problem}"):
+            made({"messages": [QUESTION, calling(bad)], "tools": [TOOL]})
