@@ -360,7 +360,8 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     chat: list[Message] = []
     before, first_answer, thought = None, 0, ""
     for number, given in enumerate(messages, start=1):
-        given = {key: value for key, value in given.items() if value is not None and key not in rules.drop_keys}
+        ignored = {*rules.drop_keys} - MESSAGE_KEYS
+        given = {key: value for key, value in given.items() if value is not None and key not in ignored}
         if given.get("channel") == "analysis":
             thought += _text(given.get("content"), f"message {number}")
             continue
