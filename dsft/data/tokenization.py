@@ -3,6 +3,7 @@
 Everything cut or dropped is counted.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -209,10 +210,8 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
         )
     bounds = sorted({0, len(rendered.text), *(bound for span in rendered.spans for bound in span[:2])})
     pieces = [rendered.text[start:end] for start, end in pairwise(bounds)]
-    # Markers of Phi-3 stand for the white space after them too.
-    stripping = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip)
     for place in range(1, len(pieces)):
-        if pieces[place - 1].rstrip().endswith(stripping):
+        if pieces[place - 1].rstrip().endswith(_stripping_markers(tokenizer)):
             pieces[place] = pieces[place].lstrip()
     encoded = [*encode(tokenizer, pieces[:1], special=False), *encode_continued(tokenizer, pieces[1:])]
     ids = [token for piece in encoded for token in piece]
@@ -223,6 +222,12 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
         of_tokens[-1] = start, len(ids) + 1, weight
         ids.append(tokenizer.eos_token_id)
     return ids, of_tokens
+
+
+@functools.lru_cache(maxsize=8)
+def _stripping_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Lists added tokens that stand for the white space after them too, as markers of Phi-3 do."""
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -275,15 +280,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
     """Encodes texts that continue another one: without the blank that SentencePiece puts before each text."""
-    before, probe, alone = encode(tokenizer, ["\n", "\na", "a"], special=False)
-    if probe[: len(before)] != before or probe[len(before) :] == alone:
+    if not _puts_blank_before(tokenizer):
         yield from encode(tokenizer, texts, special=False)
         return
-    (bar,) = encode(tokenizer, ["|"], special=False)
+    before, bar = encode(tokenizer, ["\n", "|"], special=False)
     leads = ["|" if text.startswith("\n") else "\n" for text in texts]  # two line breaks may be one token
     joined = encode(tokenizer, [lead + text for lead, text in zip(leads, texts, strict=True)], special=False)
     for lead, ids in zip(leads, joined, strict=True):
         yield ids[len(bar if lead == "|" else before) :]
+
+
+@functools.lru_cache(maxsize=8)
+def _puts_blank_before(tokenizer: PreTrainedTokenizerBase) -> bool:
+    before, probe, alone = encode(tokenizer, ["\n", "\na", "a"], special=False)
+    return probe[: len(before)] == before and probe[len(before) :] != alone
 
 
 def end_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -137,14 +137,16 @@ def check_prompts(
         prompts = sample_prompts(config, data, tokenizer)
     except TEMPLATE_ERRORS as error:
         return [f"generate_samples: the chat template raised: {one_line(error)}"]
-    return [
-        f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens, and the model positions for {positions:,},"
-        " of which the answer needs some; shorten it"
-        if prompt.ids
-        else f"generate_samples: prompt {number} is empty"
-        for number, prompt in enumerate(prompts, start=1)
-        if not prompt.ids or (positions and len(prompt.ids) >= positions)
-    ]
+    problems = []
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt.ids:
+            problems.append(f"generate_samples: prompt {number} is empty")
+        elif positions and len(prompt.ids) >= positions:
+            problems.append(
+                f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens, and the model positions for"
+                f" {positions:,}, of which the answer needs some; shorten it"
+            )
+    return problems
 
 
 @dataclass(kw_only=True)
@@ -265,8 +267,6 @@ def load_training_data(
             f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
             " plain, or add_tokens: markers, is learnt faster"
         )
-    if config.train_on in ("answers", "last") and (texts := [each.source.name for each in data if each.rules.is_text]):
-        notes.append(f"train_on={config.train_on}: ignored for {', '.join(texts)}: all of a text is trained")
     stops = answer_ends(data, tokenizer)
     if stops and stops != [tokenizer.eos_token_id]:
         notes.append(

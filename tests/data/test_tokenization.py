@@ -146,40 +146,6 @@ def test_the_users_own_templates(tokenizer):
             made(rows, tokenizer, completion_template=template)
 
 
-def test_every_trained_token_is_the_assistants_whatever_the_chat_holds(tokenizer):
-    """Against an independent reading: the trained tokens of the tiny template are what stands between <|assistant|> and
-    the end token, and that token.
-    """
-    rng = np.random.default_rng(0)
-    words = ["the", "a", "model", "<|odd|>", "ä\n", "", "\t{{", "x", "}}", "12"]
-    for _ in range(50):
-        chat = [
-            {"role": role, "content": "w " + " ".join(rng.choice(words, rng.integers(1, 6)))}
-            for _ in range(rng.integers(1, 4))
-            for role in ("user", "assistant")
-        ]
-        tokens = made([{"messages": chat}], tokenizer, seq_len=999)
-        assert trained(tokens, tokenizer) == "".join(
-            message["content"] + "<|end|>" for message in chat if message["role"] == "assistant"
-        )
-
-
-def test_answers_that_a_template_rewrites_in_earlier_turns_are_trained_in_a_rendering_that_ends_with_them(tokenizer):
-    forgets = with_template(
-        tokenizer,
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] != 'assistant' else '...'"
-        " }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    )
-    tokens = made([{"messages": CHAT}], forgets)
-    assert tokens.counts == {"rows": 1, "rendered_apart": 1} and len(tokens.ends) == 2
-    assert tokenizer.decode(tokens.ids) == (
-        "<|system|>be fast<|end|><|user|>big<|end|><|assistant|>small<|end|>"
-        "<|system|>be fast<|end|><|user|>big<|end|><|assistant|>...<|end|><|user|>fast<|end|><|assistant|>slow<|end|>"
-    )
-    assert trained(tokens, tokenizer) == "small<|end|>slow<|end|>"
-    assert trained(made([{"messages": CHAT}], forgets, train_on="last"), tokenizer) == "slow<|end|>"
-
-
 def test_a_token_across_the_border_of_an_answer_is_cut_there_as_a_server_cuts_it(tokenizer):
     merges = with_template(
         tokenizer,
@@ -225,63 +191,6 @@ def test_a_marker_that_stands_for_the_white_space_after_it_is_no_token_across_th
 def test_a_template_that_raises_or_renders_nothing_names_the_row(tokenizer, template, message):
     with pytest.raises(UserError, match=f"rows.jsonl, line 1: {message}"):
         made([{"messages": CHAT}], with_template(tokenizer, template))
-
-
-def test_tools_reach_the_template(tokenizer):
-    shows = with_template(tokenizer, "{{ tools | length if tools else 0 }}" + tokenizer.chat_template)
-    call = [
-        CHAT[3],
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-        },
-    ]
-    with pytest.raises(UserError, match="the chat template does not render its tool call"):
-        made([{"messages": call}], tokenizer)
-    with pytest.raises(UserError, match="the chat template does not render tools;"):
-        made(
-            [{"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}],
-            tokenizer,
-        )
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], json.dumps([json.dumps(tool)])):
-        assert tokenizer.decode(made([{"messages": CHAT, "tools": tools}], shows).ids).startswith("1<|system|>")
-    whole = with_template(tokenizer, "{{ tools[0].function.name if tools }}" + tokenizer.chat_template)
-    assert tokenizer.decode(made([{"messages": CHAT, "tools": [json.dumps(tool)]}], whole).ids).startswith(
-        f"{tool['function']['name']}<|system|>"
-    )
-    for tools, problem in (("[{", "must be JSON"), (["look_up"], "must be JSON"), ([1], "a list of objects")):
-        with pytest.raises(UserError, match=problem):
-            made([{"messages": CHAT, "tools": tools}], shows)
-
-
-@pytest.mark.parametrize("template", ["chatml", "bare", "tiny"])
-def test_a_chat_that_begins_with_the_assistant_trains_its_answer_alone(tokenizer, template):
-    marked = load_template("chatml")
-    other = (
-        tokenizer
-        if template == "tiny"
-        else with_template(
-            tokenizer,
-            (
-                marked
-                if template == "chatml"
-                else marked.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-            ),
-        )
-    )
-    text = trained(made([{"messages": CHAT[2:]}], other, seq_len=256), tokenizer)
-    assert text == ("small<|end|>slow<|end|>" if template == "tiny" else "small<|im_end|><|end|>slow<|im_end|><|end|>")
-
-
-def test_a_tokenizer_with_several_templates_and_one_without_offsets(tokenizer, monkeypatch):
-    several = with_template(tokenizer, {"default": load_template("chatml"), "tool_use": tokenizer.chat_template})
-    expected = "small<|im_end|><|end|>slow<|im_end|><|end|>"  # no token is <|im_end|> here
-    assert trained(made([{"messages": CHAT}], several, seq_len=256), tokenizer) == expected
-    slow = with_template(tokenizer, load_template("chatml"))
-    monkeypatch.setattr(type(slow), "is_fast", False)
-    assert trained(made([{"messages": CHAT}], slow, seq_len=256), tokenizer) == expected
 
 
 def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
@@ -373,9 +282,7 @@ def test_too_long_can_be_an_error_and_what_teaches_nothing_is_counted(tokenizer)
     assert tokens.counts == {"rows": 1, "truncated": 1, "dropped_untrained": 1} and not len(tokens.ids)
 
 
-@pytest.mark.parametrize(
-    ("policy", "counted"), [("truncate", "truncated"), ("drop", "dropped_long"), ("split", "split")]
-)
+@pytest.mark.parametrize(("policy", "counted"), [("drop", "dropped_long")])
 def test_a_chat_of_several_sequences_that_are_too_long_is_one_row(tokenizer, policy, counted):
     """Of which the template renders the reasoning of the last answer alone."""
     template = (
