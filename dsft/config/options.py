@@ -439,7 +439,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     made while they load, such as nf4, int8 or torchao-int8wo (dsft/models/quantization.py). A model that is quantised
     on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it lies; reference is never quantised."""
     reference: str | None = None
-    """A second model, beside which every model predicts: KL divergence both ways, share of the same likeliest tokens.
+    """A second model, beside which every model predicts: KL divergence both ways, share of the same top tokens.
     It must have the same tokenizer."""
     group_by: list[str] = field(default_factory=list)
     """Columns of the data, such as domain: each splits the result into the documents of each of its values."""

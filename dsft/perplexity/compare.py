@@ -363,7 +363,7 @@ def print_together(evaluations: list[Evaluation]) -> None:
             rows = against.setdefault(on_data(evaluation.data, evaluation.protocol), {})
             rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:,.4f}")
             rows[evaluation.model] = (
-                f"{evaluation.perplexity.perplexity:,.4f}  (KL {divergence.kl:.6f} nats per token, same likeliest token"
+                f"{evaluation.perplexity.perplexity:,.4f}  (KL {divergence.kl:.6f} nats per token, same top token"
                 f" {divergence.same_top:.2%})"
             )
     if len({evaluation.model for evaluation in evaluations}) == 1:

@@ -185,13 +185,13 @@ def build_windows(
     fitting = [name for name, mode in MODES.items() if mode.is_text == is_text]
     name = fitting[0] if config.mode == "auto" else config.mode
     if name not in fitting:
-        raise UserError(f"mode={name} does not fit the data, which holds {data.rules.format}; use {one_of(fitting)}")
+        raise UserError(f"mode={name} does not fit the data, which is {data.rules.format}; use {one_of(fitting)}")
     if is_text and config.bos == "on" and tokenizer.bos_token_id is None:
         raise UserError(f"bos=on: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto or off")
     if config.protocol:
         name = config.protocol
         if not is_text:
-            raise UserError(f"protocol={name} is of texts, and the data holds {data.rules.format}; leave it out")
+            raise UserError(f"protocol={name} is of texts, and the data is {data.rules.format}; leave it out")
 
     def prepared(kind: str, **fields: Any) -> Store:
         documents = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}[kind]

@@ -88,8 +88,8 @@ def evaluate_models(
     over.
 
     Raises:
-        UserError: where a model fits no machine or cannot be spread over ranks, or a mode does not fit the data.
-        TrainingStopped: where a loss is NaN or infinite.
+        UserError: if a model does not fit or cannot be spread over ranks, or a mode does not fit the data.
+        TrainingStopped: if a loss is NaN or infinite.
     """
     others = [reference] if reference else []
     scored = {each.config.model: each for each in [*candidates, *others]}
@@ -164,7 +164,7 @@ def _load(
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
-    """Choose as the planner does: a copy per rank where it fits, else shards. Raises UserError where nothing fits."""
+    """Choose as the planner does: a copy per rank if it fits, else shards. Raises UserError if nothing fits."""
     choice = plan_evaluation(
         candidate.facts,
         machine,
@@ -320,7 +320,7 @@ def fingerprint(
 
 def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
     """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
-    whose commit is its identity; `seed`: of the random weights where the model is a config.json alone.
+    whose commit is its identity; `seed`: of the random weights if the model is a config.json alone.
     """
     content, changed = hashlib.sha256(), hashlib.sha256()
     if is_bare_config(model):
@@ -413,7 +413,7 @@ def _out_of_memory_explained(config: EvalConfig, doing: str) -> contextlib.Abstr
         return (
             f"in {doing} {config.model} ({one_line(error)}): {taken:.3g} GiB of {memory} memory were taken at most; use"
             f" a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks with zero 3, or zero"
-            " 3-offload where a GPU ran out"
+            " 3-offload if a GPU ran out"
         )
 
     return memory_errors_explained(explanation)

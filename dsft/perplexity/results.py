@@ -93,7 +93,7 @@ class Divergence:
     reverse_kl: float
     """Mean KL(model || reference) in nats."""
     same_top: float
-    """Share of the tokens for which both find the same token likeliest."""
+    """Share of the tokens for which both rank the same token first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ class Evaluation:
             rows[f"against {divergence.reference}"] = (
                 f"KL(reference || model) {divergence.kl:.6f}{_bounds(intervals['kl'], '.6f')} nats per token\n"
                 f"KL(model || reference) {divergence.reverse_kl:.6f}{_bounds(intervals['reverse_kl'], '.6f')}\n"
-                f"same likeliest token {divergence.same_top:.2%}{_bounds(intervals['same_top'], '.2%')}\n"
+                f"same top token {divergence.same_top:.2%}{_bounds(intervals['same_top'], '.2%')}\n"
                 f"perplexity of the reference {divergence.reference_perplexity:,.4f}"
             )
         left_out = []

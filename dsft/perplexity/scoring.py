@@ -13,7 +13,7 @@ With a reference its predictions are compared, over the vocabulary V with logits
 
     KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      the information that the model loses
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
-    same top               whether both have the same likeliest token
+    same top               whether both have the same top token
 
 Both heads compute the same tile of the vocabulary at a time. Of each tile only sums are kept: with M the largest logit
 so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
@@ -96,7 +96,7 @@ def evaluate_windows(
         team: of the ranks that share each window.
 
     Raises:
-        TrainingStopped: where a document's loss is NaN or infinite, naming the first such document.
+        TrainingStopped: if a document's loss is NaN or infinite, naming the first such document.
     """
     was_training, models = model.training, [model] if reference is None else [model, reference]
     rules, *others = (row_rules(each.eval()) for each in models)
@@ -216,7 +216,7 @@ def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:
     """Return [N] in fp32: log-sum-exp over the vocabulary less the target's logit. Args: `parts`: logits, [N, W], of
-    one tile of the vocabulary after the other. Overwritten where they are fp32: a copy would cost as much as the head.
+    one tile of the vocabulary after the other. Overwritten if they are fp32: a copy would cost as much as the head.
     """
     log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
     in_fp32 = Reused()
@@ -233,7 +233,7 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
 
 
 class _Sums:
-    """The streamed sums of one of the two models: largest logit, S, T, likeliest and wanted token."""
+    """The streamed sums of one of the two models: largest logit, S, T, top and wanted token."""
 
     def __init__(self, targets_N: torch.Tensor):
         self.largest_N = torch.full(targets_N.shape, LEAST, dtype=torch.float64, device=targets_N.device)

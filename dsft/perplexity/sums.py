@@ -47,17 +47,17 @@ class Perplexity:
     document_tokens: np.ndarray
     """[D] int64: scored tokens of each document."""
     document_bytes: np.ndarray
-    """[D] int64: UTF-8 bytes of each document's scored tokens; 0 where there is no text (token sequences)."""
+    """[D] int64: UTF-8 bytes of each document's scored tokens; 0 if there is no text (token sequences)."""
     document_words: np.ndarray
     """[D] int64."""
     document_pairs: np.ndarray
     """[K - 1, D] float64: with a reference, the sums of COLUMNS of `results.py` after the first; else [0, D]."""
     block_nats: np.ndarray
-    """[B] float64: of neighbouring windows, in the order of the text; empty where enough documents are scored."""
+    """[B] float64: of neighbouring windows, in the order of the text; empty if enough documents are scored."""
     block_tokens: np.ndarray
     """[B] int64."""
     fed_tokens: int
-    """Tokens fed to the model now, over all ranks; less than all windows hold where a part was known already."""
+    """Tokens fed to the model now, over all ranks; less than in all windows if a part was known already."""
     reported_loss: float
     """Mean of nats as the protocol weighs them; without a protocol the same as `loss`."""
     reference_loss: float = math.nan
@@ -136,13 +136,13 @@ class Perplexity:
 
 
 def exp(value: float) -> float:
-    """Return math.exp, infinite where float64 ends (exp(709.8)); NaN stays NaN."""
+    """Return math.exp, infinite beyond float64 (exp(709.8)); NaN stays NaN."""
     return math.inf if value > 709 else math.exp(value)
 
 
 def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
     """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
-    other columns. Raises TrainingStopped where some are NaN or infinite.
+    other columns. Raises TrainingStopped if some are NaN or infinite.
     """
     number, nats_P = len(windows.document_ends), sums_KP[0]
     bad = pieces.documents[~np.isfinite(sums_KP).all(axis=0)]
@@ -200,7 +200,7 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
 
 
 def sums_by(groups: np.ndarray, values: np.ndarray, number: int) -> np.ndarray:
-    """Return [number] exactly rounded sums of the values of each group; none where `number` is 0."""
+    """Return [number] exactly rounded sums of the values of each group; none if `number` is 0."""
     if not number:
         return np.zeros(0)
     sorted_values = values[np.argsort(groups, kind="stable")]
@@ -210,7 +210,7 @@ def sums_by(groups: np.ndarray, values: np.ndarray, number: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultIntervals:
-    """The 95 % intervals of one result, as its report has them; NaN where there are fewer than two units."""
+    """The 95 % intervals of one result, as its report has them; NaN if there are fewer than two units."""
 
     level: float = LEVEL
     units: str
@@ -239,7 +239,7 @@ def units_of(
 
     Args:
         documents_D: a sum of each document.
-        blocks_B: the same of each block of windows; None where there are none to use.
+        blocks_B: the same of each block of windows; None if there are none to use.
         is_scored_D: which documents count.
     """
     number = int(is_scored_D.sum())
@@ -254,7 +254,7 @@ def units_of(
 def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None = None) -> Interval:
     """Return the interval of the first sum over all units, divided by that of row `below`.
 
-    NaN where there are fewer than two units, or nothing to divide by.
+    NaN if there are fewer than two units, or nothing to divide by.
 
     Args:
         base_KU: of the same units of another result, whose ratio is subtracted.

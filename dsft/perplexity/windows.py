@@ -23,7 +23,7 @@ class Windows:
     Window w feeds tokens[start : end - 1] and predicts tokens[scored_from : end], of which those with `scorable` count.
     """
 
-    tokens: np.ndarray  # [F] uint16 or int32, mapped where they come from a store
+    tokens: np.ndarray  # [F] uint16 or int32, mapped if they come from a store
     scorable: np.ndarray  # [F] bool; false for prefix tokens and what is masked in training
     document_ends: np.ndarray  # [D] int64: where each document ends in `tokens`
     spans: np.ndarray  # [W, 3] int64: start, end, scored_from

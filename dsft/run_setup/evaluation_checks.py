@@ -28,7 +28,7 @@ from dsft.runtime.distributed import require_same_start
 
 
 def read_scoring_file(zero: str, problems: list[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration of an explicit `zero` other than 0, for scoring; {} where it cannot be read."""
+    """The DeepSpeed configuration of an explicit `zero` other than 0, for scoring; {} if it cannot be read."""
     zero_file = read_sound_file(zero, problems)
     section = zero_file.get("zero_optimization", {})
     section.pop("offload_optimizer", None)
@@ -137,7 +137,7 @@ def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: st
 
 
 def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) -> list[Candidate]:
-    """Returns the candidate in each format of the option `quantization`; alone where it is quantised on disk."""
+    """Returns the candidate in each format of the option `quantization`; alone if it is quantised on disk."""
     if candidate.facts is None:
         return [candidate]
     config, model, size = candidate.config, candidate.config.model, candidate.facts.size

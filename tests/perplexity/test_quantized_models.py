@@ -95,7 +95,7 @@ def test_one_launch_gives_the_table_of_a_model_and_its_formats(tiny, model, tmp_
     plain, *quantized = known
     assert abs(plain.divergence.kl) < 1e-7 < quantized[0].divergence.kl < quantized[1].divergence.kl
     assert plain.divergence.same_top == 1.0 and "torchao" in quantized[0].versions
-    for name in ("against the reference", f"{model}:torchao-int4wo against {model}", "KL ", "same likeliest token"):
+    for name in ("against the reference", f"{model}:torchao-int4wo against {model}", "KL ", "same top token"):
         assert name in said.replace("\n", " "), name
     for each, levels, symmetric in zip(quantized, (127.5, 7.5), (True, False), strict=True):
         rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
