@@ -7,7 +7,7 @@ tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches
 a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
 
 The logits of all positions never exist: they come tile by tile (`models/tiles.py`). A head that can be computed in
-parts is given some rows of hidden states at a time; of a model whose head cannot, all logits of a batch exist.
+parts is given some rows of hidden states at a time; a model whose head cannot scores one window at a time.
 
 With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
 
@@ -103,12 +103,6 @@ def evaluate_windows(
     for other in others:  # which rows may share a batch of all models, and how it is padded
         rules = rules.joined(other)
     rules = dataclasses.replace(rules, multiple=team.size)
-    lengths_W = windows.lengths  # once: it takes a pass over all windows
-    batches = form_batches(lengths_W, batch_tokens, rules)
-    pieces = pieces_of(windows)
-    # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    sums_KP = np.zeros((len(COLUMNS) if others else 1, len(pieces.tokens)))
-
     scorers, dummy = [], torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
         head = ChunkedHead(each, VOCAB_TILE[device.type])
@@ -116,10 +110,17 @@ def evaluate_windows(
             _is_chunked[each] = head.agrees(dummy[:, :8])
             if not _is_chunked[each]:
                 say(
-                    f"note: the head of {type(each).__name__} cannot be computed in parts: a batch takes the memory of"
-                    " all its logits; fewer batch_tokens take less"
+                    f"note: the head of {type(each).__name__} cannot be computed in parts: windows are scored one by"
+                    " one, each with all its logits"
                 )
         scorers.append(head if _is_chunked[each] else each)
+        if not _is_chunked[each]:
+            batch_tokens = 1
+    lengths_W = windows.lengths  # once: it takes a pass over all windows
+    batches = form_batches(lengths_W, batch_tokens, rules)
+    pieces = pieces_of(windows)
+    # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
+    sums_KP = np.zeros((len(COLUMNS) if others else 1, len(pieces.tokens)))
 
     def scored(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
         if team.size == 1:
