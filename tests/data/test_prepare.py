@@ -314,6 +314,12 @@ def test_data_that_differ_in_any_token_are_other_data(tokenizer, tmp_path, confi
     assert first == again != changed.identity and len(changed) == 5000
 
 
+def test_an_entry_that_is_named_twice_is_trained_twice(tokenizer, tmp_path, config):
+    paths = [str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a ", "completion": "b"}]))] * 2
+    data = loaded(config(data=paths), tokenizer)
+    assert len(data.items) == 2 and data.counts["rows"] == 2
+
+
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
     """Over the full corpus, not over batches of documents."""
 
