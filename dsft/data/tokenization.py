@@ -64,14 +64,14 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
         builder.is_too_long = False
         match sample:
             case None:
-                builder.put(np.zeros(1, np.int32), np.zeros(1, bool))  # a place where each row must have one
+                builder.put(np.zeros(1, np.int32), np.zeros(1, np.float32))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
                 ids = next(beginnings)[: -1 if closes else None]
                 if not sample.text:
                     builder.counts["dropped_empty"] += 1
                     continue
                 ids = np.asarray(ids + end_of(sample.text, tokenizer), np.int32)
-                builder.put(ids, np.ones(len(ids), bool))
+                builder.put(ids, np.ones(len(ids), np.float32))
             case Pair():  # prompt and completion as they stand
                 prompt = next(beginnings)[: -1 if closes else None]
                 ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
@@ -93,13 +93,15 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
     builder.counts["rows"] = len(batch.rows)
     if batch.left_out:
         builder.counts["left_out_by_map_row"] = batch.left_out
-    weights = np.concatenate([np.zeros(0, bool), *builder.trained])
-    if weights.dtype != bool:
-        builder.counts["weighted_tokens"] = int(np.count_nonzero(weights != weights.astype(bool)))
+    weights = np.concatenate([np.zeros(0, np.float32), *builder.weights])
+    trained = weights != 0
+    weighted_tokens = int(np.count_nonzero(weights != trained))
+    if weighted_tokens:
+        builder.counts["weighted_tokens"] = weighted_tokens
     return Tokens(
         ids=np.concatenate([np.zeros(0, np.int32), *builder.ids]),
-        trained=weights.astype(bool, copy=False),
-        weights=None if weights.dtype == bool else weights,
+        trained=trained,
+        weights=weights if weighted_tokens else None,
         ends=np.array(builder.ends, np.int64),
         counts=builder.counts,
         first=builder.first,
@@ -146,7 +148,7 @@ class _TokensBuilder:
     def __init__(self, rules: FormatRules):
         self.rules, self.counts, self.first, self.size = rules, Counter(), {}, 0
         self.ids: list[np.ndarray] = []
-        self.trained: list[np.ndarray] = []  # of each sequence bool, or float32 weights where one is neither 0 nor 1
+        self.weights: list[np.ndarray] = []  # float32, of the loss of each token
         self.ends: list[int] = []
         self.is_too_long = False  # whether the row at hand has a sequence that is
 
@@ -167,10 +169,10 @@ class _TokensBuilder:
         """Adds a sample with the tokens of `spans` trained. One longer than seq_len follows the policy `too_long`. A
         sequence without a trained token (its answer was cut off) is left out.
         """
-        is_weighted = any(weight not in (0, 1) for *_, weight in spans)
-        array, trained = np.asarray(ids, np.int32), np.zeros(len(ids), np.float32 if is_weighted else bool)
+        array = np.asarray(ids, np.int32)
+        weights = np.zeros(len(ids), np.float32)
         for start, end, weight in spans:
-            trained[start:end] = weight
+            weights[start:end] = weight
         length, policy, starts = self.rules.seq_len, self.rules.too_long, range(1)
         if len(array) > length:
             why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
@@ -178,23 +180,24 @@ class _TokensBuilder:
                 raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
             kind = "truncated"
             if policy == "drop":
-                kind, trained = "dropped_long", np.zeros(len(array), bool)
+                kind = "dropped_long"
+                weights[:] = 0
                 starts = range(1 if self.rules.keep_all else 0)
             elif policy == "split" and not self.rules.keep_all:
                 kind, starts = "split", range(0, len(array), length)
             self.note(kind, why, int(not self.is_too_long))  # a chat of several sequences is one row
             self.is_too_long = True
         for start in starts:
-            trained[start : start + 1] = 0  # nothing stands before it
-            of_piece = trained[start : start + length]
+            weights[start : start + 1] = 0  # nothing stands before it
+            of_piece = weights[start : start + length]
             if of_piece.any() or self.rules.keep_all:
                 self.put(array[start : start + length], of_piece)
             else:
                 self.note("dropped_untrained", f"{where()}: no token of it is trained")
 
-    def put(self, ids: np.ndarray, trained: np.ndarray) -> None:
+    def put(self, ids: np.ndarray, weights: np.ndarray) -> None:
         self.ids.append(ids)
-        self.trained.append(trained)
+        self.weights.append(weights)
         self.size += len(ids)
         self.ends.append(self.size)
 
