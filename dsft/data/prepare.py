@@ -56,7 +56,7 @@ COUNTS = (
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
 (answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
-VERSION = 12  # of the folders; a change of code that changes tokens raises it
+VERSION = 13  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.
