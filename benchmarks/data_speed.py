@@ -238,7 +238,7 @@ def fullness(options: argparse.Namespace) -> list[dict]:
     """Fill rate of packed rows and padding share of the instruction sets, by file and length of a row."""
     sys.path[0] = str(ROOT)
     from dsft.config.options import TrainConfig
-    from dsft.data.batches import EpochSampler, PaddedToFullSteps, padding_share
+    from dsft.data.epoch import EpochSampler, PaddedToFullSteps, padding_share
     from dsft.data.training_data import check_sources, load_training_data
     from dsft.models.tokenizer import load_tokenizer
 

@@ -37,8 +37,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
-from dsft.data.prepare import StoreWriter, fingerprint
-from dsft.data.tokenization import Tokens
+from dsft.data.store import StoreWriter, fingerprint
+from dsft.data.tokens import Tokens
 from dsft.perplexity import documents, scoring
 from dsft.perplexity.compare import compare_pair
 from dsft.perplexity.results import COLUMNS, Evaluation

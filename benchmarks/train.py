@@ -125,7 +125,7 @@ def prepare(folder: Path, rows: list[Row]) -> None:
     from dsft.cli.quickstart import write_demo_data
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
-    from dsft.data.batches import EpochSampler, PaddedToFullSteps
+    from dsft.data.epoch import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import load_training_data
     from dsft.models.size import usual_config
     from dsft.run_setup.resolve import check_run

@@ -36,8 +36,8 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     problems = [problem for problem in problems if not problem.startswith(needless)]
     raise_if_any([*problems, *without_second_errors(check_named_files(config), problems)])
     with quick_imports():
-        from dsft.data.batches import describe_counts
-        from dsft.data.prepare import cache_folder
+        from dsft.data.epoch import describe_counts
+        from dsft.data.store import cache_folder
         from dsft.data.training_data import check_sources, load_training_data
         from dsft.models.tokenizer import add_tokens, check_tokenizer
 
@@ -69,7 +69,7 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
     from rich.console import Console
     from rich.text import Text
 
-    from dsft.data.batches import PackedRows, sequences_in
+    from dsft.data.epoch import PackedRows, sequences_in
 
     console = Console(soft_wrap=True, highlight=False)
     marks = not console.is_terminal

@@ -15,7 +15,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.config.deepspeed import get_value, stage
 from dsft.config.options import TrainConfig, shuffle_seed
 from dsft.config.reader import split_flags
-from dsft.data.batches import EpochSampler, PaddedToFullSteps
+from dsft.data.epoch import EpochSampler, PaddedToFullSteps
 from dsft.data.training_data import is_prepared, load_training_data
 from dsft.errors import UserError, raise_if_any, shown_command
 from dsft.launch.launchers import flag_words

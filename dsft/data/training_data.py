@@ -9,7 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import DataFields, TrainConfig, shuffle_seed
-from dsft.data.batches import (
+from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
+from dsft.data.epoch import (
     WHOLE,
     Collator,
     EpochSampler,
@@ -23,11 +24,10 @@ from dsft.data.batches import (
     padding_share,
     sequences_of,
 )
-from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
-from dsft.data.prepare import FACTS, Store, cache_folder, fingerprint, prepare
 from dsft.data.sources import HeldOut, ending, find_sources
-from dsft.data.tokenization import stop_tokens, tokenise
+from dsft.data.store import FACTS, Store, cache_folder, fingerprint, prepare
+from dsft.data.tokens import stop_tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.models.tokenizer import split_tokens, text_ids
 from dsft.models.trials import NO_RULES, RowRules

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
-from dsft.data.prepare import Preparation, Store, cache_folder, prepare
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, bytes_of_tokens, closes_texts, encode, end_of, opens_texts, tokenise
+from dsft.data.store import Preparation, Store, cache_folder, prepare
+from dsft.data.tokens import Tokens, bytes_of_tokens, closes_texts, encode, end_of, opens_texts, tokenise
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, find_mode
 from dsft.perplexity.windows import Windows, pieces_of

@@ -16,7 +16,7 @@ from dsft.errors import UserError, nearest
 from dsft.perplexity.windows import Windows
 
 if TYPE_CHECKING:
-    from dsft.data.prepare import Store
+    from dsft.data.store import Store
 
 WITHOUT_POSITIONS = 2048
 """Tokens of a window if a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dsft.data.batches import form_batches
+from dsft.data.epoch import form_batches
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.trials import RowRules, row_rules

@@ -13,7 +13,7 @@ import numpy as np
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
-    from dsft.data.batches import Sequence
+    from dsft.data.epoch import Sequence
 
 
 @dataclass(kw_only=True)

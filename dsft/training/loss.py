@@ -63,7 +63,7 @@ class TokenLoss:
 
         Args:
             inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1;
-                and perhaps `weights` and `sources` of the labels. A share of a row (`data/batches.py`) has them as
+                and perhaps `weights` and `sources` of the labels. A share of a row (`data/epoch.py`) has them as
                 `shift_labels`, `shift_weights` and `shift_sources`, at the positions that predict them.
             counts: the micro batch's tokens without padding, and its trained tokens.
             step_counts: the same of the optimizer step, over all micro batches and ranks.

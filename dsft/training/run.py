@@ -31,7 +31,7 @@ from dsft.checkpoints.run_folder import (
 from dsft.checkpoints.save import release_reserved_space, reserve_space
 from dsft.config.deepspeed import nvme_path
 from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
-from dsft.data.batches import Part, describe_counts
+from dsft.data.epoch import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.models.build import build_model

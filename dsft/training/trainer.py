@@ -40,7 +40,7 @@ from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_res
 from dsft.config import user_code
 from dsft.config.deepspeed import OFFLOADED, get_value, offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.data.batches import EpochSampler, PaddedToFullSteps, Sequences
+from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.models.sequence_parallel import team_of

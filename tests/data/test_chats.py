@@ -22,7 +22,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.chats import _forms, chat_ids
 from dsft.data.formats import canonical, format_rules
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, stop_tokens, tokenise
+from dsft.data.tokens import Tokens, stop_tokens, tokenise
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 

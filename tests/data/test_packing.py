@@ -17,7 +17,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from transformers import AutoConfig, masking_utils, modeling_utils
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
-from dsft.data.batches import (
+from dsft.data.epoch import (
     Collator,
     EpochSampler,
     PaddedToFullSteps,

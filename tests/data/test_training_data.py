@@ -4,7 +4,7 @@ import pytest
 from tiny import write_pairs
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import EpochSampler, PaddedToFullSteps
+from dsft.data.epoch import EpochSampler, PaddedToFullSteps
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer

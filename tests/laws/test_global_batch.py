@@ -192,7 +192,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     import transformers
 
     from dsft.config.options import TrainConfig
-    from dsft.data.batches import EpochSampler, PaddedToFullSteps
+    from dsft.data.epoch import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import check_sources, load_training_data
     from dsft.models.tokenizer import load_tokenizer
 

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data.batches import Collator, sequence
+from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.size import measure_model
 from dsft.models.tiles import tile_loss

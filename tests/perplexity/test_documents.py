@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
-from dsft.data.prepare import FACTS, prepare
 from dsft.data.sources import BATCH_ROWS
+from dsft.data.store import FACTS, prepare
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
 from dsft.perplexity.documents import Answers, Texts, build_windows

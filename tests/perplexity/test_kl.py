@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
-from dsft.data.batches import sequence
+from dsft.data.epoch import sequence
 from dsft.errors import UserError
 from dsft.models import tiles
 from dsft.models.trials import RowRules

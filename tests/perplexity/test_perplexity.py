@@ -21,7 +21,7 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.checkpoints.run_folder import write_run
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.batches import sequence
+from dsft.data.epoch import sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
 from dsft.models import tiles

@@ -6,7 +6,7 @@ import torch
 from tiny import ARCHITECTURES
 from transformers import LlamaForCausalLM
 
-from dsft.data.batches import sequence
+from dsft.data.epoch import sequence
 from dsft.models.tiles import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
 from dsft.perplexity.results import Recorder

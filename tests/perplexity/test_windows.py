@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dsft.data.batches import form_batches
+from dsft.data.epoch import form_batches
 from dsft.models.trials import RowRules
 from dsft.perplexity.windows import Windows, pieces_of
 

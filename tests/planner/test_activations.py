@@ -15,7 +15,7 @@ from ranks import on_ranks
 from tiny import ARCHITECTURES
 
 from dsft.config.options import TrainConfig
-from dsft.data.batches import Collator
+from dsft.data.epoch import Collator
 from dsft.models import tiles
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import decoder_layers, empty_model, model_size

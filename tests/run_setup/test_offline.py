@@ -14,7 +14,7 @@ from dsft.cli.main import main
 from dsft.cli.plan_answers import describe_question, prepared_epoch
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.data.batches import EpochSampler, PaddedToFullSteps, sequences_in
+from dsft.data.epoch import EpochSampler, PaddedToFullSteps, sequences_in
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models import trials

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.run_folder import samples_in
 from dsft.config.options import TrainConfig
-from dsft.data.batches import Sequences
+from dsft.data.epoch import Sequences
 from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
 from dsft.models.tokenizer import generate

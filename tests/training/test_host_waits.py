@@ -20,7 +20,7 @@ from transformers import TrainerCallback, trainer
 
 import dsft
 from dsft.config.deepspeed import read_zero_file
-from dsft.data.batches import Collator
+from dsft.data.epoch import Collator
 from dsft.training.metrics import Bottlenecks, RankTimes
 
 pytestmark = pytest.mark.launch

@@ -11,7 +11,7 @@ from conftest import grid, read_json
 from ranks import on_ranks, train, train_all
 from tiny import sentences, write_jsonl, write_model
 
-from dsft.data.batches import Collator
+from dsft.data.epoch import Collator
 from dsft.training.metrics import Bottlenecks, RankTimes, Work
 
 pytestmark = pytest.mark.launch

@@ -12,7 +12,7 @@ from ranks import train_all
 from tiny import write_jsonl
 from transformers import AutoModelForCausalLM, TrainerState
 
-from dsft.data.batches import BLANK, Collator, sequence
+from dsft.data.epoch import BLANK, Collator, sequence
 from dsft.training.callbacks import MetricsFile
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsft.data.prepare import Store
+from dsft.data.store import Store
 from dsft.models.sequence_parallel import share_of
 from dsft.models.tiles import next_tokens
 from dsft.models.trials import NO_RULES, RowRules, positions

@@ -30,7 +30,7 @@ class Tokens:
     ids: np.ndarray  # [F] int32
     trained: np.ndarray  # [F] bool: whether the token is to be predicted; never the first of a sequence
     ends: np.ndarray  # [S] int64
-    counts: Counter  # of rows and sequences; the keys are COUNTS of prepare.py
+    counts: Counter  # of rows and sequences; the keys are COUNTS of store.py
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
     # Of the texts [S], in an evaluation; empty in a training.

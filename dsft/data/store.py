@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import Chat, FormatRules, FormattedSource
 from dsft.data.sources import Batch
-from dsft.data.tokenization import Tokens, encode, tokenise
+from dsft.data.tokens import Tokens, encode, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache

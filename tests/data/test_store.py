@@ -32,12 +32,12 @@ from tokenizers.processors import TemplateProcessing
 from dsft.cli import data as data_command
 from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data import prepare as preparing
-from dsft.data.batches import describe_counts
+from dsft.data import store as preparing
+from dsft.data.epoch import describe_counts
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
-from dsft.data.prepare import StoreWriter, fingerprint, prepare
 from dsft.data.sources import HeldOut, Row, find_sources
-from dsft.data.tokenization import Tokens
+from dsft.data.store import StoreWriter, fingerprint, prepare
+from dsft.data.tokens import Tokens
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
@@ -158,7 +158,7 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
 PREPARES_WITH_WORKERS = """
 import sys
 from dsft.cli.main import main
-from dsft.data import prepare
+from dsft.data import store as prepare
 prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 2
 main(sys.argv[1:])
 """

@@ -13,7 +13,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from dsft.config.options import TrainConfig
 from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
-from dsft.data.tokenization import Tokens, bytes_of_tokens, encode, tokenise
+from dsft.data.tokens import Tokens, bytes_of_tokens, encode, tokenise
 from dsft.errors import UserError
 from dsft.models.chat_template import PRESETS, load_template
 from dsft.models.tokenizer import check_tokenizer, load_tokenizer
