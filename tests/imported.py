@@ -27,11 +27,9 @@ import dsft.eval_ppl
 import dsft.perplexity.evaluation
 import dsft.train
 import dsft.training.run
-from dsft.runtime.disk import name_owners_of_operator_locks
 from dsft.runtime.patches import PATCHES
 from dsft.runtime.software import numeric_versions, untested_versions, versions
 
-name_owners_of_operator_locks()  # else the lock of a test that was killed while it compiled is waited for without end
 # DeepSpeed takes a second in each rank to see that an operator is compiled already.
 for operator in (CPUAdamBuilder(), ShareMemCommBuilder()):
     operator.load(verbose=False)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from dsft.checkpoints import manifest, run_folder, save
+from dsft.checkpoints import manifest, run_folder
 from dsft.config.deepspeed import CONFIG_DIR, compose, known_names, read_zero_file
 from dsft.runtime.patches import PATCHES
 
@@ -152,7 +152,7 @@ def test_no_module_imports_itself_through_others():
 
 RUN_FILES = {
     *(manifest.MANIFEST, manifest.TRAINER_STATE, manifest.STAGING, manifest.REPLACED, manifest.REMOVED),
-    *(run_folder.RUN, run_folder.METRICS, run_folder.FINAL, save.RESERVED),
+    *(run_folder.RUN, run_folder.METRICS, run_folder.FINAL),
 }
 
 

@@ -13,9 +13,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from dsft.errors import UserError, one_line
 from dsft.models.model_folder import CHECKPOINT
@@ -109,47 +109,6 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
             digest.update(part)
         os.fsync(file.fileno())
         return {"size": file.tell(), "sha256": digest.hexdigest()}
-
-
-class HashedFile:
-    """What torch.save writes to: a file whose content is hashed on its way, and brought to the disk part by part."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.digest = file, hashlib.sha256()
-        self.error: OSError | None = None
-        self.unsynced_bytes = 0
-
-    def write(self, content: bytes | memoryview) -> int:
-        """Write and hash; an error is kept, since torch's zip writer cannot be left by an exception."""
-        content = memoryview(content).cast("B")
-        try:
-            for start in range(0, 0 if self.error else len(content), PART_BYTES):
-                part = content[start : start + PART_BYTES]
-                self.file.write(part)
-                self.digest.update(part)
-                self.unsynced_bytes += len(part)
-                if self.unsynced_bytes >= PART_BYTES:
-                    self.file.flush()
-                    os.fdatasync(self.file.fileno())
-                    self.unsynced_bytes = 0
-        except OSError as error:
-            self.error = error
-        return len(content)
-
-    def flush(self) -> None:
-        """Leave it to the end, as a save to a path does."""
-
-
-def write_hashed(path: Path, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
-    """Let `write` fill a file and bring it to the disk; return its size in bytes and SHA-256. Raises OSError."""
-    with path.open("wb") as file:
-        hashed = HashedFile(file)
-        write(hashed)
-        if hashed.error:
-            raise hashed.error
-        file.flush()
-        os.fsync(file.fileno())
-        return {"size": file.tell(), "sha256": hashed.digest.hexdigest()}
 
 
 def share_files(folder: Path) -> None:

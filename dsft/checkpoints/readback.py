@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,11 +34,33 @@ class TensorsInMemory:
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the full shapes of the trained parameters by name, also where ZeRO-3 holds only a piece of each."""
-    return {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return shapes_of(trained)
+
+
+def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that an adapter's file holds, trained or frozen, by their names in the model."""
+    named = dict(model.named_parameters())
+    kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    saved = {id(parameter) for parameter in kept.values()}
+    return {name: each for name, each in named.items() if id(each) in saved or each.requires_grad}
+
+
+def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return copies of parameters in host memory, on rank 0 alone, of which ZeRO-3 holds a piece on each rank.
+    Collective.
+    """
+    copies = {}
+    for name, parameter in parameters.items():
+        with GatheredParameters([parameter]):
+            if distributed.rank() == 0:
+                copies[name] = parameter.detach().to("cpu", copy=True)
+    return copies
+
+
+def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of parameters, also where ZeRO-3 holds only a piece of each."""
+    return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
 
 
 def readback_errors(

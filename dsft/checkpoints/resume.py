@@ -20,8 +20,7 @@ import torch.distributed as dist
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.readback import trained_shapes
 from dsft.errors import UserError
-from dsft.models.model_folder import step_folder
-from dsft.models.weight_files import FP32, ZeroShards, load_pickle
+from dsft.models.weight_files import FP32, ZeroShards
 
 TAKEN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
@@ -101,8 +100,8 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
         return "it has no manifest: it is another tool's"
     if then["zero_stage"] == now["zero_stage"] == 0:
         return ""  # nothing is cut into shards
-    if now.get("nvme_weights") and not now["nvme"]:
-        return "weights on NVMe"  # DeepSpeed would read them into host memory (stage3.py, _rigid_load_state_dict)
+    if now["nvme"] or then.get("nvme"):
+        return "offload to NVMe"
 
     def changed(words: dict[str, str]) -> str:
         keys = [key for key in words if then.get(key, now[key]) != now[key]]
@@ -120,16 +119,11 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         checkpoint: of ZeRO stage 1, 2 or 3.
     """
     optimizer = engine.optimizer
-    if read_manifest(checkpoint).get("nvme"):
+    is_on_nvme = read_manifest(checkpoint).get("nvme") or getattr(optimizer, "swap_optimizer", False)
+    if is_on_nvme or not hasattr(optimizer, "_optimizer_step"):
         raise UserError(
-            f"{checkpoint}: holds an optimizer as it lay on NVMe, and is resumed only on the ranks and with the zero"
-            " that it was saved with; give these, or start from its weights with --resume_weights_only"
-        )
-    if not hasattr(optimizer, "_optimizer_step") or getattr(optimizer, "swap_optimizer", False):
-        raise UserError(
-            f"{checkpoint}: was saved in another ZeRO stage, on other ranks or by another tool, and is resumed only"
-            " in ZeRO stage 1, 2 or 3 without an optimizer on NVMe; choose such a zero, or start from its weights with"
-            " --resume_weights_only"
+            f"{checkpoint}: is resumed only in ZeRO stage 1, 2 or 3 with states in GPU or host memory; choose such a"
+            " zero, or start from its weights with --resume_weights_only"
         )
     shards = ZeroShards(checkpoint)
     trained = trained_shapes(engine.module)
@@ -203,30 +197,6 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     if engine.fp16_enabled() and shards.loss_scaler is not None:
         optimizer.loss_scaler = shards.loss_scaler
     _set_schedule(scheduler, optimizer, shards, checkpoint)
-
-
-def restore_from_nvme(engine: Any, checkpoint: str) -> None:
-    """Set what `engine.load_checkpoint`, which must follow, leaves out where an optimizer is on NVMe: of this rank the
-    settings, counts of steps, loss scale, and sub-groups that are too small for NVMe. DeepSpeed copies the files of the
-    others back (engine.py, load_checkpoint), and reads those that the optimizer knows as a state.
-    """
-    optimizer, folder = engine.optimizer, Path(checkpoint)
-    if not getattr(optimizer, "swap_optimizer", False):
-        return
-    saved = load_pickle(Path(engine._get_zero_ckpt_name(folder, step_folder(folder).name)))["optimizer_state_dict"]
-    optimizer.loss_scaler = saved["loss_scaler"]
-    optimizer._set_fp32_optimizer_param_groups()
-    optimizer.optimizer.load_state_dict(saved["optimizer_state_dict"])
-    optimizer._clear_fp32_optimizer_param_groups()
-    optimizer.optimizer_swapper.purge_state()  # it knows the tensors that were the states before
-    for group, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        if not optimizer._swappable_optimizer_subgroup(group):
-            flat.data.copy_(saved["fp32_flat_groups"][group])
-            continue
-        states, numel = optimizer.optimizer.state[flat], optimizer.fp16_partitioned_groups_flat_numel[group]
-        for name, value in states.items():
-            if torch.is_tensor(value) and not value.numel():  # it lies in a file; by its length it is one of those
-                states[name] = value.new_empty(1).expand(numel)
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:

@@ -75,6 +75,11 @@ def check_output_dir(config, problems: list[str]) -> None:
             f"resume_from_checkpoint={resume}: holds no {TRAINER_STATE}, so it is no complete checkpoint; use auto"
             " or a checkpoint-N folder"
         )
+    if resume == "auto" and config.overwrite and LAUNCH not in os.environ:  # a restart of dsft launch has both
+        problems.append(
+            "overwrite and resume_from_checkpoint=auto are both set: one replaces the run, the other continues it; keep"
+            " one"
+        )
     if not path.is_dir():
         return
     for key in ("model", "tokenizer", "adapter"):
@@ -151,6 +156,11 @@ def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
 
 def _known_run(folder: str | Path) -> dict[str, Any]:
     return read_run(str(folder)) if is_run(folder) else {}
+
+
+def was_killed(output_dir: str | None) -> bool:
+    """Return whether the run that lies there ended without a word."""
+    return output_dir is not None and _known_run(output_dir).get("status") == "running"
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:

@@ -46,9 +46,10 @@ FILLED_PARAMETERS = {
 }
 """Parameters of optimizer and scheduler whose "auto" it fills -> the options that say what with."""
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")  # entries that dsft reads itself
-OTHER_SECTIONS = """zero_optimization timers activation_checkpointing aio tensorboard wandb comet csv_monitor
-    flops_profiler elasticity compression_training comms_logger hybrid_engine eigenvalue nebula autotuning compile
-    tensor_parallel amp weight_quantization progressive_layer_drop datastates graph_harvesting checkpoint pipeline"""
+OTHER_SECTIONS = """
+zero_optimization timers activation_checkpointing aio tensorboard wandb comet csv_monitor flops_profiler elasticity
+compression_training comms_logger hybrid_engine eigenvalue nebula autotuning compile tensor_parallel amp
+weight_quantization progressive_layer_drop datastates graph_harvesting checkpoint pipeline"""
 """Entries whose names are not constants of deepspeed/runtime/config.py, since modules of their own read them."""
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 NO_DEFAULT = (

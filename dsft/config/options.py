@@ -85,6 +85,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "source_column": "give each source an entry of data; dsft eval takes --group_by COLUMN",
     "suite": "name the data sets with data, such as Salesforce/wikitext:wikitext-2-raw-v1:test",
     "context_curve": "evaluate once for each seq_len, with mode sliding and scope document",
+    "async_save": "checkpoints are written while training waits; leave it out",
 }
 """Options that dsft had once -> what they did, and what to use instead."""
 TRAINING_DEFAULTS = {
@@ -289,8 +290,6 @@ class StepFields:
     """Your own classes of transformers.TrainerCallback as module:class. See docs/python.md."""
     save_minutes: float | None = None
     """Longest time between two checkpoints, in minutes, beside save_strategy."""
-    async_save: bool = False
-    """Copy what a checkpoint holds to host memory, and write it while training goes on (docs/checkpoints.md)."""
     resume_weights_only: bool = False
     """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
     output_dir."""

@@ -87,7 +87,6 @@ BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
 EXCLUSIVE = {
     "global_batch_size gradient_accumulation_steps": "global_batch_size and gradient_accumulation_steps are both set;"
     " keep one, the other follows",
-    "async_save push_to_hub": "async_save and push_to_hub cannot be combined: checkpoints would be pushed half written",
     "compute_loss label_smoothing_factor": "compute_loss and label_smoothing_factor are both set; smooth labels in your"
     " own loss",
     "load_best_model_at_end save_only_model": "load_best_model_at_end needs complete checkpoints; set save_only_model:"

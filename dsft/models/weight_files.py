@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.utils._pytree import tree_map_only
 from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, is_read_pickle, located, number_in, step_folder
-from dsft.runtime import patches
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
@@ -254,40 +252,6 @@ def _zero_stage(enum: type, name: str) -> Any:
     if enum is not ZeroStageEnum:
         raise pickle.UnpicklingError("GLOBAL getattr was not an allowed global")
     return ZeroStageEnum[name]
-
-
-@contextlib.contextmanager
-def mapped_resume(*, on_gpu: bool) -> Iterator[None]:
-    """Let DeepSpeed map the shards that it resumes from, where its own load would hold them in memory: 12 bytes of host
-    memory per parameter.
-    `on_gpu`: the optimizer's states go to a GPU. Else what was loaded becomes them, and must not be the file's own
-    pages: these would keep a checkpoint on the disk that is removed. They are copied one by one, once the states that
-    were there before are gone.
-    """
-
-    def load(engine: Any, path: str, map_location: Any = None) -> Any:
-        content = load_pickle(Path(path))
-        # Frozen weights are those that the model was loaded with, and of such on NVMe a checkpoint has none.
-        content.pop("frozen_param_fragments", None)
-        return tree_map_only(
-            torch.Tensor, lambda each: each.clone() if each.numel() < SMALL_ELEMENTS else each, content
-        )
-
-    def with_copies(load_state_dict: Callable[..., None]) -> Callable[..., None]:
-        def load_and_copy(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            load_state_dict(optimizer, state_dict)
-            for states in () if on_gpu else optimizer.state.values():
-                for name, value in states.items():
-                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                        states[name] = value.clone()
-
-        return load_and_copy
-
-    if not patches.fits("mapped_shards", "own_states"):  # one without the other would keep files that are removed
-        yield
-        return
-    with patches.replaced("mapped_shards", lambda _: load), patches.replaced("own_states", with_copies):
-        yield
 
 
 @dataclass(frozen=True)

@@ -268,6 +268,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    values.pop("push_to_hub", None)  # the Trainer would upload the run's folder; `finish` uploads final/
     return TrainingArguments(**values)
 
 

@@ -66,7 +66,7 @@ from dsft.run_setup import arguments
 from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.runtime.disk import LOCK, in_use, owner_of
+from dsft.runtime.disk import in_use, is_held
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.software import fused_optimizer, nvcc_problem, nvme_problems, offload_problems, with_torch_adam
@@ -342,8 +342,8 @@ def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
     before weights load, but for a plan and what is on the hub, is a UserError.
     """
     folder = Path(options.training.get("output_dir") or "")
-    if (owner := owner_of(folder / LOCK)) and owner.is_here() and owner.is_alive():
-        raise UserError(in_use(folder, owner))
+    if is_held(folder):
+        raise UserError(in_use(folder))
     machine = this_machine(ranks_per_node=ranks_per_node())
     with safe_unpickling(trust=options.trust_checkpoint):  # as the training reads them
         run = check_run(options, machine, problems)
@@ -558,7 +558,6 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         bf16_states=options.states == "bfloat16",
         compiled=bool(training.get("torch_compile")),
         samples=bool(options.generate_samples),
-        async_save=options.async_save,
         compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
     )
 

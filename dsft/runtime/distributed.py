@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
 from dsft.runtime import patches
 from dsft.runtime.console import say
-from dsft.runtime.disk import CPU_BUFFER, RunLock, name_owners_of_operator_locks, remove_leftovers
+from dsft.runtime.disk import CPU_BUFFER, hold_folder, remove_leftovers
 from dsft.runtime.hardware import (
     Machine,
     cpu_count,
@@ -97,7 +97,6 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
     choose_interface()
     chooses_threads = set_library_variables()
-    name_owners_of_operator_locks()
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if has_gpu():
@@ -262,38 +261,15 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def only_run_in(output_dir: str | None) -> Iterator[bool]:
-    """Hold the lock of `output_dir` inside a `with`; gives whether the run before this one was killed: it left its
-    lock. A folder that cannot be written is left to the checks. Collective. Raises UserError, on every rank:
-    another run is alive there.
-    """
-    lock = RunLock(Path(output_dir)) if output_dir and rank() == 0 else None
-    was_killed = on_rank_0(lambda: lock.acquire() if lock else False)
-    try:
-        yield was_killed
-    finally:
-        if lock:
-            lock.release()
+def only_run_in(output_dir: str | None) -> Iterator[None]:
+    """Holds the lock of `output_dir` on rank 0 inside a `with`. Collective.
 
-
-@contextlib.contextmanager
-def only_run_on_nvme(folder: str | None) -> Iterator[None]:
-    """Hold what this rank writes into `folder`, an nvme_path of DeepSpeed, inside a `with`: files of two runs have the
-    same names there. Collective. Raises UserError, on every rank: another run is alive there.
+    Raises:
+        UserError: on every rank; another run is writing there.
     """
-    if folder is None:
+    with contextlib.ExitStack() as held:
+        on_rank_0(lambda: held.enter_context(hold_folder(Path(output_dir))) if output_dir else None)
         yield
-        return
-    lock, problems = RunLock(Path(folder, f"rank{rank()}"), option="nvme_path"), []
-    try:
-        lock.acquire()
-    except UserError as error:
-        problems = error.problems
-    try:
-        raise_together(problems)
-        yield
-    finally:
-        lock.release()
 
 
 def this_node() -> tuple[str, str]:

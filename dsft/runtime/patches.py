@@ -108,12 +108,6 @@ PATCHES = {
         seen={"0.19.8": "f68c0238f961"},
         if_changed="keep",  # it asserts that it finds the words that it quotes
     ),
-    "operator_lock": Patch(
-        target="torch.utils.cpp_extension:FileBaton",
-        why="its lock names no owner, and a compile that was killed makes every later one wait for ever",
-        code=("torch.utils.file_baton:FileBaton.wait",),
-        seen={"2.13.0": "29662480d86a"},
-    ),
     "quiet_operator": Patch(
         target="deepspeed.comm.torch:print",
         why="its only use says on every rank that an operator was built",
@@ -289,73 +283,6 @@ PATCHES = {
         why="what its collectives take is known only to its own log, which has the host wait for each of them",
         code=("deepspeed.comm.comm:timed_op",),
         seen={"0.19.8": "e077e5e4baa6"},
-    ),
-    # Saves and resumes.
-    "shards_hashed": Patch(
-        target=f"{_TORCH_CHECKPOINTS}.save",
-        why="a rank that fails to write its shard raises, and the others wait for it in the next collective",
-        seen={"0.19.8": "75c652610c61"},
-        if_changed="keep",
-    ),
-    **{
-        name: Patch(
-            target=f"{module}:safe_save_file",
-            why="with async_save a copy of the weights is written later, while training goes on",
-            code=(f"{module}:{saves}.save_pretrained",),
-            seen=seen,
-            if_changed="keep",  # what it wrote itself is hashed and compared with the model as without async_save
-        )
-        for name, module, saves, seen in (
-            ("weights_later", "transformers.modeling_utils", "PreTrainedModel", {"5.23.0": "e067643f78ab"}),
-            ("adapters_later", "peft.peft_model", "PeftModel", {"0.21.2": "51baa9bba484"}),
-        )
-    },
-    "shard_folders": Patch(
-        target="deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine.makedirs",
-        why="a rank that fails to make the folder raises, and the others wait for it in the next collective",
-        seen={"0.19.8": "15bc03cef0b9"},
-        if_changed="keep",
-    ),
-    "commit_together": Patch(
-        target=f"{_TORCH_CHECKPOINTS}.commit",
-        why="ranks that wait in its collective for one that still writes a large shard exceed the limit of collectives",
-        seen={"0.19.8": "a275caa036e6"},
-        if_changed="keep",
-    ),
-    "gather_together": Patch(
-        target=f"{_ZERO_3}.checkpoint_event_epilogue",
-        why="ZeRO-3 gathers parameters after a save, and ranks that wait there for slow writers exceed the limit",
-        seen={"0.19.8": "3e29cb88ca58"},
-        if_changed="keep",
-    ),
-    "recovery_script": Patch(
-        target=f"{_ENGINE}._copy_recovery_script",
-        why="rank 0 copies zero_to_fp32.py alone, and where that fails the others wait at a barrier",
-        seen={"0.19.8": "2e619c7ecde2"},
-        if_changed="keep",
-    ),
-    "latest_after": Patch(
-        target=f"{_ENGINE}.save_checkpoint",
-        why="rank 0 writes `latest` inside the save, and where that fails the others wait at a barrier",
-        seen={"0.19.8": "9edb0451fb54"},
-        if_changed="keep",
-    ),
-    "nvme_states": Patch(
-        target="shutil:copytree",
-        why="a rank that fails to copy its states from NVMe raises, and the others wait for it",
-        code=(f"{_ENGINE}.save_checkpoint",),
-        seen={"0.19.8": "9edb0451fb54"},
-        if_changed="keep",
-    ),
-    "mapped_shards": Patch(
-        target=f"{_TORCH_CHECKPOINTS}.load",
-        why="it holds the shards that a run resumes from in host memory, 12 bytes per parameter",
-        seen={"0.19.8": "517bc96fb57f"},
-    ),
-    "own_states": Patch(
-        target="torch.optim.optimizer:Optimizer.load_state_dict",
-        why="mapped states would stay pages of a checkpoint that is removed later, and keep it on the disk",
-        seen={"2.13.0": "95f65f9b3c79"},
     ),
 }
 """Name -> patch."""

@@ -7,14 +7,15 @@ import functools
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.export import find_left_out
-from dsft.checkpoints.manifest import checkpoints, read_manifest
+from dsft.checkpoints.manifest import MANIFEST, checkpoints, read_manifest
 from dsft.checkpoints.readback import Verification, verify_weights
 from dsft.checkpoints.resume import changed_options, check_identity, topology_change
 from dsft.checkpoints.run_folder import (
@@ -26,10 +27,9 @@ from dsft.checkpoints.run_folder import (
     model_card,
     read_run,
     replaces_run,
+    was_killed,
     write_run,
 )
-from dsft.checkpoints.save import release_reserved_space, reserve_space
-from dsft.config.deepspeed import nvme_path
 from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
 from dsft.data.epoch import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
@@ -49,7 +49,7 @@ from dsft.run_setup.arguments import training_arguments, with_defaults
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, patches
 from dsft.runtime.console import log_to_files, say
-from dsft.runtime.distributed import only_run_in, only_run_on_nvme, require_same_start
+from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
     Memory,
     free_host_bytes,
@@ -81,10 +81,10 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         Unsaved: at the end, where the final model or a checkpoint on the way could not be saved.
     """
     output_dir = options.training.get("output_dir")
-    with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir) as left_lock:
+    with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir):
         set_back_peaks(begins_run=True)
         require_same_start(common_options(options), list(problems))
-        if left_lock:
+        if was_killed(output_dir):
             wait_for_freed_gpu()
         watchdog.set_phase("loading")
         say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and model")
@@ -92,8 +92,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         if run is None:
             return None
         try:
-            with only_run_on_nvme(nvme_path(run.plan.deepspeed_config)):
-                return _trained(run)
+            return _trained(run)
         finally:
             # The trainer that is returned keeps it alive, and `from_pretrained` would go on to shard what it loads.
             unset_hf_deepspeed_config()
@@ -131,9 +130,7 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
     start = time.perf_counter()
     with recorded(run, data, trainer), out_of_memory_explained(run, "in training"):
         fit(trainer, run)
-        final = finish(trainer, run, data, start=start)
-    if failed := trainer.saves.failed:
-        raise Unsaved(f"{final} is written, but {plural(len(failed), 'checkpoint')} on the way not: {failed[0]}")
+        finish(trainer, run, data, start=start)
     return trainer
 
 
@@ -257,10 +254,8 @@ def recorded(
     def begin() -> bool:
         if trainer is None and replaces_run(run.options, run.checkpoint):
             return False
-        if trainer is not None:
-            if run.options.overwrite and run.checkpoint is None:
-                clear_run(run.output_dir)
-            reserve_space(run.output_dir, run.disk.final_bytes + trainer.kept_bytes)
+        if trainer is not None and run.options.overwrite and run.checkpoint is None:
+            clear_run(run.output_dir)
         write_run(
             run.output_dir,
             config=as_dict(run.options),
@@ -297,14 +292,10 @@ def recorded(
             text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
             record_failure(Path(run.output_dir) / RUN, text)
         raise
-    finally:
-        if trainer is not None and distributed.rank() == 0:
-            release_reserved_space(run.output_dir)
 
 
 def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -> None:
     """Writes how the run ended to run.json; a full disk does not change that."""
-    release_reserved_space(run.output_dir)
     try:
         write_run(run.output_dir, results=results, **sections)
     except OSError as error:
@@ -380,45 +371,50 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     timed = patches.replaced("timed_collectives", lambda backend: backend and TimedCollectives(backend, trainer.work))
     compiling = compiling_limited(run.options.compile_timeout, trainer.args.torch_compile, note=trainer.work.leave_out)
     with distributed.signals_save(), timed, compiling:
-        try:
-            trainer.train(resume_from_checkpoint=run.checkpoint)
-        except TrainingStopped:  # on all ranks at the same step
-            trainer.complete_save()
-            raise
-        trainer.complete_save()
+        trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
         return
     saved = checkpoints(run.output_dir)
     kept = (
         f"{saved[-1]} is saved; the same command resumes from there with --resume_from_checkpoint auto"
         if saved
-        else f"nothing could be saved ({trainer.saves.failed[-1:]})"
+        else "nothing was saved"
     )
     raise Requeue(f"asked to stop (Ctrl-C or a signal) after step {trainer.state.global_step}: {kept}")
+
+
+def push_final(training: Mapping[str, Any], final: Path) -> None:
+    """Uploads `final/` alone, with its card, to the hub."""
+    hub = HfApi(token=training.get("hub_token"))
+    name = training.get("hub_model_id") or final.parent.resolve().name
+    repository = hub.create_repo(name, private=training.get("hub_private_repo"), exist_ok=True)
+    hub.upload_folder(
+        repo_id=repository.repo_id,
+        folder_path=final,
+        revision=training.get("hub_revision"),
+        ignore_patterns=[MANIFEST],
+    )
+    say(f"uploaded {final} to {repository.repo_id}")
 
 
 def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, start: float) -> Path:
     """Saves the final model with its card, and completes run.json. Collective.
     Raises Unsaved where the model could not be saved, with the command that makes it of the last checkpoint.
     """
-    final, saves = trainer.save_final(), trainer.saves
+    saves = trainer.saves
+    try:
+        final = trainer.save_final()
+    except Unsaved as error:
+        if not (saved := checkpoints(run.output_dir)):
+            raise
+        command = shlex.join(["dsft", "export", str(saved[-1]), str(Path(run.output_dir) / FINAL)])
+        raise Unsaved(f"{error}. Once there is room, make it of the last checkpoint: {command}") from None
     seconds = time.perf_counter() - start
     if saves.number:
         say(
             f"{plural(saves.number, 'checkpoint')} saved in {saves.seconds:.3g} s, {saves.seconds / seconds:.1%} of the"
             f" run; the largest is {saves.largest_bytes / 1e9:.3g} GB"
         )
-    if final is None:
-        lost = f"{run.output_dir}: the final model could not be saved ({trainer.final_save.failed[0]})"
-        if not (saved := checkpoints(run.output_dir)):
-            raise Unsaved(f"{lost}, and there is no checkpoint")
-        best = trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint
-        source = Path(best or saved[-1])
-        step = int(source.name.rpartition("-")[2])
-        is_last = step == trainer.state.global_step
-        which = "the best" if best else "the last step's" if is_last else f"step {step}'s"
-        command = shlex.join(["dsft", "export", str(source), str(Path(run.output_dir) / FINAL)])
-        raise Unsaved(f"{lost}. {source} is complete, with {which} weights; once there is room: {command}")
     if distributed.rank() == 0:
         results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
         # A stream's counts are known only now.
@@ -428,9 +424,8 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
             data=describe_counts(data.counts),
             held_out=describe_counts(data.held_out_counts or {}),
         )
-        try:
-            (final / CARD).write_text(card, encoding="utf-8")
-        except OSError as error:
-            say(f"warning: {final / CARD} could not be written ({error})")
+        (final / CARD).write_text(card, encoding="utf-8")
+        if run.options.training.get("push_to_hub"):
+            push_final(run.options.training, final)
         say(f"done: {final}; results in {run.output_dir}/run.json")
     return final

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,27 +25,34 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.export import LeftOut, keep_left_out
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune, resume_errors
-from dsft.checkpoints.readback import Verification, readback_errors, trained_shapes
+from dsft.checkpoints.readback import (
+    Verification,
+    adapter_parameters,
+    gathered,
+    readback_errors,
+    shapes_of,
+    trained_shapes,
+)
 from dsft.checkpoints.resume import (
     TAKEN,
+    changed_options,
     optimizer_kind,
     restore,
-    restore_from_nvme,
     run_identity,
     topology_change,
 )
 from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE
-from dsft.checkpoints.save import Saves, StagedSave, missing_shards, release_reserved_space
+from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.config import user_code
 from dsft.config.deepspeed import OFFLOADED, get_value, offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
-from dsft.errors import TrainingStopped
+from dsft.errors import TrainingStopped, Unsaved
 from dsft.models.sequence_parallel import team_of
 from dsft.models.size import COUNT_FROM_PADDING
 from dsft.models.trained import learning_rates, rate_factors
-from dsft.models.weight_files import SafetensorsFiles, mapped_resume
+from dsft.models.weight_files import SafetensorsFiles
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
@@ -161,21 +167,18 @@ class PerplexityTrainer(Trainer):
 
         deepspeed_config = args.hf_deepspeed_config.config
         zero_stage = stage(deepspeed_config)
-        optimizer_on_nvme, weights_on_nvme = (  # below stage 3 DeepSpeed takes host memory
-            zero_stage == 3 and get_value(deepspeed_config, f"{part}.device") == "nvme" for part in OFFLOADED
+        # Below stage 3 DeepSpeed takes host memory.
+        is_on_nvme = zero_stage == 3 and any(
+            get_value(deepspeed_config, f"{part}.device") == "nvme" for part in OFFLOADED
         )
         self.topology = {
             "world_size": args.world_size,
             "zero_stage": zero_stage,
             "offload": offloads(deepspeed_config),
-            "nvme": optimizer_on_nvme,
-            "nvme_weights": weights_on_nvme,
+            "nvme": is_on_nvme,
             "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
             "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
         }
-        self._mapped_resume = functools.partial(
-            mapped_resume, on_gpu=args.device.type == "cuda" and not self.topology["offload"]
-        )
         self.saves, self.final_save = Saves(), Saves()
         self.save_minutes, self.learning_rates = options.save_minutes, learning_rates(options)
         self.left_out = None if isinstance(model, PeftModel) else left_out
@@ -185,12 +188,10 @@ class PerplexityTrainer(Trainer):
         # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
         self.save_total_limit, args.save_total_limit = args.save_total_limit, None
         self._saved_at = time.monotonic()
-        self._async_save = options.async_save
         self._staged_save: StagedSave | None = None
-        self._unpublished: tuple[StagedSave, int, dict[str, Any], str | None] | None = None
-        """What was begun and not published yet, at which step, the facts for its manifest, and the best before it."""
         shapes = trained_shapes(model)
-        self._num_trained = sum(map(math.prod, shapes.values()))
+        saved = trained_shapes(model) if not isinstance(model, PeftModel) else shapes_of(adapter_parameters(model))
+        self._num_saved = sum(map(math.prod, saved.values()))
         # What a run that resumes must have in common with this one.
         optimizer = deepspeed_config.get("optimizer") or {}
         unchangeable = {
@@ -287,10 +288,6 @@ class PerplexityTrainer(Trainer):
         is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
         deepspeed_config = self.args.hf_deepspeed_config.config
         import_muon(deepspeed_config)
-        if self.topology["nvme"]:
-            # DeepSpeed would copy what an earlier run left there into each checkpoint.
-            disk = get_value(deepspeed_config, "zero_optimization.offload_optimizer.nvme_path")
-            shutil.rmtree(Path(disk, "zero_stage_3", "optimizer", f"rank{distributed.rank()}"), ignore_errors=True)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
         # What options set now: a checkpoint brings the values of those that saved it.
@@ -298,15 +295,14 @@ class PerplexityTrainer(Trainer):
             {name: group[name] for name in HYPERPARAMETERS if name in group} for group in engine.optimizer.param_groups
         ]
         if checkpoint is not None and not is_changed:
-            with self._mapped_resume():
-                restore_from_nvme(engine, checkpoint)
-                deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
-                self._load_optimizer_and_scheduler(checkpoint)
+            deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
+            self._load_optimizer_and_scheduler(checkpoint)
         distributed.extend_timeouts()
         patch_engine(engine, resumes=checkpoint is not None)
         if is_changed:
             self._restore(checkpoint)
-        if checkpoint is not None:
+        # Else what the checkpoint holds stays, also what a callback has changed.
+        if checkpoint is not None and (is_changed or changed_options(checkpoint, self.taken_options)):
             optimizer, scheduler = engine.optimizer, engine.lr_scheduler or self.lr_scheduler
             for group, values in zip(optimizer.param_groups, options_now, strict=True):
                 kept = ("betas",) if getattr(scheduler, "cycle_momentum", 0) else ()  # OneCycle changes them with steps
@@ -409,8 +405,7 @@ class PerplexityTrainer(Trainer):
             seconds = time.monotonic() - self._saved_at
             # One clock counts.
             is_due = self.save_minutes is not None and seconds > 60 * self.save_minutes and self.is_world_process_zero()
-            writing = self._unpublished is not None and self._unpublished[0].is_writing
-            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due, writing=writing)
+            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due)
             self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
             watchdog.set_phase("training")  # the first step may take as long as loading: it compiles and allocates
         watchdog.heartbeat(step)
@@ -444,10 +439,7 @@ class PerplexityTrainer(Trainer):
         due = ("should_log", "should_evaluate", "should_save", "should_training_stop")
         while unread and (len(unread) > 1 or any(getattr(control, name) for name in due)):
             step, sums, by_source = self.work.read()
-            if self._unpublished and step > self._unpublished[1] and not sums.writing:  # sent after it was begun
-                self.complete_save()
             if sums.bad:
-                self.complete_save()
                 saved = checkpoints(self.args.output_dir)
                 kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
                 raise TrainingStopped(
@@ -581,21 +573,29 @@ class PerplexityTrainer(Trainer):
         return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes a checkpoint beside its name, which it gets from `complete_save`. Collective."""
+        """Writes a checkpoint beside its name, publishes it, and removes older ones. Collective.
+
+        Raises:
+            Unsaved: it could not be written.
+        """
         state, output_dir = self.state, self.args.output_dir
-        self.complete_save()
         folder = checkpoint_folder(output_dir, state.global_step)
-        save = self._staged_save = StagedSave(folder, self.saves, in_background=self._async_save)
+        save = self._staged_save = StagedSave(folder, self.saves)
         save_as_the_trainer, best = super()._save_checkpoint, state.best_model_checkpoint
 
         def write() -> None:
-            with save.noting_errors_of(self.model_wrapped.checkpoint_engine, self.model_wrapped):
-                save_as_the_trainer(model, trial)
+            save_as_the_trainer(model, trial)
             # The Trainer names the best checkpoint by where it is now, not by where it will be.
             folder = checkpoint_folder(output_dir, state.best_global_step or 0)
             state.best_model_checkpoint = str(folder) if folder == save.folder or folder.is_dir() else best
             if self.args.should_save:
                 state.save_to_json(str(save.staged / TRAINER_STATE))
+
+        def check(folder: Path) -> list[str]:
+            problems = self._missing_weights(folder)
+            if not self.args.save_only_model:
+                problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
+            return problems
 
         facts = {
             "step": state.global_step,
@@ -606,71 +606,45 @@ class PerplexityTrainer(Trainer):
             "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
         }
         with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
-            save.begin(write, needed_bytes=self._disk.checkpoint_bytes)
-        self._unpublished = save, state.global_step, facts, best
-        self._staged_save, self._saved_at = None, time.monotonic()
-        if not self._async_save:
-            self.complete_save()
-
-    def complete_save(self) -> None:
-        """Publishes the checkpoint that was begun, once every rank has written it, and removes older ones. Collective.
-        Raises TrainingStopped where it is the first of the run and failed, and so would later ones.
-        """
-        if self._unpublished is None:
-            return
-        (save, _, facts, best_before), self._unpublished = self._unpublished, None
-        state, output_dir = self.state, self.args.output_dir
-
-        def check(folder: Path) -> list[str]:
-            problems = self._missing_weights(save, folder)
-            if not self.args.save_only_model:
-                problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
-            return problems
-
-        with watchdog.phase("saving"), self.work.paused():
-            is_saved = save.complete(check, facts=facts)
-            if is_saved and self.is_world_process_zero():
+            save.run(write, check, facts=facts, needed_bytes=self._disk.checkpoint_bytes)
+            if self.is_world_process_zero():
                 best, limit = state.best_model_checkpoint, self.save_total_limit
                 for error in prune(output_dir, limit=limit, best=best, newest=save.folder):
                     say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
-            if is_saved:
-                distributed.wait_long("older checkpoints are removed")
-        if is_saved:
-            return
-        if state.best_model_checkpoint == str(save.folder):
-            state.best_model_checkpoint = best_before
-        name, failure = save.folder.name, self.saves.failed[-1]
-        if save.will_fail_again and not self.saves.number:
-            raise TrainingStopped(
-                f"{name}, the first of this run, could not be saved, nor could a later one: {failure}. Training stops"
-                " instead of going on towards nothing"
-            )
-        say(f"error: {name} could not be saved ({failure}); training continues, earlier checkpoints stay")
+            distributed.wait_long("older checkpoints are removed")
+        self._staged_save, self._saved_at = None, time.monotonic()
 
-    def save_final(self) -> Path | None:
-        """Saves the model (LoRA: the adapter) to `final/` and reads a sample back; None where it failed. Collective."""
+    def save_final(self) -> Path:
+        """Saves the model (LoRA: the adapter) to `final/` and reads a sample back. Collective.
+
+        Raises:
+            Unsaved: it could not be written.
+        """
         save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL, self.final_save)
-        if self.is_world_process_zero():
-            release_reserved_space(self.args.output_dir)
         swap_in(self.model_wrapped, "eval")
         with watchdog.phase("saving"):
-            write = functools.partial(self.save_model, str(save.staged))
-            save.begin(write, needed_bytes=self._disk.weight_bytes + self.kept_bytes)
-            facts = {"step": self.state.global_step, **self.topology}
-            is_saved = save.complete(functools.partial(self._missing_weights, save), facts=facts)
+            save.run(
+                functools.partial(self.save_model, str(save.staged)),
+                self._missing_weights,
+                facts={"step": self.state.global_step, **self.topology},
+                needed_bytes=self._disk.weight_bytes + self.kept_bytes,
+            )
         self._staged_save = None
-        return save.folder if is_saved else None
+        return save.folder
 
-    def _missing_weights(self, save: StagedSave, folder: Path) -> list[str]:
-        problems = readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_trained)
-        save.will_fail_again |= bool(problems)
-        return problems
+    def _missing_weights(self, folder: Path) -> list[str]:
+        return readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_saved)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as the Trainer, but in ZeRO 0 to 2 on rank 0 alone, which holds the model: accelerate would copy all of
         it to host memory on every rank. Collective.
         """
-        if self.topology["zero_stage"] == 3:
+        if self.topology["zero_stage"] == 3 and isinstance(self.model, PeftModel):
+            # The Trainer's own gather leaves out what is not trained: a frozen part of the adapter would be lost.
+            adapter = gathered(adapter_parameters(self.model))
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, adapter)
+        elif self.topology["zero_stage"] == 3:
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
             # A copy of each weight that is trained: stages 1 and 2 keep these as views of flat tensors, of which a file
@@ -685,56 +659,40 @@ class PerplexityTrainer(Trainer):
             self._save(output_dir or self.args.output_dir, self.model.state_dict() | trained)
         # Outside of any collective, whose limit a large model would exceed.
         distributed.wait_long("model is saved")
-        if self.args.push_to_hub and not _internal_call:  # on every rank: it saves again
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        if self._staged_save and (self.args.save_only_model or not _internal_call):
-            self._staged_save.is_past_collectives = True
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the weights, with `use_cache` as the model came. A staged save reads them back and notes errors."""
-        save, config, write_weights = self._staged_save, self.model.config, super()._save
+        save, config = self._staged_save, self.model.config
         in_training = getattr(config, "use_cache", None)
-        if save is not None:
-            state_dict = state_dict or {}
-
-        def write() -> None:
+        if in_training is not None:
+            config.use_cache = self._use_cache
+        if self.model.can_generate():
+            # transformers writes a config that it finds fault with (a temperature without do_sample, as in Vicuna) if
+            # that is as it was loaded. Here the Trainer and `stop_at` have set its special tokens.
+            generation = self.model.generation_config
+            generation._original_object_hash = hash(generation)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
             if in_training is not None:
-                config.use_cache = self._use_cache
-            if self.model.can_generate():
-                # transformers writes a config that it finds fault with (a temperature without do_sample, as in Vicuna)
-                # where that is as it was loaded. Here the Trainer and `stop_at` have set its special tokens.
-                generation = self.model.generation_config
-                generation._original_object_hash = hash(generation)
-            try:
-                with save.tensors_later() if save else contextlib.nullcontext():
-                    write_weights(output_dir, state_dict)
-            finally:
-                if in_training is not None:
-                    config.use_cache = in_training
-            if save is None or not self.args.should_save:
-                return
-            if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
-                text = self.model.generation_config.to_json_string()
-                (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
-            sampled = SAMPLED_TENSORS if save.folder.name == FINAL else 0
-            if save.later is None:
-                save.errors += readback_errors(SafetensorsFiles(Path(output_dir)), state_dict, sampled=sampled)
-            if save.folder.name == FINAL:
-                if not save.errors:
-                    keep_left_out(Path(output_dir), self.model, self.left_out)
-                # peft's template: the run's own card follows with its results, and would differ from the manifest.
-                (Path(output_dir) / CARD).unlink(missing_ok=True)
-
-        if save is None:
-            write()
-        else:
-            save.attempt(write)
+                config.use_cache = in_training
+        if save is None or not self.args.should_save:
+            return
+        if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
+            text = self.model.generation_config.to_json_string()
+            (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
+        sampled = SAMPLED_TENSORS if save.folder.name == FINAL else None
+        if errors := readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled):
+            raise Unsaved(f"{save.folder.name} could not be saved: {errors[0]}")
+        if save.folder.name == FINAL:
+            keep_left_out(Path(output_dir), self.model, self.left_out)
+            # peft's template: the run's own card follows with its results, and would differ from the manifest.
+            (Path(output_dir) / CARD).unlink(missing_ok=True)
 
     def _load_best_model(self) -> None:
         """Loads it as the Trainer. If it has changed since it was saved, or is gone, the last step's weights stay.
         Collective.
         """
-        self.complete_save()
         best = self.state.best_model_checkpoint
         if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or in memory
             return
@@ -746,9 +704,7 @@ class PerplexityTrainer(Trainer):
         if topology_change(best, self.topology):
             self._restore(best)
         else:
-            with self._mapped_resume():
-                restore_from_nvme(self.model_wrapped, best)
-                super()._load_best_model()
+            super()._load_best_model()
 
 
 class LastEvaluation(TrainerCallback):

@@ -3,21 +3,17 @@
 import ast
 import dataclasses
 import importlib.metadata
-import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from peft import LoraConfig
 from transformers import LlamaConfig, Qwen3MoeConfig, masking_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
-from dsft.checkpoints.save import Saves, StagedSave
 from dsft.errors import UserError
 from dsft.models.build import _of_full_shape
 from dsft.models.size import empty_model
@@ -160,14 +156,3 @@ def test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_au
         loss = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), labels=ids_BT, use_cache=False).loss
         loss.backward()
         assert loss.is_meta and model.get_input_embeddings().weight.is_meta
-
-
-def test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved(tmp_path):
-    """A rank that raised would leave the others in their next collective."""
-    save = StagedSave(tmp_path / "checkpoint-1", Saves())
-    engine = SimpleNamespace(optimizer=SimpleNamespace(), save_checkpoint=print, _copy_recovery_script=print)
-    with save.noting_errors_of(TorchCheckpointEngine(), engine):
-        shutil.copytree(tmp_path / "missing", tmp_path / "copy")
-    assert "missing" in save.errors[0]
-    with pytest.raises(FileNotFoundError):
-        shutil.copytree(tmp_path / "missing", tmp_path / "copy")
