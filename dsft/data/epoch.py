@@ -257,8 +257,7 @@ class EpochSampler(torch.utils.data.Sampler):
         lengths, per_step = self.data.items.lengths, self.data.per_step
 
         def longest_first(size: int) -> np.ndarray:  # of each `size` items that follow each other
-            groups = [real[start : start + size] for start in range(0, len(real), size)]
-            return np.concatenate([group[np.argsort(-lengths[group], kind="stable")] for group in groups or [real]])
+            return real[np.lexsort((-lengths[real], np.arange(len(real)) // size))]
 
         if self.strategy == "sequential":
             real = np.arange(len(real))

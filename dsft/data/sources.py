@@ -369,18 +369,14 @@ def _read_csv(path: str) -> Iterator[Row]:
     # By default 128 KiB, which a text column exceeds.
     csv.field_size_limit(1 << 30)
     lines = (text for _, text in _lines(path))
-    reader = csv.reader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
-    header = next(reader, [])
-    if len(set(header)) < len(header):
-        raise UserError(f"{path}, line 1: two columns have one name ({', '.join(header)})")
-    line = reader.line_num + 1
+    reader = csv.DictReader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+    columns = reader.fieldnames or []
+    if len(set(columns)) < len(columns):
+        raise UserError(f"{path}, line 1: two columns have one name ({', '.join(columns)})")
     for values in reader:
-        if values and len(values) != len(header):
-            columns = f"{len(header)} columns ({', '.join(header)})"
-            raise UserError(f"{path}, line {line}: {len(values)} values for {columns}")
-        if values:
-            yield Row(dict(zip(header, values, strict=True)), line)
-        line = reader.line_num + 1
+        if None in values or None in values.values():
+            raise UserError(f"{path}, line {reader.line_num}: not one value for each column ({', '.join(columns)})")
+        yield Row(values, reader.line_num)
 
 
 def _read_columnar(path: str) -> Iterator[Row]:
