@@ -32,7 +32,7 @@ from dsft.planner.zero_layout import Term, ZeroLayout, peak_bytes
 from dsft.runtime.hardware import Machine
 from dsft.units import in_gib, padded_width
 
-NAMES = ("0", "3", "3-offload", "3-nvme")
+NAMES = ("0", "3", "3-offload")
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
 """Tokens of one forward on a GPU, and on a CPU. The same for every way of holding the model, since the bits of a result
 depend on it.
@@ -121,9 +121,7 @@ def plan_evaluation(
         attention=attention or attention_of(facts, seq_len=seq_len, masked=False),
     )
     speeds = speeds_for(machine, dtype=dtype)
-    names = [
-        name for name in NAMES if (name != "3-nvme" or machine.nvme_bytes) and (name != "3-offload" or machine.has_gpu)
-    ]
+    names = [name for name in NAMES if name != "3-offload" or machine.has_gpu]
     if job.size.quantization:  # no such model is sharded (check_sharding)
         names = ["0"]
     if zero != "auto":
