@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from dsft.models.package import whole_class
+from dsft.models.package import auto_class
 
 TEXT = {
     **{"vocab_size": 384, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -130,7 +130,7 @@ def write_package(folder: Path, model_type: str, *, seed: int = 0, chat: bool = 
     """A folder with random weights in several shards, config and tokenizer."""
     config = package_config(model_type)
     torch.manual_seed(seed)
-    model = (whole_class(config) or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._from_config(config)
+    model = auto_class(config)._model_mapping[type(config)]._from_config(config)
     model.save_pretrained(folder, max_shard_size=sum(p.nbytes for p in model.parameters()) // 2)
     if model_type in HAS_MTP:
         extra = {"mtp.fc.weight": torch.randn(8, 16), "mtp.layers.0.mlp.gate_proj.weight": torch.randn(4, 4)}

@@ -35,7 +35,7 @@ NOT_RUN = {
     "pip install -c constraints.txt -e '.[quantization]'": NETWORK,
     "python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e '.[demo]'": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
-    "dsft eval base --quantization none nf4 int8 torchao-int8wo torchao-int4wo --reference base --data test.txt"
+    "dsft eval base --quantization none nf4 int8 --reference base --data test.txt"
     " --output_dir formats": "needs packages: tests/perplexity/test_quantized_models.py",
     "dsft eval base base-Q4_K_M.gguf base-GPTQ --reference base --data test.txt --output_dir formats": (
         "needs packages, GPTQ a GPU: tests/perplexity/test_quantized_models.py"

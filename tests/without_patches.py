@@ -29,17 +29,7 @@ TESTS = {
     ),
     "runtime/test_disk.py::test_torch_builds_with_this_lock": ("operator_lock",),
     "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
-    "runtime/test_patches.py::test_a_model_of_one_rank_is_whole_while_a_training_shards": ("no_zero_init",),
-    "runtime/test_patches.py::test_fans_are_those_of_the_full_weight": ("full_fans",),
-    "models/test_package.py::test_a_package_is_trained_and_stays_one": ("used_conversions", "prefix_on_disk"),
-    "models/test_quantization.py::test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged": (
-        "unpacked_weights",
-    ),
-    "checkpoints/test_export_adapters.py::test_each_tensor_of_an_adapter_has_a_place_or_is_named": ("adapter_tensors",),
-    "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": (
-        "token_rows",
-        "adapter_embedding",
-    ),
+    "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
     "runtime/test_patches.py::test_a_traced_mixture_in_fp32_takes_no_grouped_products": ("grouped_products",),
     "runtime/test_patches.py::test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_autocast": (
         "meta_is_traced",
@@ -83,7 +73,6 @@ TESTS = {
         "gather_together",
     ),
     "runtime/test_patches.py::test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved": ("nvme_states",),
-    "training/test_save_memory.py::test_a_shard_is_mapped_while_a_run_resumes": ("mapped_shards", "own_states"),
 }
 """Test of tests/ -> the patches without any of which it fails."""
 

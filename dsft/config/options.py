@@ -435,7 +435,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     batch_tokens is then of all of these ranks together."""
     quantization: list[str] = field(default_factory=lambda: ["none"])
     """Formats of the weights, each of which gives a result of each model: none (as they lie on disk), or one that is
-    made while they load, such as nf4, int8 or torchao-int8wo (dsft/models/quantization.py). A model that is quantised
+    made while they load, nf4 or int8. A model that is quantised
     on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it lies; reference is never quantised."""
     reference: str | None = None
     """A second model, beside which every model predicts: KL divergence both ways, share of the same top tokens.

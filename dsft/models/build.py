@@ -9,9 +9,10 @@ exceptions; what it reports is an error. A file that cannot be read is named.
 """
 
 import contextlib
+import copy
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,9 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -37,6 +37,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.model_folder import (
+    ADAPTER_CONFIG,
     MODEL_FILES,
     OPTIMIZER_FILES,
     adapter_base,
@@ -47,7 +48,7 @@ from dsft.models.model_folder import (
     located,
     step_folder,
 )
-from dsft.models.package import auto_class, freeze_unreached, from_config, save_as_on_disk, whole_class
+from dsft.models.package import auto_class, freeze_unreached, from_config
 from dsft.models.quantization import (
     Quantization,
     cast_weights,
@@ -69,7 +70,6 @@ from dsft.models.trained import (
 from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,
-    SafetensorsFiles,
     ZeroShards,
     check_weight_files,
     empty_tensors,
@@ -77,13 +77,14 @@ from dsft.models.weight_files import (
     load_pickle,
     pickle_errors,
     safe_unpickling,
-    safetensors_of,
 )
 from dsft.runtime import distributed, patches
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_ERRORS = ("automatic conversion of the weights", "Error(s) in loading state_dict")
+"""What transformers says of weights that do not fit."""
 NO_PLACE = "of its weights have no place in the model"
 
 
@@ -134,12 +135,6 @@ def build_model(
             is_unpacked = (load_config or quantization) and not getattr(model, "is_quantized", False)
             if is_unpacked and method != "qlora":
                 cast_weights(model, compute_dtype)
-            # On CPUs with AVX512-BF16 bitsandbytes packs its 4-bit layers again at the first product in evaluation:
-            # that computes in bf16 whatever the dtype, fails for some widths, and has no gradients (bitsandbytes 0.50,
-            # nn/modules.py, Linear4bit.forward). So it unpacks them for each product, as on any other device.
-            for module in model.modules():
-                if hasattr(module, "support_avx512bf16_for_cpu"):
-                    module.support_avx512bf16_for_cpu = False
         if method == "qlora":
             from peft import prepare_model_for_kbit_training
 
@@ -201,31 +196,31 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
     name = str(folder.resolve()) if folder.is_dir() else name
     place, gguf = located(name)
+    if not gguf:
+        try:
+            find_files(name, WEIGHT_FILES, options.get("revision"))  # downloads them: the config is compared with them
+        except UserError as error:
+            raise UserError([f"model={name}: {problem}" for problem in error.problems]) from None
     config = load_model_config(name, **{key: options.get(key) for key in ("revision", "trust_remote_code")})
     auto = AutoModelForCausalLM if gguf else auto_class(config)
     try:
-        # Mismatched tensors stand in the report, as the missing ones do.
-        with quiet_report(bar=True), patches.replaced("full_fans", _of_full_shape):
+        # Mismatched tensors are in the report, as the missing ones are.
+        with quiet_report(bar=True):
             model, info = auto.from_pretrained(
-                place, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
+                place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
             )
-    except RuntimeError as error:
-        if "automatic conversion of the weights" in str(error):  # which names none of them
-            problems = [f"model={name}: experts are missing, or of other shapes than the rest; get its files again"]
-        elif "Error(s) in loading state_dict" in str(error):
-            problems = [f"model={name}: {one_line(error)}"]  # under ZeRO-3 rank 0 alone sees shapes
-        else:
+    except RuntimeError as error:  # of experts, and under ZeRO-3 of shapes, which rank 0 alone sees
+        if not any(text in str(error) for text in LOAD_ERRORS):
             raise
+        problems = [f"model={name}: its weights do not fit its config ({one_line(error)}); get its files again"]
     else:
-        if getattr(model.config, "quantization_config", None) or type(model.config) is not type(config):
-            # Scales and the like, which belong to the quantised weights; towers, which weight_problems() knows.
-            info["unexpected_keys"] = set()
+        if getattr(model.config, "quantization_config", None):
+            info["unexpected_keys"] = set()  # scales and the like, which belong to the quantised weights
         problems = loading_problems(name, info)
     distributed.raise_together(problems)
     if getattr(model, "_weight_conversions", None):
-        patches.replace("used_conversions", lambda conversions: [c for c in conversions if c.was_used()], on=model)
-    if type(model.config) is not type(config):
-        save_as_on_disk(model, SafetensorsFiles(*safetensors_of(name, options.get("revision"))).files)
+        # Under ZeRO-3 transformers keeps those that met no name on disk too, and would save Gemma 3 under other names.
+        model._weight_conversions = [each for each in model._weight_conversions if each.was_used()]
     return freeze_unreached(model)
 
 
@@ -239,11 +234,6 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({one_line(error)}); copy or download it again") from None
-
-
-def _of_full_shape(fans: Callable[[torch.Tensor], tuple[int, int]]) -> Callable[[torch.Tensor], tuple[int, int]]:
-    """Counts inputs and outputs of a weight by its full shape, which ZeRO-3 keeps as `ds_shape`."""
-    return lambda tensor: fans(torch.empty(getattr(tensor, "ds_shape", tensor.shape), device="meta"))
 
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
@@ -275,12 +265,34 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     take_generation_config(unwrapped(model), checkpoint)
     if missing := sorted(wanted.keys() - state.keys()):
         raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
+    _check_shard_names(folder, model, state)
     with torch.no_grad():
         for name, tensor in wanted.items():
             # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.
             with gather_params_ctx([tensor]):
                 tensor.copy_(state[name])
     return model
+
+
+def _check_shard_names(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
+    """Raises UserError if a tensor of DeepSpeed's shards would not be loaded, or is tied to a different one."""
+    known = model.state_dict(keep_vars=True)
+    first_names: dict[int, str] = {}
+    for name, parameter in known.items():
+        first_names.setdefault(id(parameter), name)
+    lost = []
+    for name, tensor in state.items():
+        if name not in known:
+            lost.append(name)
+            continue
+        first = first_names[id(known[name])]
+        if first != name and first in state and not torch.equal(tensor, state[first]):
+            lost.append(name)
+    if lost:
+        raise UserError(
+            f"model={folder}: {_tensors(lost, NO_PLACE)}; where this is the head, set tie_word_embeddings to false in"
+            " its config.json"
+        )
 
 
 def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
@@ -295,11 +307,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = empty_tensors(files)
-        _, info = _load_empty(facts.architecture, facts.architecture_config, tensors)
-        if info["unexpected_keys"] and (whole := whole_class(facts.config)) not in (None, facts.architecture):
-            # What the text model leaves out is known to the class that loads the towers too.
-            info["unexpected_keys"] &= _load_empty(whole, facts.config, tensors)[1]["unexpected_keys"]
-        _raise_of_integers(tensors)
+        info = _load_empty(facts.architecture, copy.deepcopy(facts.config), tensors)
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
     except RuntimeError as error:  # of a renaming, after transformers has shown its report
@@ -342,23 +350,13 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
     return problems
 
 
-def load_empty(package: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Returns the model of a package on the meta device, with the names on disk that its loading reports."""
-    config = load_model_config(package, revision=revision, trust_remote_code=trust_remote_code)
-    empty = empty_model(config, trust_remote_code=trust_remote_code)
-    tensors = empty_tensors(find_files(package, WEIGHT_FILES, revision))
-    model, _ = _load_empty(type(empty), empty.config, tensors)
-    save_as_on_disk(model, tensors)
-    return model
-
-
 def _load_empty(
     architecture: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Loads empty tensors; returns the model and transformers' report."""
+) -> dict[str, Any]:
+    """Loads empty tensors; returns transformers' report."""
     options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with quiet_report(bar=False):
-        return architecture.from_pretrained(None, config=config, state_dict=dict(tensors), **options)
+        return architecture.from_pretrained(None, config=config, state_dict=dict(tensors), **options)[1]
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
@@ -390,71 +388,44 @@ def adapter_problems(
     try:
         files = find_files(adapter, ADAPTER_FILES)
         if not files:
-            return [f"{key}={adapter}: holds no {ADAPTER_FILES[0]}"]
+            return [f"{key}={adapter}: has no {ADAPTER_FILES[0]}"]
         tensors = empty_tensors(files)
-        _raise_of_integers(tensors)
-        placed_adapter(adapter, config, tensors, trust_remote_code=trust_remote_code)
+        _check_adapter(adapter, config, tensors, trust_remote_code=trust_remote_code)
     except UserError as error:
         return [f"{key}={adapter}: {problem.removeprefix(adapter + '/')}" for problem in error.problems]
     return []
 
 
-def placed_adapter(
-    adapter: str, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], *, trust_remote_code: bool = False
-) -> tuple[PeftModel, dict[str, torch.Tensor]]:
-    """Returns the base of `config` with an adapter over it, on the meta device, and the adapter's `tensors` by their
-    names in it. Each tensor has one place there, and each weight of the adapter its tensor.
+def _check_adapter(
+    adapter: str, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], *, trust_remote_code: bool
+) -> None:
+    """Loads an adapter's empty `tensors` into its base on the meta device.
     Raises UserError, naming the tensor that has no place, is missing, or is of another shape.
     """
-    peft_config, placed = saved_lora_config(adapter), {}
-
-    def receive(state: dict[str, torch.Tensor], **_: Any) -> Any:
-        placed.update(state)
-        return _IncompatibleKeys([], [])
-
+    peft_config = saved_lora_config(adapter)
+    base = empty_model(config, trust_remote_code=trust_remote_code)
+    raise_if_any(lost_ends(base, adapter))
+    grow_for(base, adapter)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            base = empty_model(config, trust_remote_code=trust_remote_code)
-            raise_if_any(lost_ends(base, adapter))
-            grow_for(base, adapter)
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
-            with patches.replaced("adapter_tensors", lambda _: receive, on=model):
-                set_peft_model_state_dict(model, tensors)
+            state = model.state_dict(keep_vars=True)
+            result = set_peft_model_state_dict(model, tensors)
     except KeyError as error:  # of peft: a module that was saved as a whole
         raise UserError(f"1 tensor of the adapter missing from its weights, {error}") from None
-    except (RuntimeError, ValueError) as error:  # target modules
-        raise UserError(f"does not fit its base ({one_line(error)})") from None
-    state, problems = model.state_dict(keep_vars=True), []
-    shared = {id(state[name]) for name in placed if name in state}  # one vector bank in all layers is saved once
-    saved = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False).values()
-    wanted = {id(parameter) for parameter in saved if parameter.requires_grad} - shared
-    trained = {name for name, parameter in state.items() if id(parameter) in wanted}
-    if missing := trained - placed.keys():
-        problems.append(_tensors(missing, "of the adapter missing from its weights"))
+    except (RuntimeError, ValueError) as error:  # target modules, shapes
+        raise UserError(f"does not fit its base ({one_line(error)}); name its own base in {ADAPTER_CONFIG}") from None
+    absent = {*result.missing_keys}
+    loaded = {id(parameter) for name, parameter in state.items() if name not in absent}
+    # One vector bank in all layers is saved once.
+    missing = [name for name in absent if state[name].requires_grad and id(state[name]) not in loaded]
+    if missing:
+        raise UserError(_tensors(missing, "of the adapter missing from its weights"))
     # Beside an embedding as a whole peft saves again what of it, or of a tied head, is trained, and does not read that.
-    repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in shared}
-    if unexpected := placed.keys() - state.keys() - repeated:
-        problems.append(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
-    problems += [
-        f"does not fit its base: {name} is {list(placed[name].shape)}, and this base needs {list(state[name].shape)};"
-        " name its own base in adapter_config.json"
-        for name in sorted(placed.keys() & state.keys())
-        if placed[name].shape != state[name].shape
-    ][:1]
-    raise_if_any(problems)
-    return model, placed
-
-
-def _raise_of_integers(tensors: dict[str, torch.Tensor]) -> None:
-    """Weights in whole numbers would be cast, without the scales that they need, to other weights."""
-    integers = (name for name, tensor in tensors.items() if not tensor.is_floating_point())
-    if names := sorted(name for name in integers if name.endswith("weight")):
-        dtype = str(tensors[names[0]].dtype).removeprefix("torch.")
-        raise UserError(
-            f"{_tensors(names, f'hold {dtype}')}, and its config describes no quantization; take the model that it was"
-            " made from, or one whose config.json has its quantization_config"
-        )
+    repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in loaded}
+    if unexpected := {*result.unexpected_keys} - repeated:
+        raise UserError(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
 
 
 def _tensors(names: Iterable[str], predicate: str) -> str:

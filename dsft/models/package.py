@@ -1,16 +1,10 @@
-"""Decides how a model package is loaded for text: by which class, without which of its weights, with which frozen.
+"""Which class of transformers loads a model package, and which of its weights are frozen.
 
-A package may hold more than a language model: towers for images and sound (`vision_config` beside `text_config`),
-layers that predict several tokens (`mtp.*`). transformers' causal-LM mapping has three kinds of classes for it:
-
-    Qwen3_5Config -> Qwen3_5ForCausalLM               the language model alone; towers stay on disk
-    Gemma3Config  -> Gemma3ForConditionalGeneration   all of it
-    LlavaConfig   -> none; AutoModelForImageTextToText loads all of it
+A package may contain more than a language model: towers for images and sound (`vision_config` beside `text_config`).
+It is loaded whole, by the class for images and text, and its towers are frozen: what is saved is complete, and adapters
+have the names that other trainers and servers use. Layers that predict several tokens (`mtp.*`) are not loaded.
 """
 
-from collections.abc import Iterable
-
-import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -21,19 +15,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from dsft.errors import UserError
-from dsft.runtime import patches
 
 AUTO_CLASSES = (
-    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
 )
 """In the order in which they are tried."""
-NOT_LOADED_BY_TEXT_CLASS = ("emu3",)
-"""Packages whose language model gets random weights from the text class: it finds none of their names."""
 UNREACHED = {
     "git": ("git.image_encoder.", "git.visual_projection."),
     "phi4_multimodal": ("model.embed_tokens_extend.",),
@@ -49,8 +39,6 @@ def auto_class(config: PreTrainedConfig) -> type:
     """
     remote, why = getattr(config, "auto_map", None) or {}, "no causal language model, which dsft trains"
     for auto, mapping in AUTO_CLASSES:
-        if auto is AutoModelForCausalLM and config.model_type in NOT_LOADED_BY_TEXT_CLASS:
-            continue
         if auto.__name__ in remote or type(config) in mapping:
             encodes_first = (  # an encoder reads the input, and a decoder writes something else
                 getattr(config, "is_encoder_decoder", False)
@@ -64,9 +52,13 @@ def auto_class(config: PreTrainedConfig) -> type:
     raise UserError(f"its architecture {config.model_type} is {why}")
 
 
-def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Returns the class that loads all of a package; None where there is no other than `auto_class`'s."""
-    return next((mapping[type(config)] for _, mapping in AUTO_CLASSES[1:] if type(config) in mapping), None)
+def tied_weights(config: PreTrainedConfig) -> dict[str, str]:
+    """Returns which weights the class of a package ties: name of the head -> name of the embedding, in memory."""
+    for _, mapping in AUTO_CLASSES:
+        if type(config) in mapping:
+            keys = getattr(mapping[type(config)], "_tied_weights_keys", None)
+            return keys if isinstance(keys, dict) else {}
+    return {}
 
 
 def from_config(
@@ -116,28 +108,3 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
             direct = module.named_parameters(recurse=False)
             outermost += [f"{prefix}{key}" for key, parameter in direct if id(parameter) not in reached]
     return crossing + tuple(outermost)
-
-
-def names_saved(model: PreTrainedModel) -> set[str]:
-    """Returns the names under which `save_pretrained` writes a model's tensors, tied ones under each name."""
-    state = {
-        name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
-        for name, tensor in model.state_dict(keep_vars=True).items()
-    }
-    return set(revert_weight_conversion(model, state))
-
-
-def save_as_on_disk(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Lets a model that was loaded from tensors `names` be saved under the names that they have there.
-
-    transformers strips the wrapper's prefix while it loads Llama 4's and Mllama's language model
-    (`language_model.model.layers...`), and does not put it back.
-    """
-    prefix, names = model.base_model_prefix, set(names)
-    if not prefix or not names:
-        return
-    saved = names_saved(model)
-    others = {name for name in saved if f"{prefix}.{name}" not in names}
-    if not saved & names and others <= set(getattr(model, "all_tied_weights_keys", None) or ()):
-        removal = PrefixChange(prefix_to_remove=prefix)
-        patches.replace("prefix_on_disk", lambda conversions: [removal, *(conversions or [])], on=model)

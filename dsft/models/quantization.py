@@ -1,30 +1,25 @@
 """Formats of quantised weights: of the frozen base under method qlora, and of models that are scored.
 
-A format is either made while weights load (FORMATS: bitsandbytes, torchao), or it lies on disk (ON_DISK: a GGUF file,
-or the `quant_method` in a model's config: GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all. A new
-format is one value below; where a new package makes it, also its branch in `load_config`.
+A format is made while weights load (FORMATS, by bitsandbytes), or the weights have it on disk (ON_DISK: a GGUF file, or
+the `quant_method` in a model's config: GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all.
 """
 
 import copy
 import dataclasses
 import importlib.util
 import logging
-import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
-from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTrainedModel, TorchAoConfig
+from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
 
 from dsft.errors import UserError, nearest, one_line
 
 BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
 """Names of the bits of a weight in configs."""
-GROUP_SIZES = (128, 64, 32)
-"""Weights that share a scale in torchao-int4wo: the first that divides the inputs of every layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +32,15 @@ class Quantization:
     package: str = ""  # that makes it while weights load; empty where it lies on disk
     read_by: tuple[str, ...] = ()  # packages that compute with it, where it lies on disk
     trainable: bool = False  # method qlora trains adapters over it
-    group_size: int | None = None  # weights that share a scale, where the model decides it (torchao-int4wo)
     unpacked_on: tuple[Literal["cpu", "cuda"], ...] = ()
     """Devices for which transformers unpacks the weights to the model's dtype while it loads them."""
     unpacked_in_training: bool = False
-    """Where adapters are trained or evaluated over it, it is unpacked on every device, while it loads."""
-    unpacked_by_export: bool = False  # `dsft export` writes it unpacked, which ZeRO-3 shards while it loads
+    """Adapters are trained and evaluated over its unpacked weights, and `dsft export` writes those."""
     disk_bytes: int | None = None  # of all weights, where they lie on disk in this format and on this machine
 
     @property
     def weight_bytes(self) -> float:
+        """Of one weight, its part of the scales included."""
         return self.bits / 8 + self.scale_bytes
 
     @property
@@ -55,7 +49,7 @@ class Quantization:
 
     @property
     def is_of_linear_layers(self) -> bool:
-        """Whether bitsandbytes or torchao made it, which leave what is no linear layer as it is."""
+        """Whether bitsandbytes made it, which leaves what is not a linear layer as it is."""
         return not self.lies_on_disk or self.trainable
 
     @property
@@ -64,20 +58,12 @@ class Quantization:
         return "cuda" in self.unpacked_on
 
     def __str__(self) -> str:
-        return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
+        return self.format
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
         """Return the configuration with which transformers loads it; None where the model's own config contains it."""
         if self.format == "gguf":
             return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
-        if self.package == "torchao":
-            from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
-            from torchao.quantization.quant_primitives import MappingType
-
-            if not self.group_size:
-                return TorchAoConfig(Int8WeightOnlyConfig())
-            # The grid of Int4WeightOnlyConfig, whose kernels need particular GPUs: the same numbers on any device.
-            return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(self.group_size), MappingType.ASYMMETRIC))
         if self.package == "bitsandbytes" and self.bits == 8:
             # Every layer warns in every forward that its inputs are cast to float16.
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -92,25 +78,6 @@ class Quantization:
             )
         return None
 
-    def fitted(self, linear_inputs: Collection[int], *, name: str) -> "Quantization":
-        """Return the format as it fits a model whose linear layers (without the head) have these inputs.
-        Raises UserError where transformers would leave all layers, or some, as they are.
-        """
-        if self.package != "torchao":
-            return self
-        if not linear_inputs:
-            raise UserError(f"model={name}: has no linear layers, which {self.format} quantises; use nf4 or int8")
-        if not self.group_size:
-            return self
-        for size in GROUP_SIZES:
-            if not any(inputs % size for inputs in linear_inputs):
-                return dataclasses.replace(self, group_size=size)
-        inputs = min(inputs for inputs in linear_inputs if inputs % GROUP_SIZES[-1])
-        raise UserError(
-            f"model={name}: {self.format} quantises groups of {GROUP_SIZES[-1]} weights or more, which do not divide"
-            f" its layers' {inputs} inputs; use torchao-int8wo or nf4"
-        )
-
 
 FORMATS = {
     quantization.format: quantization
@@ -118,13 +85,9 @@ FORMATS = {
         # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
         Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes", trainable=True),
         Quantization(format="int8", bits=8, package="bitsandbytes", trainable=True),
-        Quantization(format="torchao-int8wo", bits=8, package="torchao"),
-        # Four bits in a byte each; at most a scale of four bytes and a zero point of one for 32 weights.
-        Quantization(format="torchao-int4wo", bits=8, scale_bytes=5 / 32, package="torchao", group_size=GROUP_SIZES[0]),
     )
 }
 """By the option `quantization`: formats that are made while weights load."""
-TRAINING_FORMATS = [name for name, quantization in FORMATS.items() if quantization.trainable]
 GGUF = Quantization(format="gguf", bits=16, read_by=("gguf",), unpacked_on=("cpu", "cuda"))
 ON_DISK = {
     quantization.format: quantization
@@ -137,7 +100,7 @@ ON_DISK = {
         # On a CPU transformers has no products for these four. It trains fp8 packed on some GPUs alone, mxfp4 on none.
         Quantization(format="fp8", unpacked_on=("cpu",), unpacked_in_training=True),
         Quantization(format="mxfp8", unpacked_on=("cpu",), unpacked_in_training=True),
-        Quantization(format="mxfp4", unpacked_on=("cpu",), unpacked_in_training=True, unpacked_by_export=True),
+        Quantization(format="mxfp4", unpacked_on=("cpu",), unpacked_in_training=True),
         Quantization(format="fbgemm_fp8", unpacked_on=("cpu",)),
     )
 }
@@ -155,8 +118,8 @@ def quantization_of(method: str, name: str) -> Quantization | None:
     """
     if method != "qlora":
         return None
-    if name not in TRAINING_FORMATS:
-        raise UserError(unknown_format(name, TRAINING_FORMATS))
+    if name not in FORMATS:
+        raise UserError(unknown_format(name, [*FORMATS]))
     return FORMATS[name]
 
 
@@ -176,17 +139,15 @@ def quantization_on_disk(
     section, method = _section(config)
     if not section:
         return None
-    known = ON_DISK.get(method, Quantization(format=method))
-    # The bits of a weight, by the names that the formats have for them; 8 where none is known.
-    named = [section[name] for name in BITS if isinstance(section.get(name), int)]
-    groups = (section.get("config_groups") or {}).values()
-    named += [max(bits)] if (bits := [group["weights"]["num_bits"] for group in groups if group.get("weights")]) else []
-    named += [int(number[1])] if (number := re.search(r"(?:int|fp)(\d+)", method)) else []
+    on_disk = ON_DISK.get(method, Quantization(format=method))
+    bits = [section[name] for name in BITS if isinstance(section.get(name), int)]
+    if section.get("load_in_4bit") or method == "mxfp4":
+        bits = [4]
     return dataclasses.replace(
-        known,
-        bits=4 if section.get("load_in_4bit") else (*named, 8)[0],
+        on_disk,
+        bits=bits[0] if bits else 8,
         disk_bytes=disk_bytes,
-        unpacked_on=("cpu", "cuda") if trained and known.unpacked_in_training else known.unpacked_on,
+        unpacked_on=("cpu", "cuda") if trained and on_disk.unpacked_in_training else on_disk.unpacked_on,
     )
 
 

@@ -5,11 +5,9 @@ configurations of usual models, so that they are planned without the hub.
 import contextlib
 import copy
 import dataclasses
-import json
-import re
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftConfig
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import deepspeed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.config.options import TrainConfig
@@ -34,7 +33,7 @@ from dsft.models.model_folder import (
     misnamed,
     no_model,
 )
-from dsft.models.package import from_config
+from dsft.models.package import from_config, tied_weights
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
 from dsft.models.trained import (
     adapted_for_a_look,
@@ -48,8 +47,7 @@ from dsft.models.trained import (
     unsaved_ends,
     without_rows,
 )
-from dsft.models.weight_files import weight_bytes_in
-from dsft.runtime import patches
+from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
 CONFIG_ERRORS = (
     *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
@@ -58,15 +56,6 @@ CONFIG_ERRORS = (
     struct.error,  # of a GGUF file that is truncated
 )
 """What transformers raises where a config cannot be found, read or built from."""
-COUNT_FROM_PADDING = (
-    *("camembert", "data2vec-text", "prophetnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
-    "xmod",
-)
-"""Architectures whose first position is the one after the padding token's id (create_position_ids_from_input_ids in
-their modelling files): RoBERTa has 514 for 512 tokens.
-"""
-MOST_MODULES = 10_000
-"""Layers, or experts of a layer: more take hours to build, and no model has them."""
 _TIED, _SHORT, _NO_WINDOW = {"tie_word_embeddings": True}, {"max_position_embeddings": 32768}, {"sliding_window": None}
 USUAL_MODELS: dict[str, dict[str, Any]] = {
     name: {
@@ -201,16 +190,22 @@ class ModelFacts:
     size: ModelSize
     attn_implementation: str  # that transformers takes: the one asked for, else its own choice for this architecture
     adapters: PeftConfig | None  # of LoRA, new or saved; None in full finetuning
-    architecture: type[PreTrainedModel]  # class that is loaded: of a package the language model's, where there is one
-    architecture_config: PreTrainedConfig  # that this class takes
-    linear_inputs: frozenset[int]  # inputs of the linear layers without the head, which a format quantises in groups
+    architecture: type[PreTrainedModel]  # class that is loaded
 
 
-def without_zero_init() -> contextlib.AbstractContextManager[None]:
-    """Let transformers build models inside a `with` on this rank alone, also where the training is ZeRO-3: it would
+@contextlib.contextmanager
+def without_zero_init() -> Iterator[None]:
+    """Let transformers build models inside a `with` on this rank alone, also if the training is ZeRO-3: it would
     shard them by collectives, which the other ranks do not join.
     """
-    return patches.replaced("no_zero_init", lambda _: None)
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    registered = reference() if reference else None
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if registered:
+            deepspeed.set_hf_deepspeed_config(registered)
 
 
 def empty_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
@@ -230,27 +225,13 @@ def load_model_config(name: str, *, revision: str | None = None, trust_remote_co
     # By its folder, where transformers looks for code too. Random weights come from a file of any name.
     file = {"_configuration_file": Path(name).name} if is_bare_config(name) else {}
     name, gguf = located(described_in(name))
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **file, **gguf)
-
-
-def _check_files(model: str) -> None:
-    """Looks at what of a model's files would fail only while its weights load, or builds modules without end. Raises
-    UserError, naming that number, or what transformers does where generation_config.json holds something else.
-    """
-    folder, too_many = Path(model), []
-    path = folder / "config.json" if folder.is_dir() else folder
-
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        for name, value in pairs:
-            if re.search(r"(layer|expert)s?$", name) and type(value) is int and value > MOST_MODULES:
-                too_many.append(f"{path} has {name}={value}; dsft builds at most {MOST_MODULES:,} of a kind")
-
-    if path.suffix == ".json" and path.is_file():
-        with contextlib.suppress(ValueError):  # of what is no JSON transformers' own error says more
-            json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=note)
-    raise_if_any(too_many)
-    if (folder / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **file, **gguf)
+    claims_tied = not file and not gguf and getattr(config, "tie_word_embeddings", False)
+    # transformers compares the tensors after it has loaded them, which are empty pieces under ZeRO-3.
+    if claims_tied and has_untied_head(name, tied_weights(config), revision):
+        config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = False
+    return config
 
 
 def measure_model(
@@ -279,17 +260,15 @@ def measure_model(
             f" train weights that lie beside it, take {ADAPTER_CONFIG} out of the folder"
         )
     try:
-        _check_files(name)
         config = config or load_model_config(name, revision=options.revision, **known)
         set_router_loss(config, getattr(options, "router_aux_loss", None))
-        model = empty_model(config, attn_implementation=options.attn_implementation, **known)
+        model = empty_model(copy.deepcopy(config), attn_implementation=options.attn_implementation, **known)
     except UserError as error:
         raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
     except CONFIG_ERRORS as error:
         raise UserError(no_model(name, error)) from error
     if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))
-    as_loaded = copy.deepcopy(model.config)
     try:
         if options.adapter and method != "full":
             shape = saved_lora_config(options.adapter)
@@ -298,8 +277,7 @@ def measure_model(
         elif adapter:
             grow_for(model, adapter)
         rows = grow_embeddings(model, new_tokens)
-        adapters, head = adapters_of(options, model, rows), model.get_output_embeddings()
-        linear = {layer.in_features for layer in model.modules() if type(layer) is nn.Linear and layer is not head}
+        adapters = adapters_of(options, model, rows)
         size = model_size(model, options, adapters=adapters)
         on_disk = GGUF if is_gguf(name) else None
         if not on_disk and not is_bare_config(name):  # which has random weights
@@ -330,8 +308,6 @@ def measure_model(
         attn_implementation=model.config.get_text_config()._attn_implementation,
         adapters=adapters,
         architecture=type(model),
-        architecture_config=as_loaded,
-        linear_inputs=frozenset(linear),
     )
 
 
@@ -353,23 +329,15 @@ def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
-    """Neither a quantised model nor one that changes its weights inside a forward can be sharded."""
-    if stage < 3:
+    """A quantised model cannot be sharded."""
+    quantization = size.quantization
+    if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
-    if (quantization := size.quantization) and (quantization.lies_on_disk or not size.lora_r):
-        way_out = (
-            ", or dsft export, which writes a folder of unpacked weights" if quantization.unpacked_by_export else ""
-        )
-        return [
-            f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model"
-            f" whole on every rank under ZeRO-3 (get_init_context); use zero 0 or auto{way_out}"
-        ]
-    if size.model_type == "rwkv":
-        return [
-            f"model={model}: RWKV rescales its weights inside a forward (rescale_every), which shards of ZeRO-3 do not"
-            " allow; use zero 0, in training also 1 or 2"
-        ]
-    return []
+    way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.unpacked_in_training else ""
+    return [
+        f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model whole"
+        f" on every rank under ZeRO-3 (get_init_context); use zero 0 or auto{way_out}"
+    ]
 
 
 def check_positions(facts: ModelFacts, *, seq_len: int, model: str, key: str = "seq_len") -> list[str]:
@@ -385,7 +353,7 @@ def max_positions(text: PreTrainedConfig) -> int | None:
     positions = _first(text, "max_position_embeddings", "max_seq_len", "max_sequence_length", "max_positions")
     if not isinstance(positions, int) or positions <= 0:  # XLNet has -1
         return None
-    return positions - ((text.pad_token_id or 0) + 1 if text.model_type in COUNT_FROM_PADDING else 0)
+    return positions
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

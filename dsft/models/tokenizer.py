@@ -20,6 +20,7 @@ from dsft.models.trained import TOKEN_FIELDS, adapter_folder
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"
 """Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
+MARKER = r"<\|\w+\|>|<\w+_of_\w+>|<｜[\w▁]+｜>"  # the last is DeepSeek's, with wide bars
 NO_ANSWERS = "its class {} has no generate of transformers (GenerationMixin), so it writes no answers"
 
 
@@ -117,7 +118,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         return []
     if MARKERS in wanted and tokenizer.chat_template:
         templates = tokenizer.chat_template  # a text, or several by name: for tools, say
-        markers = split_tokens(tokenizer, templates if isinstance(templates, str) else "".join(templates.values()))
+        template = templates if isinstance(templates, str) else "".join(templates.values())
+        markers = split_tokens(tokenizer, template)
+        if not re.search(MARKER, template):
+            problems.append("add_tokens: markers: the chat template has none, such as <|user|>; name the tokens")
     elif MARKERS in wanted:
         problems.append(
             "add_tokens: markers: the tokenizer has no chat template; set chat_template, or name the tokens"
@@ -129,8 +133,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
 
 
 def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
-    """Finds the template's markers of the form <|...|> or <..._of_turn> that the tokenizer splits into several."""
-    markers = dict.fromkeys(re.findall(r"<\|\w+\|>|<\w+_of_\w+>", template))
+    """Finds the template's markers that the tokenizer splits into several tokens."""
+    markers = dict.fromkeys(re.findall(MARKER, template))
     return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 

@@ -2,12 +2,10 @@
 Also which of the adapters that peft saves dsft can score and merge.
 """
 
-import contextlib
 import copy
 import dataclasses
 import difflib
 import re
-import typing
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from dsft.config.options import LoraFields, TrainConfig
-from dsft.config.reader import convert
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
 from dsft.models.package import unreached
@@ -43,36 +40,21 @@ MERGEABLE = frozenset(
 """Types whose merge by peft computes what base and adapter do (each in tests/checkpoints/test_export_adapters.py)."""
 SCORABLE = MERGEABLE | {"BEFT", "LILY"}
 """Types that change modules inside the base, whose tensors can be compared with it before its weights are loaded."""
-STREAMABLE_FIELDS = frozenset(
+LORA_FIELDS = frozenset(
     (
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
         *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "layers_to_transform"),
         *("layers_pattern", "init_lora_weights", "eva_config", "runtime_config", "qalora_group_size"),
+        *("trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"),
     )
 )
-"""Fields of LoRA with which a weight's merge needs nothing but that weight and the adapter's own tensors."""
-LORA_FIELDS = STREAMABLE_FIELDS | {"trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"}
-STREAMABLE_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-LORA_STARTS = (*STREAMABLE_STARTS, "mica", "pissa", "olora")
+"""Fields of LoRA that dsft plans, evaluates and merges."""
+LORA_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")
 """Of `init_lora_weights`: the last two change the base, and peft does so again each time it loads the adapter."""
 NEW_STARTS = tuple(start for start in LORA_STARTS if start not in (None, "eva"))
-"""Of an adapter that is made here."""
-NO_START = {
-    **dict.fromkeys(("eva", "corda"), "it needs passes over the data before the weights are sharded"),
-    "lora_ga": "it needs gradients of the data before the weights are sharded",
-    "loftq": "it changes the base, which cannot be repeated from what is saved",
-    "pissa_niter": "it draws random numbers, and changes the base, which cannot be repeated from what is saved",
-}
-"""Other starts that peft has -> why not."""
+"""Of an adapter that is made here: others need the data, or change the base in a way that cannot be repeated."""
 TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
 """Of an adapter's config: the tokens whose rows it trains, of LoRA and of the type TRAINABLE_TOKENS."""
-OWN_OPTIONS = {
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-    **{name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")},
-}
-"""Field of peft.LoraConfig -> the option of dsft that sets it."""
 ROWS_MULTIPLE = 64
 """Of a grown vocabulary: products of other widths take GPUs up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
@@ -108,7 +90,7 @@ def add_lora(
             adapted = get_peft_model(model, lora_config(options, model, rows), autocast_adapter_dtype=False)
     adapted.peft_config["default"].revision = options.revision  # of the base, for all that load the adapter
     if tokens_of(adapted.peft_config["default"]):  # their rows are all that is saved of the embedding
-        patches.replace("adapter_embedding", lambda save: partial(save, save_embedding_layers=False), on=adapted)
+        adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
     return adapted
 
 
@@ -152,8 +134,7 @@ def saved_lora_config(adapter: str) -> PeftConfig:
         why = " adds tokens to the model's input" if adds_tokens else ", which dsft cannot compare with its base"
         raise UserError(f"{file}: an adapter of type {kind}{why}; it is not supported, use peft itself")
     known = {field.name for field in dataclasses.fields(kind_class)}
-    # peft drops what it does not know; a number or a word may be a new default, a switch or a list is in use.
-    if unknown := sorted(k for k, v in content.items() if k not in known and v and isinstance(v, bool | list | dict)):
+    if unknown := sorted(key for key, value in content.items() if value and key not in known):  # peft drops these
         raise UserError(f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one")
     if content.get("task_type") not in (None, "CAUSAL_LM"):
         raise UserError(f"{file}: task_type {content['task_type']} is of no causal language model")
@@ -185,17 +166,6 @@ def merge_problems(adapted: PeftModel) -> list[str]:
     return []
 
 
-def not_streamable(config: PeftConfig) -> str | None:
-    """Explains why an adapter cannot be merged into one weight at a time; None where it can."""
-    if config.peft_type != "LORA":
-        return f"an adapter of type {config.peft_type.value} is merged by peft"
-    if others := sorted(_set_fields(config) - STREAMABLE_FIELDS):
-        return f"the adapter has {', '.join(others)}"
-    if config.init_lora_weights not in STREAMABLE_STARTS:
-        return f"the adapter changed the base at its start ({config.init_lora_weights})"
-    return None
-
-
 def _set_fields(config: LoraConfig) -> set[str]:
     """Fields of LoRA itself that are not as peft has them by default."""
     default = LoraConfig()
@@ -211,8 +181,8 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         ValueError, TypeError, ImportError: of peft, where fields contradict each other.
     """
     given = dict(options.lora_options)
-    # Left out: linear layers that are none, and towers that no text token passes through.
-    names, towers, asked = _not_linear(model), unreached(model), given.pop("exclude_modules", None) or []
+    # Left out: routers, and towers that no text token passes through.
+    names, towers, asked = _routers(model), unreached(model), given.pop("exclude_modules", None) or []
     pattern, names = (asked, names) if isinstance(asked, str) else (None, [*names, *asked])
     excluded: list[str] | str | None = names or None
     if towers or pattern:
@@ -273,26 +243,15 @@ def _is_meant(name: str, targets: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
-@torch.no_grad()
-def _not_linear(model: PreTrainedModel) -> list[str]:
-    """Names of linear layers of which an architecture made a class that computes something else, as Llama 4 of its
-    router, which returns two tensors: peft would take them for the output of a linear layer.
-    """
-    kinds_by_name = {
-        ".".join(name.split(".")[-2:]): type(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).__module__ == type(model).__module__
-    }
-    computes = {}
-    for kind in set(kinds_by_name.values()):
-        layer, inputs = nn.Linear(4, 3, device="cpu"), torch.ones(2, 4, device="cpu")
-        expected, output = layer(inputs), None
-        layer.__class__ = kind
-        with contextlib.suppress(Exception):  # of what its own __init__ would have made
-            output = layer(inputs)
-        is_tensor = isinstance(output, torch.Tensor) and output.shape == expected.shape
-        computes[kind] = is_tensor and torch.allclose(output, expected)
-    return sorted(name for name, kind in kinds_by_name.items() if not computes[kind])
+def _routers(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers that compute something else: the router of Llama 4 returns two tensors."""
+    return sorted(
+        {
+            ".".join(name.split(".")[-2:])
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear"))
+        }
+    )
 
 
 def adapters_of(options: TrainConfig, model: PreTrainedModel, rows: Sequence[int] = ()) -> PeftConfig | None:
@@ -303,94 +262,59 @@ def adapters_of(options: TrainConfig, model: PreTrainedModel, rows: Sequence[int
 
 
 def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str]:
-    """Lists what of the lora_* options is unknown, not supported, or matches nothing of `model`, on the meta device."""
+    """Lists what of the lora_* options dsft does not support, or matches nothing of `model`, on the meta device; what
+    peft refuses itself is left to it.
+    """
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
-    types, given, problems = typing.get_type_hints(LoraConfig), options.lora_options, []
-    for name, value in given.items():
+    problems = []
+    for name, value in options.lora_options.items():
         if name not in fields:
-            problems.append(f"{name} is no field of peft.LoraConfig{nearest(name, fields)}")
-        elif name in OWN_OPTIONS:
-            problems.append(f"{name} is set by the option {OWN_OPTIONS[name]}")
+            problems.append(f"lora_options: {name} is not a field of peft.LoraConfig{nearest(name, fields)}")
         elif name not in LORA_FIELDS or name in ("eva_config", "runtime_config", "qalora_group_size"):
-            problems.append(f"{name} is not supported: dsft could not plan, evaluate and merge such an adapter")
+            problems.append(f"lora_options: {name} is not supported: dsft could not plan and merge such an adapter")
         elif name == "init_lora_weights" and value not in NEW_STARTS:
-            why = next((f" ({reason})" for start, reason in NO_START.items() if str(value).startswith(start)), "")
-            problems.append(
-                f"init_lora_weights={value} is not supported{why}; choose from {', '.join(map(str, NEW_STARTS))}"
-            )
-        else:
-            try:
-                convert(value, types[name])
-            except ValueError as error:
-                problems.append(f"{name}: {error}")
-    if problems:
-        return [f"lora_options: {problem}" for problem in problems]
-    named, others, towers = dict(model.named_modules()), tuple(_not_linear(model)), unreached(model)
-    text = model.config.get_text_config()
-    everything = [*named, *(name for name, _ in model.named_parameters())]
-    for field in ("rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters"):
-        value = given.get(field) or ()
-        for pattern in [value] if isinstance(value, str) else value:
-            try:
-                if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in everything):
-                    problems.append(f"lora_options: {field}: {pattern!r} matches nothing in {options.model}")
-            except re.error as error:
-                problems.append(f"lora_options: {field}: {pattern!r} is no regular expression ({error})")
-    layers, indices = given.get("layers_to_transform"), given.get("trainable_token_indices") or ()
-    layers = [layers] if isinstance(layers, int) else layers or ()
-    rows = indices.values() if isinstance(indices, dict) else [indices]
-    for field, kind, number, chosen in (
-        ("layers_to_transform", "layers", text.num_hidden_layers, layers),
-        ("trainable_token_indices", "tokens", text.vocab_size, {token for tokens in rows for token in tokens}),
-    ):
-        problems += [
-            f"lora_options: {field}: {options.model} has {kind} 0 to {number - 1}, no {each}"
-            for each in chosen
-            if not 0 <= each < number
-        ]
-    if given.get("target_parameters") or (options.lora_target_modules == [ALL_LINEAR] and fused_experts(model)):
-        # peft's ParamWrapper refuses the first ones; the last read a `weight` that fused experts do not have.
-        start = given.get("init_lora_weights", True)
-        refused = [f"{name}={options.value(name)}" for name in ("lora_dropout", "use_dora") if options.value(name)]
-        refused += [f"{name}={given[name]}" for name in ("lora_bias", "fan_in_fan_out") if given.get(name)]
-        refused += [f"init_lora_weights={start}"] if start not in (True, False, "gaussian") else []
-        if refused:
-            problems.append(
-                f"{refused[0]}: peft cannot adapt experts that are one parameter with it; leave it out, or name the"
-                " other layers in lora_target_modules"
-            )
+            choices = ", ".join(map(str, NEW_STARTS))
+            problems.append(f"lora_options: init_lora_weights={value} is not supported; choose from {choices}")
+    names = [name for name, _ in model.named_modules()]
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in options.lora_options.get(field) or ():
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
+                problems.append(f"lora_options: {field}: {pattern!r} matches nothing in {options.model}")
+    start = options.lora_options.get("init_lora_weights")
+    if options.method == "qlora" and start in ("mica", "pissa", "olora"):
+        problems.append(
+            f"lora_options: init_lora_weights={start} needs the base's own weights, and qlora keeps them quantised; use"
+            " method lora"
+        )
     if options.add_tokens:
-        set_too = ["lora_options: trainable_token_indices"] * ("trainable_token_indices" in given)
-        set_too += [
+        in_the_way = [
             f"lora_modules_to_save: {target}"
             for target in options.lora_modules_to_save
             if any(_is_meant(end, [target]) for end in _ends(model))
         ]
-        problems += [f"{other}: add_tokens trains the rows of new tokens; leave one out" for other in set_too]
-    if options.method == "qlora" and given.get("init_lora_weights") in ("mica", "pissa", "olora"):
-        problems.append(
-            f"lora_options: init_lora_weights={given['init_lora_weights']} needs the base's own weights, and qlora"
-            " keeps them quantised; use method lora"
-        )
-    leaves = [
+        if "trainable_token_indices" in options.lora_options:
+            in_the_way.append("lora_options: trainable_token_indices")
+        problems += [f"{other}: add_tokens trains the rows of new tokens; leave one out" for other in in_the_way]
+    modules, routers, towers = dict(model.named_modules()), tuple(_routers(model)), unreached(model)
+    adaptable = [
         name
-        for name, module in named.items()
+        for name, module in modules.items()
         if isinstance(module, (*LINEAR, nn.Embedding))
-        and not name.endswith(others)
+        and not name.endswith(routers)
         and not f"{name}.".startswith(towers)
     ]
-    linear = sorted({name.rsplit(".", 1)[-1] for name in leaves if isinstance(named[name], LINEAR)})
-    problems += [
-        f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear layers"
-        f" are {', '.join(linear)}"
-        for target in options.lora_target_modules
-        if options.lora_target_modules != [ALL_LINEAR] and not any(_is_meant(name, [target]) for name in leaves)
-    ]
-    return problems + [
-        f"lora_modules_to_save: {target!r} matches no module of {options.model}"
-        for target in options.lora_modules_to_save
-        if not any(_is_meant(name, [target]) for name in named)
-    ]
+    linear = sorted({name.rpartition(".")[2] for name in adaptable if isinstance(modules[name], LINEAR)})
+    if options.lora_target_modules != [ALL_LINEAR]:
+        for target in options.lora_target_modules:
+            if not any(_is_meant(name, [target]) for name in adaptable):
+                problems.append(
+                    f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its"
+                    f" linear layers are {', '.join(linear)}"
+                )
+    for target in options.lora_modules_to_save:
+        if not any(_is_meant(name, [target]) for name in modules):
+            problems.append(f"lora_modules_to_save: {target!r} matches no module of {options.model}")
+    return problems
 
 
 def tokens_of(adapters: PeftConfig | None) -> list[int]:

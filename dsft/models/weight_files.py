@@ -8,14 +8,13 @@ transformers' Trainer store. Safetensors are no pickles.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.modeling_utils import load_state_dict, str_to_torch_dtype
+from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -34,8 +33,8 @@ from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, is_read_pickl
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-SAMPLE_BYTES = 2**12
-"""Of a block of a tensor that `weights_digest` reads."""
+NUM_BLOCKS, BLOCK_BYTES = 1024, 2**12
+"""Of a file, that `weights_digest` reads."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """The first makes `torch.load(weights_only=False)` a weights-only load too (torch/serialization.py)."""
@@ -46,26 +45,84 @@ FP32 = "fp32"
 """Name of the trained weights themselves among the states of an optimizer."""
 AVERAGING = ("train_mode", "k", "weight_sum", "lr_max")
 """Keys of a schedule-free optimizer's groups, of which its average is made."""
-SMALL_ELEMENTS = 2**16
-"""Tensors of fewer are loaded, not mapped: one that stays in host memory (a step count) would keep a file that is
-removed.
-"""
 
 
-def find_files(name: str, candidates: tuple[str, ...], revision: str | None = None) -> list[str]:
+def find_files(
+    name: str, candidates: tuple[str, ...], revision: str | None = None, *, local_files_only: bool = False
+) -> list[str]:
     """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
     Raises UserError, naming the index that cannot be read, or the file that it names and that is not there.
     """
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    options = {
+        "revision": revision,
+        "local_files_only": local_files_only,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": not local_files_only,
+    }
     with _named(name):
         path = next(filter(None, (cached_file(name, file, **options) for file in candidates)), None)
     if path is None or not path.endswith(".json"):
         return [path] if path else []
     with _named(path):
-        files, _ = get_checkpoint_shard_files(name, path, revision=revision)
+        files, _ = get_checkpoint_shard_files(name, path, revision=revision, local_files_only=local_files_only)
     if lost := [Path(file).name for file in files if not Path(file).is_file()]:
         raise UserError(f"{lost[0]} is not there, which {Path(path).name} names; copy or download it again")
+    _check_index(path, files)
     return files
+
+
+def _check_index(index: str, files: list[str]) -> None:
+    """Raises UserError if transformers, which reads `files` in order, would end with another copy of a tensor than the
+    one in the file that the index names.
+    """
+    last_file = {}
+    for file in files:
+        for tensor in names_in(file):
+            last_file[tensor] = Path(file).name
+    for tensor, named in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
+        if last_file.get(tensor, named) != named:
+            raise UserError(
+                f"{tensor} is in {named}, which {Path(index).name} names, and in {last_file[tensor]}, whose copy"
+                " transformers would load; remove that copy"
+            )
+
+
+def names_in(file: str) -> list[str]:
+    """Returns the names of the tensors in a file of weights."""
+    if not file.endswith(".safetensors"):
+        return [*load_pickle(Path(file))]
+    with _named(file), safe_open(file, framework="pt") as tensors:
+        return [*tensors.keys()]
+
+
+def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = None) -> bool:
+    """Whether the files of a model that are on this machine contain two different tensors that its class would tie.
+    `tied`: name of a head in memory -> name of the embedding.
+    """
+    try:
+        files = find_files(model, WEIGHT_FILES, revision, local_files_only=True)
+        with _named(model):
+            file_of = {name: file for file in files for name in names_in(file)}
+            for names in tied.items():
+                tensors = []
+                for name in names:
+                    # The prefixes on disk differ from those in memory; of several, the others belong to towers.
+                    end = "." + ".".join(name.split(".")[-2:])
+                    on_disk = min((each for each in file_of if f".{each}".endswith(end)), key=len, default=None)
+                    if on_disk and end.endswith(".weight"):
+                        tensors.append(_read_tensor(file_of[on_disk], on_disk))
+                if len(tensors) == 2 and tensors[0].shape == tensors[1].shape and not torch.equal(*tensors):
+                    return True
+    except UserError:  # whoever loads the files reports it
+        return False
+    return False
+
+
+def _read_tensor(file: str, name: str) -> torch.Tensor:
+    if not file.endswith(".safetensors"):
+        return load_pickle(Path(file))[name]
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
 
 
 def weight_bytes_in(model: str) -> int | None:
@@ -76,72 +133,39 @@ def weight_bytes_in(model: str) -> int | None:
     return sum(Path(file).stat().st_size for file in files) or None
 
 
-def safetensors_of(model: str, revision: str | None = None) -> list[Path]:
-    """The safetensors that transformers loads a model from; others may lie beside them: the repositories of Mistral
-    hold all weights a second time, under other names. Raises UserError where one that the index names is missing.
-    """
-    try:
-        return [*map(Path, find_files(model, WEIGHT_FILES[:2], revision))]
-    except UserError as error:
-        raise UserError([f"{model}: {problem}" for problem in error.problems]) from None
-
-
 class SafetensorsFiles:
-    """Gives the tensors of files, and of the `*.safetensors` of folders."""
+    """Reads the tensors of a file, or of the `*.safetensors` of a folder."""
 
-    def __init__(self, *paths: Path):
+    def __init__(self, path: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        """uint8 for a dtype that transformers does not know: those (F8_E8M0) have numbers of one byte."""
-        in_order = [sorted(path.glob("*.safetensors")) if path.is_dir() else [path] for path in paths]
-        for file in itertools.chain(*in_order):
+        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
-                    tensor = tensors.get_slice(name)
-                    self.files[name], self.shapes[name] = file, tuple(tensor.get_shape())
-                    self.dtypes[name] = str_to_torch_dtype.get(tensor.get_dtype(), torch.uint8)
-
-    def num_bytes(self, names: Iterable[str]) -> int:
-        """Returns the bytes of some of the tensors."""
-        return sum(math.prod(self.shapes[name]) * self.dtypes[name].itemsize for name in names)
+                    self.files[name] = file
+                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
-        with safe_open(self.files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
+        return _read_tensor(str(self.files[name]), name)
 
 
 def weights_digest(model: str, revision: str | None = None) -> str | None:
-    """Hash a package's weights by samples: of safetensors name, dtype, shape and 3 x SAMPLE_BYTES of every tensor, the
-    same however they are split into files; of other formats evenly spread blocks of every file. None where there are no
-    such files, as in a folder with DeepSpeed's shards alone.
+    """Hash names, sizes and evenly spread blocks of the files that a model's weights are loaded from. None without such
+    files, as in a folder that has DeepSpeed's shards alone.
     """
     folder, gguf = located(model)
-    candidates = ([gguf["gguf_file"]],) if gguf else (WEIGHT_FILES[:2], WEIGHT_FILES[2:])
-    files = next(filter(None, (find_files(folder, tuple(names), revision) for names in candidates)), [])
-    samples = {}
-    for path in files:
-        with _named(path), open(path, "rb") as file:
-            size, blocks = Path(path).stat().st_size, 256
-            spans = {f"{Path(path).name} {size}": (0, size)}
-            if path.endswith(".safetensors"):
-                blocks = 3
-                start = 8 + int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(start - 8))
-                header.pop("__metadata__", None)
-                spans = {
-                    f"{name} {tensor['dtype']} {tensor['shape']}": [start + offset for offset in tensor["data_offsets"]]
-                    for name, tensor in header.items()
-                }
-            for key, (first, last) in spans.items():  # evenly spread blocks, both ends among them
-                digest, length = hashlib.sha256(), min(SAMPLE_BYTES, last - first)
-                for block in range(blocks):
-                    file.seek(first + (last - first - length) * block // (blocks - 1))
-                    digest.update(file.read(length))
-                samples[key] = digest.hexdigest()
-    if not samples:
+    files = find_files(folder, (gguf["gguf_file"],) if gguf else WEIGHT_FILES, revision)
+    if not files:
         return None
-    return hashlib.sha256(json.dumps(sorted(samples.items())).encode()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for path in files:
+        size = Path(path).stat().st_size
+        digest.update(f"{Path(path).name} {size}".encode())
+        with _named(path), open(path, "rb") as file:
+            for block in range(NUM_BLOCKS):
+                file.seek(max(0, size - BLOCK_BYTES) * block // (NUM_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:

@@ -154,10 +154,7 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
                 " none; name a folder or hub id (dsft export makes one of a checkpoint)"
             )
         elif name in FORMATS:
-            try:
-                quantization = FORMATS[name].fitted(candidate.facts.linear_inputs, name=model)
-            except UserError as error:
-                problems += error.problems
+            quantization = FORMATS[name]
         facts = replace(candidate.facts, size=replace(size, quantization=quantization))
         candidates.append(replace(candidate, facts=facts))
         if quantization:

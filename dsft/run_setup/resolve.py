@@ -586,7 +586,7 @@ def choose_plan(
     notes = [faster] if faster else []
     if job.size.quantization and not plan.fits:
         note = "Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
-        if job.size.quantization.unpacked_by_export:
+        if job.size.quantization.unpacked_in_training:
             plain = dataclasses.replace(job, size=dataclasses.replace(job.size, quantization=None))
             other = choose_plan(plain, machine).plan
             fits = f"{other.label} would fit it in {in_gib(other.device_bytes)} per GPU" if other.fits else ""

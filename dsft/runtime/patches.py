@@ -96,8 +96,6 @@ _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
 _ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_CONVERSIONS = ("transformers.core_model_loading:revert_weight_conversion",)
-_CONVERSIONS_SEEN = {"5.23.0": "2e4ae8e5cfff"}
 
 PATCHES = {
     # The launch.
@@ -115,58 +113,10 @@ PATCHES = {
         seen={"0.19.8": "d9cf7876360d"},
     ),
     # Models.
-    "no_zero_init": Patch(
-        target="transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
-        why="under ZeRO-3 every model that is built is sharded by collectives, also one of this rank alone",
-        code=("transformers.integrations.deepspeed:is_deepspeed_zero3_enabled",),
-        seen={"5.23.0": "fd6bc9172021"},
-        if_changed="refuse",
-    ),
-    "full_fans": Patch(
-        target="torch.nn.init:_calculate_fan_in_and_fan_out",
-        why="Emu3 counts fans of weights that are loaded already, and under ZeRO-3 a rank holds a flat piece of these",
-        seen={"2.13.0": "4d8b6c66dd96"},
-        if_changed="keep",
-    ),
-    "used_conversions": Patch(
-        target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
-        why="under ZeRO-3 it keeps conversions that met no name on disk, and would save Gemma 3 under other names",
-        code=_CONVERSIONS,
-        seen=_CONVERSIONS_SEEN,
-        if_changed="refuse",
-    ),
-    "prefix_on_disk": Patch(
-        target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
-        why="it strips the prefix of Llama 4's and Mllama's language model while it loads, and does not put it back",
-        code=_CONVERSIONS,
-        seen=_CONVERSIONS_SEEN,
-        if_changed="refuse",
-    ),
-    "unpacked_weights": Patch(
-        target="transformers.modeling_utils:PreTrainedModel._weight_conversions",
-        why="it keeps how it unpacked quantised weights, and would pack them again in an export",
-        code=_CONVERSIONS,
-        seen=_CONVERSIONS_SEEN,
-        if_changed="refuse",
-    ),
-    "adapter_tensors": Patch(
-        target="transformers.modeling_utils:PreTrainedModel.load_state_dict",
-        why="peft renames an adapter's tensors on the way into a model, and returns no names",
-        code=("peft.utils.save_and_load:set_peft_model_state_dict",),
-        seen={"0.21.0": "462a733ba8eb", "0.21.2": "d4409e12d9a5"},
-        if_changed="keep",  # every tensor would be reported as missing
-    ),
     "token_rows": Patch(
         target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
         why="under ZeRO-3 it collects the rows of trained tokens on CUDA alone",
         seen={"0.21.0": "5e6409948d28", "0.21.2": "5e6409948d28"},
-    ),
-    "adapter_embedding": Patch(
-        target="peft.peft_model:PeftModel.save_pretrained",
-        why="where the vocabulary has grown it writes embedding and head in full beside the rows that are trained",
-        code=("peft.utils.save_and_load:get_peft_model_state_dict",),
-        seen={"0.21.0": "1b83ed152409", "0.21.2": "f21e3df8eb43"},
-        if_changed="keep",
     ),
     "meta_is_traced": Patch(
         target="transformers.utils.import_utils:is_fake_tensor",

@@ -14,7 +14,6 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.export import find_left_out
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, read_manifest
 from dsft.checkpoints.readback import Verification, verify_weights
 from dsft.checkpoints.resume import changed_options, check_identity, topology_change
@@ -189,21 +188,6 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
     if frozen := run.model.size.other_params:
         names = ", ".join(name.removesuffix(".") for name in unreached(inner))
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
-    left_out = find_left_out(
-        options.model, inner, revision=options.revision, trust_remote_code=options.trust_remote_code
-    )
-    if left_out and left_out.files:
-        after = (
-            "an adapter has no part in them"
-            if options.method != "full"
-            else f"final/ is the language model alone: {left_out.text_only}"
-            if left_out.text_only
-            else "final/ keeps them as they are"
-        )
-        say(
-            f"model: {left_out.parts} ({left_out.num_bytes / GiB:.3g} GiB) of {options.model} are not loaded, since no"
-            f" text reaches them; {after}"
-        )
 
     def frozen_weights() -> str | None:
         """Distinguishes frozen weights from others of the same shapes, by the files that they came from."""
@@ -216,9 +200,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
             return f"{digest} seed {args.seed}"  # adapters that are frozen keep what it has drawn
         return digest
 
-    return PerplexityTrainer(
-        model, args, run=run, data=data, left_out=left_out, frozen_weights=distributed.on_rank_0(frozen_weights)
-    )
+    return PerplexityTrainer(model, args, run=run, data=data, frozen_weights=distributed.on_rank_0(frozen_weights))
 
 
 def with_verified_checkpoint(run: TrainingRun, verification: Verification, trainer: PerplexityTrainer) -> TrainingRun:

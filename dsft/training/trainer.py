@@ -23,7 +23,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_de
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from dsft.checkpoints.export import LeftOut, keep_left_out
+from dsft.checkpoints.export import add_keys_of_transformers_4, copy_processor
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune, resume_errors
 from dsft.checkpoints.readback import (
     Verification,
@@ -50,7 +50,6 @@ from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped, Unsaved
 from dsft.models.sequence_parallel import team_of
-from dsft.models.size import COUNT_FROM_PADDING
 from dsft.models.trained import learning_rates, rate_factors
 from dsft.models.weight_files import SafetensorsFiles
 from dsft.perplexity.scoring import evaluate_windows
@@ -112,21 +111,17 @@ class PerplexityTrainer(Trainer):
         *,
         run: TrainingRun,
         data: TrainingData,
-        left_out: LeftOut | None,
         frozen_weights: str | None,
     ):
         """
         Args:
-            left_out: parts of the model's package that were not loaded, for `final/`.
             frozen_weights: a digest of the files that hold them, for the run's identity.
         """
         options, team = run.options, team_of(run.options.sequence_parallel)
         micro_batch = args.per_device_train_batch_size
         per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
         items = PaddedToFullSteps(data.items, per_step)
-        text_config = model.config.get_text_config()
         self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
-        self._pad_token_id = getattr(text_config, "pad_token_id", None)
         super().__init__(
             model=model,
             args=args,
@@ -149,7 +144,7 @@ class PerplexityTrainer(Trainer):
             self.remove_callback(printer)
         # In a notebook transformers' table and bar stay, unless disable_tqdm asks for lines.
         shows_table = any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks)
-        self.learning, self.plan_check = LearningCheck(text_config.vocab_size), PlanCheck(run.plan)
+        self.learning, self.plan_check = LearningCheck(model.config.get_text_config().vocab_size), PlanCheck(run.plan)
         self.early_stopping = None
         if options.early_stopping_patience:
             self.early_stopping = EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
@@ -181,10 +176,8 @@ class PerplexityTrainer(Trainer):
         }
         self.saves, self.final_save = Saves(), Saves()
         self.save_minutes, self.learning_rates = options.save_minutes, learning_rates(options)
-        self.left_out = None if isinstance(model, PeftModel) else left_out
+        self._package = (options.model, options.revision)
         self._disk = run.disk
-        self.kept_bytes = 0 if self.left_out is None or self.left_out.text_only else self.left_out.num_bytes
-        """Of `final/`, beside what is trained."""
         # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
         self.save_total_limit, args.save_total_limit = args.save_total_limit, None
         self._saved_at = time.monotonic()
@@ -280,11 +273,7 @@ class PerplexityTrainer(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
         """Prepares as the Trainer; `resume.py` reads a checkpoint that DeepSpeed cannot. Collective."""
-        checkpoint, config = resume_from_checkpoint, self.model.config.get_text_config()
-        if config.model_type in COUNT_FROM_PADDING:
-            # The Trainer writes the tokenizer's (align_special_tokens): the saved model would count positions from
-            # another token than was trained.
-            config.pad_token_id = self._pad_token_id
+        checkpoint = resume_from_checkpoint
         is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
         deepspeed_config = self.args.hf_deepspeed_config.config
         import_muon(deepspeed_config)
@@ -627,7 +616,7 @@ class PerplexityTrainer(Trainer):
                 functools.partial(self.save_model, str(save.staged)),
                 self._missing_weights,
                 facts={"step": self.state.global_step, **self.topology},
-                needed_bytes=self._disk.weight_bytes + self.kept_bytes,
+                needed_bytes=self._disk.weight_bytes,
             )
         self._staged_save = None
         return save.folder
@@ -681,11 +670,14 @@ class PerplexityTrainer(Trainer):
         if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
             text = self.model.generation_config.to_json_string()
             (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
+        add_keys_of_transformers_4(Path(output_dir), self.processing_class.name_or_path)
         sampled = SAMPLED_TENSORS if save.folder.name == FINAL else None
         if errors := readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled):
             raise Unsaved(f"{save.folder.name} could not be saved: {errors[0]}")
         if save.folder.name == FINAL:
-            keep_left_out(Path(output_dir), self.model, self.left_out)
+            if not isinstance(self.model, PeftModel):
+                package, revision = self._package
+                copy_processor(package, Path(output_dir), revision)
             # peft's template: the run's own card follows with its results, and would differ from the manifest.
             (Path(output_dir) / CARD).unlink(missing_ok=True)
 

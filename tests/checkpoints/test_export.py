@@ -1,20 +1,22 @@
 import importlib.util
 import json
 import math
-import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+import transformers
+from peft import PeftModel
 from quantized import as_fp8, describe, write_gguf
 from safetensors.torch import load_file, save_file
-from tiny import write_model, write_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from tiny import write_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.export import copy_processor, export, merge
-from dsft.checkpoints.readback import check_export, readback_errors, trained_shapes
+from dsft.checkpoints.readback import readback_errors, trained_shapes
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
@@ -49,13 +51,12 @@ def test_a_merged_adapter_computes_what_base_and_adapter_do(adapter, tmp_path):
             assert (merged(ids).logits - model(ids).logits).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("Q8_0", torch.float32)])
-def test_a_gguf_file_becomes_the_folder_that_transformers_reads_out_of_it(tmp_path, kind, dtype):
+def test_a_gguf_file_becomes_the_folder_that_transformers_reads_out_of_it(tmp_path):
     base = write_model(tmp_path / "base", chat=True, intermediate_size=64)  # in blocks of 32
-    file = write_gguf(base, tmp_path / "model.gguf", kind, **{"tokenizer.chat_template": "{{ messages }}"})
+    file = write_gguf(base, tmp_path / "model.gguf", "Q8_0", **{"tokenizer.chat_template": "{{ messages }}"})
     unpacked = AutoModelForCausalLM.from_pretrained(export(file, str(tmp_path / "unpacked")))
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
-    assert unpacked.dtype == dtype and not hasattr(unpacked.config, "quantization_config")
+    assert unpacked.dtype == torch.float32 and not hasattr(unpacked.config, "quantization_config")
     torch.testing.assert_close(unpacked.float().state_dict(), read.state_dict(), rtol=0, atol=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "unpacked")
     text = "a model learns"
@@ -63,46 +64,66 @@ def test_a_gguf_file_becomes_the_folder_that_transformers_reads_out_of_it(tmp_pa
     assert unpacked.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_experts_of_a_gguf_file_get_the_names_of_their_architecture_where_memory_holds_the_model(tmp_path, monkeypatch):
-    # transformers reads the width of experts out of no such file: it is the default
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 768}
-    config = Qwen3MoeConfig(**sizes, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=512)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "base")
-    write_tokenizer(tmp_path / "base")
-    file = write_gguf(tmp_path / "base", tmp_path / "model.gguf", "Q8_0")
-    unpacked_bytes = 4 * model.num_parameters()
-    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: unpacked_bytes - 1)
-    with pytest.raises(UserError, match="the full model takes .* GB of memory"):
-        export(file, str(tmp_path / "refused"))
-    monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: unpacked_bytes)
-    out = export(file, str(tmp_path / "unpacked"))
-    assert SafetensorsFiles(out).shapes == SafetensorsFiles(tmp_path / "base").shapes
-    unpacked = AutoModelForCausalLM.from_pretrained(out)
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
-    assert unpacked.dtype == torch.float32
-    torch.testing.assert_close(unpacked.state_dict(), read.state_dict(), rtol=0, atol=0)
-
-
-def test_what_is_no_whole_gguf_model_is_refused_by_name(tiny, tmp_path):
-    packed = write_gguf(tiny / "model", tmp_path / "adapter.gguf", "F32", **{"general.type": "adapter"})
-    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\x00")
-    (tmp_path / "model.pth").write_bytes(b"")
-    for source, part in (
-        (packed, "holds no model but its adapter"),
-        (tmp_path / "short.gguf", "cannot be exported"),
-        (tmp_path / "model.pth", "reads folders of models, and GGUF files"),
-    ):
-        with pytest.raises(UserError, match=re.escape(part)):
-            export(str(source), str(tmp_path / "out"))
-    assert not list(tmp_path.glob("out*"))
-
-
 def test_export_writes_the_asked_dtype_and_the_tokenizer(tiny, tmp_path):
     out = export(str(tiny / "model"), str(tmp_path / "half"), dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     assert (out / "tokenizer.json").is_file()
     assert {path.name for path in out.iterdir() if path.stat().st_mode & 0o444 != out.stat().st_mode & 0o444} == set()
+
+
+def of_transformers_4(folder: Path, architecture: str) -> Path:
+    """A model as transformers 4 saved it: rope_theta and rope_scaling, and a tokenizer class that is gone."""
+    write_model(folder, architecture, chat=True)
+    description = json.loads((folder / "config.json").read_text())
+    del description["rope_parameters"]
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    description |= {"rope_theta": 2e6, "rope_scaling": scaling}
+    description |= {"rope_local_base_freq": 3e4} if architecture == "gemma3" else {}
+    (folder / "config.json").write_text(json.dumps(description))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<|user|>"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_an_export_has_the_keys_of_transformers_4_beside_the_new_ones(tmp_path, architecture):
+    source = of_transformers_4(tmp_path / "model", architecture)
+    out = export(str(source), str(tmp_path / "out"))
+    for file in ("config.json", "tokenizer_config.json"):
+        before, after = (json.loads((folder / file).read_text()) for folder in (source, out))
+        for key in (
+            "rope_theta",
+            "rope_scaling",
+            "rope_local_base_freq",
+            "tokenizer_class",
+            "additional_special_tokens",
+        ):
+            assert before.get(key) == after.get(key), key
+    read = [AutoConfig.from_pretrained(folder).rope_parameters for folder in (source, out)]
+    assert read[0] == read[1] and AutoTokenizer.from_pretrained(out).all_special_tokens == ["<|end|>", "<|user|>"]
+
+
+@pytest.mark.exhaustive
+def test_transformers_4_computes_the_same_from_an_export(tmp_path):
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = ["transformers==4.57.6", "tokenizers==0.22.1", "huggingface_hub==0.36.0"]
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *packages], check=True)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site_packages / "others.pth").write_text(str(Path(transformers.__file__).parents[1]))  # torch and the like
+    for architecture in ("llama", "gemma3"):
+        out = export(str(of_transformers_4(tmp_path / architecture, architecture)), str(tmp_path / f"{architecture}-4"))
+        program = (
+            "import sys, torch, transformers\n"
+            "assert transformers.__version__ == '4.57.6'\n"
+            "ids = transformers.AutoTokenizer.from_pretrained(sys.argv[1])('a model learns', return_tensors='pt')\n"
+            "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+            "torch.save(model(**ids).logits, sys.argv[1] + '/logits.pt')"
+        )
+        subprocess.run([python, "-c", program, out], check=True)
+        ids = AutoTokenizer.from_pretrained(out)("a model learns", return_tensors="pt").input_ids
+        torch.testing.assert_close(torch.load(out / "logits.pt"), AutoModelForCausalLM.from_pretrained(out)(ids).logits)
 
 
 def test_pickled_weights_become_safetensors(adapter, tiny, tmp_path):
@@ -185,7 +206,8 @@ def test_a_model_packed_as_fp8_is_exported_unpacked_where_memory_holds_that(tiny
     monkeypatch.setattr("dsft.checkpoints.export.free_host_bytes", lambda: needed)
     out = export(str(packed), str(tmp_path / "out"))
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    check_export(out, unpacked)
+    read = AutoModelForCausalLM.from_pretrained(out)
+    torch.testing.assert_close(read.state_dict(), unpacked.state_dict(), rtol=0, atol=0)
 
 
 def test_what_cannot_be_read_is_named_in_one_line(adapter, tiny, tmp_path):
@@ -205,7 +227,7 @@ def test_what_cannot_be_read_is_named_in_one_line(adapter, tiny, tmp_path):
     content = json.loads(description.read_text()) | {"base_model_name_or_path": str(incomplete)}
     description.write_text(json.dumps(content))
     for source in (incomplete, adapter[1]):
-        with pytest.raises(UserError, match=f"{incomplete}: 1 weight of the model missing, the first is model.norm"):
+        with pytest.raises(UserError, match=f"model={incomplete}: 1 tensor of the model missing .*model.norm"):
             export(str(source), str(tmp_path / "out"))
     if importlib.util.find_spec("gptqmodel") is None:
         with pytest.raises(UserError, match=f"{gptq}: cannot be exported .*GPTQ.* requires"):
@@ -231,6 +253,7 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     for source, out, part in (
         (tiny / "model", tmp_path / "full", "not empty"),
         (tmp_path / "no", tmp_path / "o", "is no folder"),
+        (tiny / "model", tmp_path / "out.gguf", "dsft writes a folder of safetensors"),
         (tmp_path / "full", tmp_path / "o", "neither safetensors"),
     ):
         with pytest.raises(UserError, match=part):
@@ -241,30 +264,6 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(UserError, match="neither a final model nor"):
         find_weights(str(tmp_path / "run"))
-
-
-def test_every_weight_keeps_its_own_dtype_unless_one_is_asked_for(adapter, tiny, tmp_path):
-    """Norms and routers of many models are float32 in a checkpoint of bfloat16."""
-    base, out, half, merged = (str(tmp_path / name) for name in ("base", "out", "half", "merged"))
-    shutil.copytree(tiny / "model", base)
-    torch.manual_seed(1)
-    kept = {
-        name: torch.rand(tensor.shape) if "norm" in name else tensor.bfloat16()
-        for name, tensor in load_file(f"{base}/model.safetensors").items()
-    }
-    save_file(kept, f"{base}/model.safetensors", metadata={"format": "pt"})
-    written = load_file(export(base, out) / "model.safetensors")
-    assert {name: tensor.dtype for name, tensor in written.items()} == {name: each.dtype for name, each in kept.items()}
-    assert all(torch.equal(written[name], tensor) for name, tensor in kept.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert {each.dtype for each in load_file(export(base, half, dtype="float16") / "model.safetensors").values()} == {
-        torch.float16
-    }
-    _, folder = adapter
-    description = folder / "adapter_config.json"
-    description.write_text(json.dumps(json.loads(description.read_text()) | {"base_model_name_or_path": base}))
-    written = load_file(merge(str(folder), merged) / "model.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in kept.items() if "norm" in name)
 
 
 @pytest.mark.parametrize("kind", ["current", "link", "with what a killed export left"])
@@ -306,18 +305,9 @@ def test_an_adapter_of_another_base_is_refused(adapter, tmp_path):
     (folder / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "other")})
     )
-    with pytest.raises(UserError, match=r"does not fit its base: .*lora_\w.* is \[\d+, \d+\]"):
+    with pytest.raises(UserError, match=r"does not fit its base .*lora_\w"):
         merge(str(folder), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_export_is_noticed(tiny, tmp_path):
-    out = export(str(tiny / "model"), str(tmp_path / "out"))
-    other = AutoModelForCausalLM.from_pretrained(out)
-    with torch.no_grad():
-        next(other.parameters())[0, 0] += 1
-    with pytest.raises(RuntimeError, match="reads back differently"):
-        check_export(out, other)
 
 
 def test_a_save_that_wrote_too_little_is_noticed(tiny, tmp_path):
@@ -346,56 +336,9 @@ def test_a_save_that_differs_from_memory_is_noticed(tiny, adapter):
     assert readback_errors(SafetensorsFiles(folder), peft_model.state_dict() | changed, sampled=16)
 
 
-def test_a_saved_adapter_is_measured_by_its_own_shape(adapter, tiny):
-    from dsft.models.size import measure_model
-
-    model, folder = adapter
-    expected = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (
-        measure_model(TrainConfig(model=str(tiny / "model"), method="lora", adapter=str(folder))).size.num_trainable
-        == expected
-        > 0
-    )
-
-
 def test_the_base_of_an_adapter_is_found_from_any_working_folder(adapter, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tiny)
     model = build_model(TrainConfig(model="model", method="lora"), dtype="float32")
     model.save_pretrained(tmp_path / "relative")
     base = json.loads((tmp_path / "relative" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert base == str(tiny / "model")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options"),
-    [
-        ("llama", {"use_dora": True}),
-        ("llama", {"use_rslora": True, "modules_to_save": ["lm_head"]}),
-        ("gpt2", {}),
-        ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
-        ("gemma3", {"target_modules": ["embed_tokens", "q_proj"]}),
-        ("mixtral", {"target_modules": ["q_proj"]}),
-        ("mixtral", {}),
-    ],
-)
-def test_merging_weight_by_weight_gives_what_peft_gives_with_the_full_model(tmp_path, architecture, options, capsys):
-    write_model(tmp_path / "base", architecture)
-    torch.manual_seed(1)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
-        LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"} | options),
-    )
-    with torch.no_grad():
-        for _name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) / 10)
-    model.save_pretrained(tmp_path / "adapter")
-    AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "adapter")
-    out = export(str(tmp_path / "adapter"), str(tmp_path / "out"), max_shard_size="40KB")
-    expected = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
-    ).merge_and_unload(safe_merge=True)
-    check_export(out, expected)
-    in_memory = "full model is loaded into memory" in capsys.readouterr().out
-    tied_or_fused = architecture == "gemma3" or (architecture == "mixtral" and "target_modules" not in options)
-    assert in_memory == tied_or_fused and len(list(out.glob("*.safetensors"))) > 1

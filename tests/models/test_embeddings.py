@@ -158,12 +158,16 @@ def test_markers_of_a_template_become_special_tokens(tiny):
     tokenizer.chat_template = {"default": "<|a|><|user|>", "tool_use": "<|b|>"}  # as repositories with tools have it
     added = add_tokens(tokenizer, ["markers"], problems)
     assert tokenizer.convert_ids_to_tokens(added) == ["<|a|>", "<|b|>"]
+    tokenizer.chat_template = "<｜User｜>{{ messages }}<｜end▁of▁sentence｜>"  # DeepSeek's
+    added = add_tokens(tokenizer, ["markers"], problems)
+    assert tokenizer.convert_ids_to_tokens(added) == ["<｜User｜>", "<｜end▁of▁sentence｜>"] and not problems
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"add_tokens": [" "]}, "add_tokens: ' ' is no text"),
+        ({"add_tokens": ["markers"], "chat_template": "plain"}, "add_tokens: markers: the chat template has none"),
         ({"add_tokens": ["markers"]}, "add_tokens: markers: the tokenizer has no chat template"),
         (
             {"method": "lora", "lora_modules_to_save": ["embed_tokens"], "add_tokens": ["<a>"]},

@@ -130,7 +130,7 @@ def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
     assert not measure_model(dataclasses.replace(options, model=str(tmp_path / "plain"))).size.quantization
     del tensors[f"{next(iter(packed))}_scales"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="_blocks has no .*_scales beside it"):
+    with pytest.raises(UserError, match="do not fit its config"):
         export(model, str(tmp_path / "damaged"))
 
 
@@ -192,14 +192,6 @@ def test_what_transformers_cannot_train_is_refused_before_loading(fp8, monkeypat
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
         ({"quant_method": "unheard of"}, 8),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}, "c": {}},
-            },
-            8,
-        ),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, 4),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Weights that are missing, of another shape, left over or unreadable end a run before it starts."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import flags, grid
-from ranks import on_ranks, run_entry, train
+from ranks import on_ranks, run_entry, train, train_all
 from safetensors.torch import load_file, save_file
 from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from dsft.api import build_model, evaluate, evaluate_perplexity
+from dsft.checkpoints.export import export
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import weight_problems
@@ -134,6 +136,67 @@ def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path
         assert problems_in(write_model(tmp_path / architecture, architecture)) == []
 
 
+def test_another_copy_of_a_tensor_that_transformers_would_load_is_refused(tiny, tmp_path):
+    """An overlay that sorts before the shards loses to their stale copy; one that sorts after them wins."""
+    for overlay, problems in {"abliterated": 1, "z": 0}.items():
+        folder = Path(shutil.copytree(tiny / "model", tmp_path / overlay))
+        shard(folder)
+        save_file({LOST: torch.ones(48, 32)}, folder / f"{overlay}.safetensors", metadata={"format": "pt"})
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"][LOST] = f"{overlay}.safetensors"
+        (folder / INDEX).write_text(json.dumps(index))
+        refusals = problems_in(folder)
+        assert len(refusals) == problems and all("abliterated.safetensors" in each for each in refusals), refusals
+        with pytest.raises(UserError, match="remove that copy") if problems else contextlib.nullcontext():
+            export(str(folder), str(tmp_path / f"{overlay}-out"))
+
+
+def claim_tied(folder: Path) -> Path:
+    description = json.loads((folder / "config.json").read_text())
+    assert not description["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(description | {"tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize("change", [shard, as_pickle])
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(tiny, options, tmp_path, change):
+    """A merged adapter with modules_to_save keeps the claim of its base that embedding and head are tied."""
+    plain = tiny / "model"
+    claimed = Path(shutil.copytree(plain, tmp_path / "model"))
+    change(claimed)
+    claim_tied(claimed)
+    losses, perplexities = [], []
+    for name, model in {"plain": plain, "claimed": claimed}.items():
+        run = options(tmp_path / name, model=str(model), zero="3")
+        train_all(1, [run], tmp_path / f"{name}.log")
+        losses.append(torch.load(tmp_path / name / "logits.pt"))
+        words = {"model": [str(model)], "data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "zero": "3"}
+        perplexities += on_ranks(1, _perplexity, words)
+    torch.testing.assert_close(losses[1], losses[0])
+    assert perplexities[0] == perplexities[1]
+    final = tmp_path / "claimed" / "final"
+    description = json.loads((final / "config.json").read_text())
+    assert description["tie_word_embeddings"] is False
+    assert description["rope_theta"] == 10000, "for transformers 4"
+    assert "lm_head.weight" in load_file(final / "model.safetensors")
+    out = export(str(claimed), str(tmp_path / "out"))
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def _perplexity(evaluation: dict) -> float:
+    return next(evaluate(EvalConfig(**evaluation))).perplexity.perplexity
+
+
+def test_shards_with_a_head_that_the_config_ties_are_refused(tiny, tmp_path):
+    folder = claim_tied(Path(shutil.copytree(tiny / "model", tmp_path / "checkpoint-2")))
+    (folder / "model.safetensors").unlink()
+    (folder / "global_step2").mkdir()
+    weights = {"module": AutoModelForCausalLM.from_pretrained(tiny / "model").state_dict()}
+    torch.save(weights, folder / "global_step2" / "mp_rank_00_model_states.pt")
+    with pytest.raises(UserError, match="1 tensor of its weights have no place in the model, lm_head.weight"):
+        build_model(EvalConfig(model=str(folder)), dtype="float32")
+
+
 @pytest.mark.parametrize("part", ["w1", "w2"])
 def test_an_expert_that_is_missing_on_disk_is_named(tmp_path, part):
     """transformers fuses the experts while they load, and would make up those of a layer that lacks one."""
@@ -141,25 +204,15 @@ def test_an_expert_that_is_missing_on_disk_is_named(tmp_path, part):
     change_tensors(folder, lambda tensors: tensors.pop(next(name for name in tensors if name.endswith(lost))))
     problems = problems_in(folder)
     assert len(problems) == 1 and "missing" in problems[0], problems
-    with pytest.raises(UserError, match=r"experts"):
+    with pytest.raises(UserError, match="do not fit its config"):
         build_model(TrainConfig(model=str(folder)), dtype="float32")
 
 
-def test_a_digest_of_weights_is_that_of_a_copy_however_split_and_of_no_other_model(tiny, tmp_path):
-    def copy(name: str) -> Path:
-        return Path(shutil.copytree(tiny / "model", tmp_path / name))
-
+def test_a_digest_of_weights_is_that_of_a_copy_and_of_no_other_model(tiny, tmp_path):
     digest = weights_digest(str(tiny / "model"))
-    sharded, last = copy("sharded"), copy("last number")
-    assert len(shard(sharded)) > 1 and weights_digest(str(sharded)) == digest
-    change_tensors(last, lambda tensors: tensors["model.norm.weight"][-1:].add_(1))
-    pickled, changed = copy("pickled"), copy("changed")
-    as_pickle(pickled)
+    copied, changed = (Path(shutil.copytree(tiny / "model", tmp_path / name)) for name in ("copied", "changed"))
     change_tensors(changed, lambda tensors: tensors["model.norm.weight"][-1:].add_(1))
-    as_pickle(changed)
-    digests = [digest, *(weights_digest(str(folder)) for folder in (last, pickled, changed))]
-    digests.append(weights_digest(str(write_model(tmp_path / "other", seed=1))))
-    assert None not in digests and len(set(digests)) == len(digests)
+    assert digest and weights_digest(str(copied)) == digest != weights_digest(str(changed))
     assert weights_digest(str(tiny)) is None
 
 
@@ -235,7 +288,7 @@ def test_an_adapter_that_lost_its_file_or_whose_file_is_cut_names_it(tiny, optio
     with pytest.raises(UserError, match=r"adapter_model.safetensors: cannot be read"):
         evaluate_perplexity(**evaluation)
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match="holds no adapter_model.safetensors"):
+    with pytest.raises(UserError, match="has no adapter_model.safetensors"):
         evaluate_perplexity(**evaluation)
 
 

@@ -5,18 +5,13 @@ import json
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
-from conftest import read_json
 from peft import LoraConfig, get_peft_model
 from quantized import as_fp8, describe, write_certain_model, write_gguf
-from ranks import run_entry
 from safetensors.torch import load_file, save_file
-from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft import eval_ppl
 from dsft.api import evaluate
 from dsft.cli.main import main
 from dsft.config.options import EvalConfig
@@ -79,49 +74,6 @@ def loss_of(model: torch.nn.Module, tiny, evaluation) -> float:
     return nats / tokens
 
 
-@needs("torchao")
-@torch.no_grad()
-def test_one_launch_gives_the_table_of_a_model_and_its_formats(tiny, model, tmp_path, capsys):
-    """Each format's number is that of plain weights rounded to its grid."""
-    model, formats = str(model), ["none", "torchao-int8wo", "torchao-int4wo"]
-    options = options_for(tiny, model=[model], quantization=formats, reference=model, output_dir=str(tmp_path))
-    words = [word for name, value in options.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))]
-    eval_ppl.main(words)
-    said = capsys.readouterr().out
-    known = list(evaluate(EvalConfig(**options)))
-    assert [each.model for each in known] == [model, f"{model}:torchao-int8wo", f"{model}:torchao-int4wo"]
-    assert all(each.is_known for each in known)
-    assert [each.options["quantization"] for each in known] == [*formats[:2], "torchao-int4wo in groups of 32"]
-    plain, *quantized = known
-    assert abs(plain.divergence.kl) < 1e-7 < quantized[0].divergence.kl < quantized[1].divergence.kl
-    assert plain.divergence.same_top == 1.0 and "torchao" in quantized[0].versions
-    for name in ("against the reference", f"{model}:torchao-int4wo against {model}", "KL ", "same top token"):
-        assert name in said.replace("\n", " "), name
-    for each, levels, symmetric in zip(quantized, (127.5, 7.5), (True, False), strict=True):
-        rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        for layer in rounded.model.layers.modules():
-            if isinstance(layer, torch.nn.Linear):
-                layer.weight.copy_(rounded_to_grid(layer.weight, levels, symmetric=symmetric))
-        apart = abs(each.perplexity.loss - plain.perplexity.loss)
-        assert abs(each.perplexity.loss - loss_of(rounded, tiny, each)) < apart / 20, each.model
-
-
-def rounded_to_grid(weight: torch.Tensor, levels: float, *, symmetric: bool) -> torch.Tensor:
-    """Round each row to 256 steps around 0, or each group of 32 to 16 steps between its ends."""
-    if symmetric:
-        scale = weight.abs().amax(dim=1, keepdim=True) / levels
-        return (weight / scale).round().clamp(-128, 127) * scale
-    groups = weight.reshape(len(weight), -1, 32)
-    low, high = (
-        end(groups, dim=2, keepdim=True).clamp(**side)
-        for end, side in ((torch.amin, {"max": 0}), (torch.amax, {"min": 0}))
-    )
-    scale = (high - low) / (2 * levels)
-    zero = -8 - (low / scale).round()
-    steps = ((groups / scale).round() + zero).clamp(-8, 7)
-    return ((steps - zero) * scale).reshape(weight.shape)
-
-
 @torch.no_grad()
 def test_a_model_that_is_quantised_on_disk_is_evaluated_as_it_lies_and_a_missing_weight_is_told(tiny, model, tmp_path):
     folder, unpacked = as_fp8(model, tmp_path / "fp8")
@@ -167,18 +119,6 @@ def test_what_cannot_be_quantised_or_sharded_is_refused_with_the_way_out(tiny, t
     ):
         problems = refusals(tiny, **changes)
         assert any(re.search(part, problem) for problem in problems), problems
-
-
-@needs("torchao")
-def test_layers_that_no_group_divides_are_refused_rather_than_left_as_they_are(tiny, tmp_path):
-    odd, gpt2 = (
-        str(write_model(tmp_path / name, name, **changes))
-        for name, changes in (("llama", {"intermediate_size": 40}), ("gpt2", {}))
-    )
-    (problem,) = refusals(tiny, model=[odd], quantization=["torchao-int4wo"])
-    assert "do not divide its layers' 40 inputs; use torchao-int8wo or nf4" in problem
-    (problem,) = refusals(tiny, model=[gpt2], quantization=["torchao-int8wo"])
-    assert "has no linear layers, which torchao-int8wo quantises" in problem
 
 
 def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, tmp_path, capsys):
@@ -273,15 +213,3 @@ def test_a_model_of_compressed_tensors_is_evaluated_as_it_lies(tiny, model, tmp_
     adapter.save_pretrained(tmp_path / "adapter")
     (adapted,) = results(tiny, model=[str(tmp_path / "adapter")], tokenizer=str(model))
     assert adapted.perplexity.loss == pytest.approx(loss_of(adapter, tiny, adapted), rel=1e-5)
-
-
-@needs("torchao")
-@pytest.mark.exhaustive
-def test_quantised_results_have_the_same_bits_on_one_and_two_ranks(tiny, model, tmp_path):
-    words = ["--model", model, "--data", tiny / "held_out.jsonl", "--seq_len", "32", "--batch_tokens", "128"]
-    words += ["--quantization", "torchao-int8wo", "torchao-int4wo", "--reference", model]
-    for world in (1, 2):
-        run_entry("dsft.eval_ppl", [*words, "--output_dir", tmp_path / str(world)], world=world).check_returncode()
-    alone, pair = (read_json(tmp_path / str(world) / "perplexity.json")["results"] for world in (1, 2))
-    assert [each["nats"] for each in alone] == [each["nats"] for each in pair]
-    assert [each["divergence"] for each in alone] == [each["divergence"] for each in pair]

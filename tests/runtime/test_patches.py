@@ -15,7 +15,6 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
 from dsft.errors import UserError
-from dsft.models.build import _of_full_shape
 from dsft.models.size import empty_model
 from dsft.planner.traced_model import meta_model, traced_model
 from dsft.runtime import patches
@@ -107,14 +106,6 @@ def test_a_patch_that_saves_time_is_left_out_where_the_library_changed(changed):
     assert "left out" in PATCHES["positions_on_gpu"].change
 
 
-def test_a_patch_that_fails_loudly_is_kept_where_the_library_changed(changed):
-    changed("full_fans")
-    original = torch.nn.init._calculate_fan_in_and_fan_out
-    with patches.replaced("full_fans", lambda _: None):
-        assert torch.nn.init._calculate_fan_in_and_fan_out is None
-    assert torch.nn.init._calculate_fan_in_and_fan_out is original
-
-
 def test_a_model_of_one_rank_is_whole_while_a_training_shards():
     config = transformers_deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     try:
@@ -124,15 +115,6 @@ def test_a_model_of_one_rank_is_whole_while_a_training_shards():
     finally:
         transformers_deepspeed.unset_hf_deepspeed_config()
         del config
-
-
-def test_fans_are_those_of_the_full_weight():
-    piece = torch.zeros(6)
-    piece.ds_shape = torch.Size([4, 3])
-    with pytest.raises(ValueError, match="fewer than 2 dimensions"):
-        torch.nn.init._calculate_fan_in_and_fan_out(piece)
-    with patches.replaced("full_fans", _of_full_shape):
-        assert torch.nn.init._calculate_fan_in_and_fan_out(piece) == (3, 4)
 
 
 SMALL_MIXTURE = Qwen3MoeConfig(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import flags, read_json
 
-from dsft.models.quantization import TRAINING_FORMATS
+from dsft.models.quantization import FORMATS
 
 pytestmark = [
     pytest.mark.launch,
@@ -28,7 +28,7 @@ def test_training_takes_bfloat16_and_reports_gpu_memory(run, options, tmp_path, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes")
-@pytest.mark.parametrize("quantization", TRAINING_FORMATS)
+@pytest.mark.parametrize("quantization", FORMATS)
 def test_qlora_trains_over_a_quantised_base(run, options, tmp_path, quantization):
     result = run(
         ["dsft", "train", *flags(options(tmp_path / "run", method="qlora", quantization=quantization, zero="2"))]
