@@ -181,8 +181,8 @@ class DataFields:
     """Data: where it is, and how a row becomes tokens."""
 
     data: list[str] = field(default_factory=list)
-    """Sources, each a file (txt, json, jsonl, csv, parquet, arrow, also .gz, .bz2, .xz, .zst), a glob, a folder of
-    files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
+    """Sources, each a file (parquet, arrow, or txt, json, jsonl, csv, tsv, these also with .gz, .bz2, .xz or .zst), a
+    glob, a folder of files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
     data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
     """auto goes by the columns of each source, see docs/data.md."""
     text_column: str = "text"
@@ -202,7 +202,8 @@ class DataFields:
     data_name: str | None = None
     """Configuration of a hub data set that names none."""
     data_split: str = "train"
-    """Split of a hub data set that names none, slices included (train[:5%])."""
+    """Split of a hub data set that names none, slices included (train[:5%]), and of a folder or glob whose files are
+    named as several splits."""
     seq_len: int = 1024
     """Longest sequence, in tokens. Text is cut into windows of this length."""
     train_on: Literal["auto", "all", "answers", "last"] = "auto"
@@ -236,7 +237,7 @@ class TrainDataFields(DataFields):
     eval_split: str = "validation"
     """Split of a hub data set given as eval_data."""
     eval_fraction: float = 0.0
-    """Share of the rows of `data` held out (seeded) where eval_data is not given."""
+    """Share of the rows of `data` held out (seeded) if eval_data is not given; of a text file its end."""
     generate_samples: int | list[str] = 0
     """Prompts that are answered at each evaluation, in up to 64 tokens and always with the likeliest, or how many of
     the held-out set: printed, logged and in the report. Under ZeRO-3 each rank then gathers all weights once."""
