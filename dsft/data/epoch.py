@@ -232,8 +232,8 @@ class EpochSampler(torch.utils.data.Sampler):
     drop_last: bool = False  # leave out what does not fill a step
     strategy: str = "random"
     """train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the step holds
-    the same items as with "random". "group_by_length": steps are of like length, beginning with the longest, which pads
-    least, but makes steps that differ. "sequential": every epoch takes the items as they stand in the data.
+    the same items as with "random". "group_by_length": steps are of like length, which pads least, but makes steps that
+    differ. "sequential": every epoch takes the items as they stand in the data.
     """
     micro_batch: int = 1
     shared_by: int = 1  # both as `repeated` takes them
@@ -270,9 +270,6 @@ class EpochSampler(torch.utils.data.Sampler):
             rest = by_length[num_full * per_step :]
             steps = by_length[: num_full * per_step].reshape(num_full, per_step)
             steps = steps[torch.randperm(num_full, generator=generator).numpy()]
-            if len(steps):  # what does not fit into memory should fail at once
-                longest = int(lengths[steps].max(1).argmax())
-                steps[[0, longest]] = steps[[longest, 0]]
             real = np.concatenate([steps.reshape(-1), rest])
         return [*real.tolist(), *range(len(real), len(self.data))][: self.steps * per_step]
 

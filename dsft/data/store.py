@@ -10,7 +10,7 @@ trained.bin   [F] bool
 weights.bin   [F] float32, by which the loss of each token is multiplied; only where it is neither 0 nor 1 for any
 ends.bin      [S] int64
 hashes.bin, document_bytes.bin, document_words.bin    [S] uint64, int64, int64, of the texts; only of an evaluation
-facts.json    format, counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
+facts.json    counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
 """
 
 import ctypes
@@ -22,7 +22,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -85,7 +84,7 @@ class Store:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """format, is_text, source, seconds, dtype, counts, first, tokens_hash."""
+        """is_text, source, dtype, counts, first, tokens_hash."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
     tokens, trained, ends = _column("tokens"), _column("trained", "bool"), _column("ends", "int64")
@@ -143,17 +142,21 @@ class StoreWriter:
         self.counts["trained_tokens"] += int(tokens.trained.sum())
         self.first = tokens.first | self.first
 
-    def finish(self, **facts: Any) -> Store:
+    def finish(self, *, source: str, is_text: bool) -> Store:
         for file in self.files.values():
             file.flush()
         content = hashlib.sha256()
         for name in ("tokens", "trained", "ends", "weights"):
             if name in self.files:
                 content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
-        facts["dtype"] = self.dtype
-        facts["counts"] = {name: int(self.counts[name]) for name in COUNTS} | {"tokens": self.size}
-        facts["first"] = self.first
-        facts["tokens_hash"] = content.hexdigest()
+        facts = {
+            "source": source,
+            "is_text": is_text,
+            "dtype": self.dtype,
+            "counts": {name: int(self.counts[name]) for name in COUNTS} | {"tokens": self.size},
+            "first": self.first,
+            "tokens_hash": content.hexdigest(),
+        }
         self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
         json.dump(facts, self.files["facts"], indent=1)
         for file in self.files.values():
@@ -260,7 +263,7 @@ def _write(
     preparation: Preparation,
     show_progress: bool,
 ) -> None:
-    start, source, rules = time.perf_counter(), data.source, data.rules
+    source, rules = data.source, data.rules
     name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
     smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
     workers = 1
@@ -274,8 +277,7 @@ def _write(
             writer.append(tokens)
             watchdog.heartbeat()
             bar.update(len(tokens.ids))
-        seconds = time.perf_counter() - start
-        writer.finish(format=rules.format, is_text=rules.is_text, source=source.name, seconds=seconds)
+        writer.finish(is_text=rules.is_text, source=source.name)
 
 
 def _tokenised(

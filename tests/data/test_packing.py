@@ -223,7 +223,7 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
         sorted(random.order(0)[start : start + 16]) for start in range(0, 1008, 16)
     ]
     assert sorted(grouped.order(0)) == sorted(random.order(0)) == list(range(1008))
-    assert grouped.order(0) != grouped.order(1) and max(lengths) == lengths[grouped.order(0)[0]]
+    assert grouped.order(0) != grouped.order(1)
     assert grouped.order(0)[-5:] == list(range(1003, 1008))  # blank ones fill the last step
     shares = [padding_share(order.order(0), steps.lengths, 4, RowRules()) for order in (random, within, grouped)]
     assert shares[2] < 0.03 < shares[1] < 0.2 < 0.3 < shares[0]
