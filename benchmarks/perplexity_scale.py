@@ -178,7 +178,7 @@ def write_corpus(folder: Path, mebibytes: int, largest_id: int) -> None:
                     document_words=sizes,
                 )
             )
-        writer.finish(is_text=True)
+        writer.finish(source="made", is_text=True)
 
 
 MODES = ("windows", "rolling")

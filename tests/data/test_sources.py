@@ -176,15 +176,6 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content
     assert message in str(raised.value)
 
 
-def test_invalid_text_inside_arrow_names_its_row(tmp_path):
-    bad = pyarrow.StringArray.from_buffers(
-        2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")
-    )
-    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="a.parquet, after row 0: a value that Python cannot hold"):
-        list(read_file(str(tmp_path / "a.parquet")))
-
-
 def test_a_value_that_python_has_not_names_its_file(tmp_path):
     values = pyarrow.array([1 << 62], pyarrow.timestamp("us"))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "when": values}), tmp_path / "a.parquet")

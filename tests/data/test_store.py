@@ -3,13 +3,11 @@ and what is read from them.
 """
 
 import copy
-import ctypes
 import dataclasses
 import itertools
 import json
 import os
 import pickle
-import re
 import resource
 import signal
 import subprocess
@@ -20,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
@@ -30,7 +26,7 @@ from tiny import sentences, write_jsonl, write_texts
 from tokenizers.processors import TemplateProcessing
 
 from dsft.cli import data as data_command
-from dsft.cli.commands import PrepareOptions, PreviewOptions
+from dsft.cli.commands import PreviewOptions
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data import store as preparing
 from dsft.data.epoch import describe_counts
@@ -241,38 +237,6 @@ def _group(leader: int) -> list[str]:
     return [line for line in lines if line.split()[0] == str(leader) and not line.split()[2].startswith("Z")]
 
 
-def _memory_of_preparing(words: list[str]) -> list[int]:
-    """Private bytes of a process after each batch that it writes, where freed memory goes back and is not kept."""
-    mallopt = ctypes.CDLL(None).mallopt
-    for option, value in ((-3, 1 << 16), (-1, 1 << 17), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
-        assert mallopt(option, value)
-    held, append = [], preparing.StoreWriter.append
-
-    def watched(*of_batch) -> None:
-        append(*of_batch)
-        held.append(1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]))
-
-    preparing.StoreWriter.append, preparing.cpu_count = watched, lambda: 1
-    data_command.run(PrepareOptions(), words)
-    return held
-
-
-@pytest.mark.launch
-@pytest.mark.exhaustive
-def test_memory_does_not_grow_with_the_file(tiny, tmp_path):
-    """Private memory in the second and the last quarter of one file of 16 MB. Holding the rows would add 1 byte for
-    each of the file's, holding the tokens 0.6.
-    """
-    path, size = tmp_path / "a.jsonl", 16_000_000
-    block = "".join(json.dumps({"text": text}) + "\n" for text in sentences(5000))
-    path.write_text(block * (size // len(block)))
-    words = ["--tokenizer", tiny / "model", "--data", path, "--data_cache", tmp_path / "cache"]
-    (held,) = on_ranks(1, _memory_of_preparing, [*map(str, words)])
-    quarter = len(held) // 4
-    early, late = min(held[quarter : 2 * quarter]), min(held[-quarter:])
-    assert quarter > 2 and late < 1e9 and (late - early) / (0.58 * size) < 0.3, (early, late)
-
-
 def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_path, config):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(1000)])
     data = loaded(config(data=[str(path)], eval_fraction=0.07), tokenizer)
@@ -349,29 +313,6 @@ def test_an_empty_text_is_left_out_by_a_training_and_by_its_evaluation(tokenizer
     windows = build_windows(check_sources([path], options, begins, key="data", problems=[])[0], options, begins)
     assert windows.tokens.tolist() == store.tokens.tolist() and len(windows.document_ends) == 3
     assert store.tokens.tolist().count(begins.bos_token_id) == 2
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_column_that_changes_the_meaning_is_seen_in_every_file(tokenizer, tmp_path, config, name):
-    rows = [{"prompt": f"{i} ", "completion": "x", "kto_tag": i != 60, "id": i} for i in range(80)]  # not of the first
-    path = str(tmp_path / name)
-    if name == "a.parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        write_jsonl(tmp_path / name, rows)
-    with pytest.raises(UserError, match=r"a\..*, (line|row) 6[12]: column 'kto_tag' is false.*bad_rows: drop"):
-        loaded(config(data=[path]), tokenizer)
-    dropped = loaded(config(data=[path], bad_rows="drop"), tokenizer)
-    assert dropped.counts["dropped_bad"] == 1
-    assert [note for note in dropped.notes if "not used" in note] == [f"{path}: columns not used: id"]
-
-    problems: list[str] = []
-    how = {"key": "data", "problems": problems}
-    options = EvalConfig(model=["unused"], data=[path], seq_len=32, data_cache=str(tmp_path / "cache"))
-    (scored,) = check_sources([path], options, tokenizer, **how)
-    assert scored.unused == ("id",) and problems == []
-    with pytest.raises(UserError, match="column 'kto_tag' is false"):
-        build_windows(scored, options, tokenizer)
 
 
 def _waits(path: str, cache: str, model: str, seconds: float) -> int:
@@ -551,15 +492,6 @@ def test_preview_shows_what_is_trained_and_why_rows_are_left_out(tiny, tmp_path,
     assert "tokens of 2 samples" in capsys.readouterr().out
 
 
-def test_preview_shows_no_row_that_is_held_out(tiny, tokenizer, tmp_path, config, capsys):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(20)])
-    words = ["--model", tiny / "chat", "--data", path, "--seq_len", 32, "--data_cache", tmp_path / "cache"]
-    data_command.run(PreviewOptions(samples=20), [*map(str, words), "--eval_fraction", "0.5"])
-    shown = re.findall(r"(?m)^(\d+) ⟦x", capsys.readouterr().out)
-    items = loaded(config(data=[str(path)], eval_fraction=0.5), tokenizer).items
-    assert sorted(shown) == sorted(tokenizer.decode(item["input_ids"]).split()[0] for item in items)
-
-
 def test_rows_too_long_are_a_share_in_the_data_line(tiny, tokenizer, tmp_path, config):
     pair = {"prompt": "the ", "completion": "model"}
     for number, is_warned in ((100, False), (98, True)):
@@ -614,21 +546,6 @@ def test_weights_that_come_late_are_1_where_tokens_before_and_after_are_trained(
     with StoreWriter(tmp_path / "plain", largest_id=9) as writer:
         writer.append(tokens_of([1, 2, 4]))
         assert writer.finish(source="here", is_text=False).weights is None
-
-
-def test_counts_are_added_up(tmp_path):
-    with StoreWriter(tmp_path / "store", largest_id=9) as writer:
-        writer.append(tokens_of([1], [2], rows=2, truncated=1))
-        writer.append(tokens_of([1], [2], [3], rows=4, dropped_bad=1))
-        store = writer.finish(source="here", is_text=True)
-    counts = {name: number for name, number in store.counts.items() if number}
-    assert counts == {
-        "rows": 6,
-        "truncated": 1,
-        "dropped_bad": 1,
-        "trained_tokens": 2,
-        "tokens": 5,
-    }
 
 
 def test_a_store_without_tokens_is_empty_and_an_unfinished_one_is_not_there(tmp_path):

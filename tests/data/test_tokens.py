@@ -15,8 +15,8 @@ from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokens import Tokens, bytes_of_tokens, encode, tokenise
 from dsft.errors import UserError
-from dsft.models.chat_template import PRESETS, load_template
-from dsft.models.tokenizer import check_tokenizer, load_tokenizer
+from dsft.models.chat_template import load_template
+from dsft.models.tokenizer import load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "be fast"},
@@ -370,14 +370,6 @@ def test_for_evaluation_every_row_stays_in_its_place(tokenizer):
     )
     counts = [tokens.trained[start:end].sum() for start, end in zip([0, *tokens.ends], tokens.ends, strict=False)]
     assert len(counts) == 4 and counts[1] == counts[2] == 0 and counts[0] == counts[3] > 0
-
-
-def test_an_unknown_chat_template_lists_the_presets(tiny):
-    problems: list[str] = []
-    check_tokenizer(TrainConfig(model=str(tiny / "chat"), chat_template="chatlm"), problems)
-    (problem,) = problems
-    assert problem.startswith("chat_template: chatlm is neither a file")
-    assert problem.endswith(f"presets {', '.join(sorted(PRESETS))}") and "chatml" in PRESETS
 
 
 def test_a_template_in_a_json_file_is_the_text_of_its_key(tmp_path):
