@@ -10,18 +10,14 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
-from transformers import PreTrainedModel
 
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import raise_if_any
 from dsft.models.model_folder import described_in, has_only_shards, is_read_pickle, is_step_folder
-from dsft.models.package import auto_class
-from dsft.models.size import load_model_config
 from dsft.models.weight_files import SafetensorsFiles, pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.units import plural
 from dsft.watchdog import client as watchdog
 
 
@@ -96,35 +92,6 @@ def readback_errors(
         if not torch.equal(tensor, by_name[name].detach().to("cpu", tensor.dtype)):
             errors.append(f"{name} reads back differently from what was in memory")
     return errors
-
-
-def check_written(path: Path, written: SafetensorsFiles | TensorsInMemory, memory: Mapping[str, torch.Tensor]) -> None:
-    """Compare all of `memory` bit by bit with what was `written`; RuntimeError names the first tensor that differs."""
-    num_elements = sum(tensor.numel() for tensor in memory.values())
-    if errors := readback_errors(written, memory, num_elements=num_elements):
-        raise RuntimeError(f"{path}: {errors[0]}")
-
-
-@torch.no_grad()
-def check_export(
-    folder: Path, model: PreTrainedModel | None = None, *, source: str = "", trust_remote_code: bool = False
-) -> None:
-    """Load `folder` as its user will: every weight must be there and, where a `model` is given, equal the model's.
-    Raises RuntimeError, naming the first weight that is missing or differs; UserError where `source`, of which all
-    weights were taken by their names, lacks it.
-    """
-    placement = {"device_map": "meta"} if model is None else {"dtype": model.dtype}
-    config = load_model_config(str(folder), trust_remote_code=trust_remote_code)
-    loaded, info = auto_class(config).from_pretrained(
-        folder, output_loading_info=True, trust_remote_code=trust_remote_code, **placement
-    )
-    if missing := sorted(info["missing_keys"]):
-        lost = f"{plural(len(missing), 'weight')} of the model missing, the first is {missing[0]}"
-        if source:
-            raise UserError(f"{source}: {lost}; copy or download it again")
-        raise RuntimeError(f"{folder}: {lost}")
-    if model is not None:
-        check_written(folder, TensorsInMemory(dict(loaded.named_parameters())), dict(model.named_parameters()))
 
 
 class Verification:
