@@ -150,7 +150,7 @@ def _evaluation(name: str, seed: int, documents: int) -> Evaluation:
     known: dict[str, Any] = {field.name: None for field in dataclasses.fields(Evaluation)}
     return Evaluation(
         **known
-        | {"perplexity": perplexity, "model": name, "data": "data", "options": {}, "groups": {}}
+        | {"perplexity": perplexity, "model": name, "data": "data", "options": {}, "document_groups": {}}
         | {"hashes": {"texts": "", "tokens": "", "windows": ""}}
     )
 
