@@ -23,7 +23,7 @@ from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.results import Evaluation
-from dsft.planner.plans import Plan
+from dsft.planner.choose import Plan
 from dsft.run_setup.evaluation_checks import check_evaluation
 from dsft.run_setup.resolve import plan_run, resolve_offline
 from dsft.runtime import distributed

@@ -1,6 +1,5 @@
 """Shared fixtures: small real files, and helpers that start real ranks."""
 
-import hashlib
 import json
 import os
 import re
@@ -135,33 +134,6 @@ def options(tiny):
         return {key: value for key, value in (base | changes).items() if value is not None}
 
     return make
-
-
-@pytest.fixture
-def cheap_traces(monkeypatch):
-    """Activations are made up from what would be traced, which takes seconds: the same question has the same bytes, and
-    another one others.
-    """
-    from dsft.planner import activations
-
-    def make_up(kind: str, fields: str) -> None:
-        def trace(blueprint, *, batch, seq_len, **asked):
-            model_config, built = blueprint
-            question = json.dumps([kind, model_config.to_dict(), built, seq_len, asked], default=str, sort_keys=True)
-            per_token = 1000 + int(hashlib.sha256(question.encode()).hexdigest()[:3], 16)
-            num_layers, num_bytes = model_config.get_text_config().num_hidden_layers, batch * seq_len * per_token
-            return {
-                name: [num_bytes // num_layers] * num_layers if name.startswith("layers_") else num_bytes
-                for name in fields.split()
-            }
-
-        trace.__name__ = f"made_up_{kind}"  # which the cache goes by
-        monkeypatch.setattr(activations, f"trace_{kind}", trace)
-
-    step = "layers_saved layers_input once layer_transient layer_backward head traffic traffic_checkpointed"
-    monkeypatch.setattr(activations, "meta_model", lambda model_config, **built: (model_config, built))
-    make_up("training", step)
-    make_up("evaluation", "backbone")
 
 
 def grid(values, quick) -> list:

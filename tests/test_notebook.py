@@ -21,15 +21,8 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import checkpoint_tools as tools
 
 from dsft import api
-from dsft.cli.commands import PlanOptions
-from dsft.cli.plan import read_machines
-from dsft.config.options import TrainConfig
-from dsft.models.size import usual_config
-from dsft.run_setup.resolve import choose_plan, resolve_offline
-from dsft.units import GiB
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
-PLAN_NOTEBOOK = ROOT / "notebooks" / "plan_a_run.ipynb"
 MARKUP = "<b>&amp;</b> "
 """Begins every held-out text: a browser must show it, not obey it."""
 
@@ -198,23 +191,7 @@ def test_the_notebook_takes_the_templates_of_a_run(trained, tmp_path, monkeypatc
     assert len(generated) == 4 and all(in_prompt in prompt for prompt, *_ in generated[1:])
 
 
-@pytest.mark.exhaustive
-def test_the_plan_notebook_draws_what_the_planner_says(trained, tiny, monkeypatch):
-    folder, _ = trained(model=str(tiny / "model" / "config.json"))
-    outputs = execute(monkeypatch, folder, "unused", notebook=PLAN_NOTEBOOK, NODES="1,2", SEQ_LEN=2048)
-    pictures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) == 3 and all(len(picture) > 10_000 for picture in pictures)
-    usual_config("meta-llama/Llama-3.1-8B").save_pretrained(folder / "config")
-    (machine,) = read_machines(PlanOptions(gpus="8xH100", nodes="1", interconnect="nvlink+8xib400"))
-    options = TrainConfig(model=str(folder / "config"), seq_len=2048, global_batch_size=256)
-    chosen = choose_plan(resolve_offline(options, machine).job, machine).plan
-    plans, measured = tables(outputs)
-    row = next(row for row in plans if row[0] == chosen.label)
-    assert float(row[1]) == pytest.approx(chosen.device_bytes / GiB, abs=0.1) and row[-1] == "yes"
-    assert "measured, GiB" in measured[0] and len(measured) > 1
-
-
-@pytest.mark.parametrize("path", [NOTEBOOK, PLAN_NOTEBOOK], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [NOTEBOOK], ids=lambda path: path.stem)
 def test_notebooks_are_kept_with_outputs_that_a_page_can_show(path):
     text = path.read_text()
     code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -226,7 +203,7 @@ def test_notebooks_are_kept_with_outputs_that_a_page_can_show(path):
     assert "DSFT_RUN" in "".join(code[0]["source"])
 
 
-@pytest.mark.parametrize("path", [NOTEBOOK, PLAN_NOTEBOOK], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [NOTEBOOK], ids=lambda path: path.stem)
 def test_cells_import_of_dsft_its_public_api_alone(path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     tree = ast.parse("\n".join("".join(cell["source"]) for cell in cells))

@@ -70,7 +70,7 @@ def test_the_demo_model_has_1_to_2_million_parameters(short):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["evaluate_checkpoints", "plan_a_run"])
+@pytest.mark.parametrize("name", ["evaluate_checkpoints"])
 def test_the_notebooks_run_on_what_the_quickstart_leaves(short, tmp_path, monkeypatch, name):
     run = short / "runs" / "full"
     outputs = execute(

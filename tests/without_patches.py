@@ -30,11 +30,6 @@ TESTS = {
     "runtime/test_disk.py::test_torch_builds_with_this_lock": ("operator_lock",),
     "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
-    "runtime/test_patches.py::test_a_traced_mixture_in_fp32_takes_no_grouped_products": ("grouped_products",),
-    "runtime/test_patches.py::test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_autocast": (
-        "meta_is_traced",
-        "autocast_of_meta",
-    ),
     "training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone": ("muon_kernels",),
     "training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules": ("quick_zero_grad", "quick_train"),
     "training/test_zero_0.py::test_a_single_rank_copies_no_gradients_to_reduce_them": ("one_rank_reduces_none",),

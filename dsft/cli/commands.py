@@ -11,27 +11,15 @@ from dsft.launch.launchers import HostFields, LaunchOptions
 class QuestionFields:
     """Question: what is asked of the run that the options of a training describe. No weights are read."""
 
-    tokens_per_step: int | None = None
-    """Tokens of one optimizer step over all ranks, in place of global_batch_size."""
     attention: Literal["flash", "sdpa", "eager"] | None = None
     """flash: flash_attention_2, or sdpa on sequences without padding; sdpa: with a mask; by default what a training
     takes, without padding where no data is named."""
     perplexity: bool = False
-    """Plan evaluation instead of training, of 16384 tokens at once on a GPU, 4096 on a CPU."""
+    """Plan evaluation instead of training."""
     longest: bool = False
     """The longest sequence that fits, instead of a plan for `seq_len`."""
-    largest: bool = False
-    """Which of the usual models fit, in full, with LoRA and with QLoRA; needs no model."""
-    scaling: Literal["strong", "weak"] = "strong"
-    """With several numbers of nodes: strong keeps the tokens of a step, weak lets them grow with the nodes."""
     tokens: float | None = None
-    """Tokens of the data, for example 1e9: hours of the whole training are printed, as they are for prepared data."""
-    dollars_per_gpu_hour: float | None = None
-    """What a GPU costs: the training's cost is printed."""
-    cheapest: bool = False
-    """Try machines from one card of 24 GB to 16 nodes: which do the job, in how many hours and for how many dollars."""
-    prices: str | None = None
-    """With cheapest: your own machines and prices, a TOML file like dsft/planner/machines.toml."""
+    """Tokens of the data, for example 1e9: hours of the whole training are printed."""
 
 
 @dataclass(kw_only=True)
@@ -40,22 +28,14 @@ class HardwareFields:
 
     hostfile: str | None = None
     """DeepSpeed's host file: one line per node, `name slots=N`."""
-    nodes: str | None = None
-    """Number of nodes; several, such as 1,2,4,8, show how speed and memory scale."""
+    nodes: int = 1
+    """Number of nodes."""
     gpus: str | None = None
-    """GPUs of one node, by card or by the memory of one, for example 8xH100 or 8x80GB."""
-    gpu_type: str | None = None
-    """The card, such as A100-40GB or H100, for its memory and speed; by default judged by memory."""
+    """GPUs of one node, by card or by the memory of one: 8xH100 or 8x80GB; several with commas are compared."""
     host_memory: str | None = None
     """Memory of one node, for example 768GB; by default this machine's, and 1TB of a machine on paper."""
-    nvme: str | None = None
-    """Folder on a fast local disk, or its free size on paper, for example 4TB."""
     interconnect: str = ""
     """For example nvlink+ib400, nvlink+8xib400, pcie, pcie4+eth25, eth10 (Gbit/s of a card, cards per node)."""
-    machine: str | None = None
-    """Output of `dsft plan --calibrate --json` on another machine: plans for that one, as it was measured there."""
-    calibrate: bool = False
-    """First measure this machine's speeds, and what its GPUs hold outside of torch; later plans use it too."""
 
 
 @dataclass(kw_only=True)
@@ -68,11 +48,8 @@ class PlanOptions(QuestionFields, HardwareFields):
     """Every candidate, not only the chosen one."""
     explain: bool = False
     """Every term of the chosen plan with its formula."""
-    record: bool = False
-    """One row of a table instead: job, plan, memory and time with their ranges, versions, date, and a hash over these,
-    as docs/predictions.md has them."""
     write: str | None = None
-    """Folder to write the chosen plan to: deepspeed.json and accelerate.yaml."""
+    """Folder to write the chosen plan to, as deepspeed.json."""
 
 
 @dataclass(kw_only=True)

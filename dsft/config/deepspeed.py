@@ -88,6 +88,13 @@ HARMLESS = {"managed_gradient_accumulation": True, "gradient_allreduce_op": "mea
 """What may stand in these places, where it is not false."""
 
 
+REMOVED_NAMES = {
+    "3-nvme": "offload to NVMe is not planned any more; name a DeepSpeed JSON of your own with it",
+    "3-offload-partial": "removed; use 3-offload-optimizer",
+}
+"""Configurations that were named once -> what to use instead."""
+
+
 def known_names() -> list[str]:
     """The named configurations, as `zero` takes them: "0", "2-offload", "3-hpz" ..."""
     return sorted(path.stem.removeprefix("zero").replace("_", "-") for path in CONFIG_DIR.glob("zero*.json"))
@@ -104,7 +111,9 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
 
     named = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
     path, content = named if named.is_file() else Path(zero), None
-    if path.suffix != ".json":
+    if zero in REMOVED_NAMES:
+        problem = REMOVED_NAMES[zero]
+    elif path.suffix != ".json":
         names = known_names()
         problem = f"unknown; use auto, {', '.join(names)}, or the path of a DeepSpeed JSON{nearest(zero, names)}"
     else:

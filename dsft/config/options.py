@@ -86,6 +86,14 @@ REMOVED_OPTIONS: dict[str, str] = {
     "suite": "name the data sets with data, such as Salesforce/wikitext:wikitext-2-raw-v1:test",
     "context_curve": "evaluate once for each seq_len, with mode sliding and scope document",
     "async_save": "checkpoints are written while training waits; leave it out",
+    **dict.fromkeys(
+        ("cheapest", "prices", "dollars_per_gpu_hour", "largest", "scaling"),
+        "dsft plan compares machines: --gpus 1x4090,8xH100",
+    ),
+    **dict.fromkeys(("record", "calibrate", "machine"), "a run prints its own memory and time beside the plan's"),
+    "nvme": "NVMe offload is not planned; name a DeepSpeed JSON with it as zero",
+    "gpu_type": "--gpus names the card: 8xH100",
+    "tokens_per_step": "use global_batch_size",
 }
 """Options that dsft had once -> what they did, and what to use instead."""
 TRAINING_DEFAULTS = {
@@ -252,7 +260,7 @@ class ZeroFields:
 
     zero: str = "auto"
     """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial,
-    3-offload-optimizer, 3-offload, 3-hpz, 3-nvme, or the path of a DeepSpeed JSON."""
+    3-offload-optimizer, 3-offload, 3-hpz, or the path of a DeepSpeed JSON."""
     memory_check: bool = True
     """Refuse to start what by prediction cannot fit."""
     fp32_accumulation: bool | Literal["auto"] = "auto"

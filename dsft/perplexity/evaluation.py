@@ -39,8 +39,8 @@ from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_d
 from dsft.perplexity.scoring import evaluate_windows, exact_products
 from dsft.perplexity.sums import Perplexity
 from dsft.perplexity.windows import Windows, pieces_of
-from dsft.planner.evaluation_plan import evaluation_section, plan_evaluation, tokens_at_once
-from dsft.planner.traced_model import attention_of
+from dsft.planner.activations import attention_of
+from dsft.planner.evaluation import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, set_back_peaks
@@ -385,7 +385,7 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
         else:
             import deepspeed
 
-            section = evaluation_section(zero, size, distributed.world_size(), distributed.ranks_per_node())
+            section = evaluation_section(zero, distributed.ranks_per_node())
             with contextlib.ExitStack() as stack:
                 deepspeed_config = {
                     "train_micro_batch_size_per_gpu": 1,

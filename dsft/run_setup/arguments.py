@@ -36,22 +36,19 @@ from dsft.config.options import (
     flagged_dtype,
 )
 from dsft.errors import UserError, nearest, one_line
-from dsft.models.build import resolve_dtype
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
 from dsft.models.tiles import LEAST_VOCAB, tile_feed_forwards, tile_loss
 from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_the_same
-from dsft.planner.evaluation_plan import DEFAULT_BATCH_TOKENS
-from dsft.planner.plans import Plan
-from dsft.planner.zero_layout import checkpoint_parts, optimizer_memory, sums_in_fp32
+from dsft.planner.choose import Plan
+from dsft.planner.evaluation import DEFAULT_BATCH_TOKENS
+from dsft.planner.memory import checkpoint_parts, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
 
-STEPS_WAITED = 10
-"""Planned steps in the time of one, after which a run with NVMe is ended: disks may be as much slower than planned."""
 BYTES_PER_TOKEN = 200
 """Of a tokenizer's files, at most: Llama 3's take 134."""
 SMALL_FILES_BYTES = 100_000
@@ -198,10 +195,8 @@ def check_tiled_mlp(options: TrainConfig, facts: ModelFacts) -> list[str]:
 
 
 def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
-    """Decides how long the watchdog waits for a step: ten planned ones with NVMe, whose rate is a guess."""
-    seconds, reason = options.step_timeout, f"{STEPS_WAITED} planned steps, with offload to NVMe"
-    if any(term.place == "nvme" for term in plan.terms):
-        seconds = max(seconds, float(math.ceil(STEPS_WAITED * plan.time.step_seconds)))
+    """Decides how long the watchdog waits for a step."""
+    seconds, reason = options.step_timeout, ""
     if options.training.get("torch_compile"):
         # A rank that compiles for the shapes of its batch alone leaves the others waiting.
         seconds, reason = seconds + options.compile_timeout, "a step that is compiled anew takes compile_timeout longer"
@@ -320,28 +315,11 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     optim = options.training.get("optim")
     is_offloaded = get_value(zero_file, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     is_mapped = "optimizer" not in zero_file and zero_file.get("zero_force_ds_cpu_optimizer", True)
-    if is_offloaded and is_mapped and not (optim in (None, *ON_HOST) or optimizer_memory({}, optim).counts_steps):
+    if is_offloaded and is_mapped and optim not in (None, *ON_HOST):
         problems.append(
             f"optim={optim} cannot be combined with zero={zero}: DeepSpeed's CPUAdam would take its place on the host;"
             f" choose from {', '.join(ON_HOST)}, or name an optimizer in the DeepSpeed JSON"
         )
-    # A schedule-free optimizer's average counts the steps of a group of parameters, and refuses steps before training.
-    if optimizer_memory({}, options.training.get("optim")).counts_steps:
-        is_half, reason = resolve_dtype(options.dtype) in HALF_PRECISION.values(), ""
-        if offloads(zero_file):
-            reason = "DeepSpeed's CPUAdam takes the place of an optimizer that is offloaded"
-        elif "optimizer" in zero_file:
-            reason = ""  # it trains instead, as a note reports
-        elif stage(zero_file) == 3:
-            reason = (
-                "stage 3 steps each sub-group of parameters by itself, and each would count as a step of the average"
-            )
-        elif is_half and (stage(zero_file) == 0 or (stage(zero_file) == 1 and sums_in_fp32(zero_file))):
-            reason = "DeepSpeed makes its states in 16 bit there by a step with zero gradients, which counts"
-        if reason:
-            problems.append(
-                f"optim={options.training['optim']} cannot be combined with zero={zero}: {reason}; use zero 1 or 2"
-            )
     if get_value(zero_file, "compile.deepcompile") and not options.training.get("torch_compile"):
         # accelerate's prepare calls engine.compile, which DeepCompile is a part of, with torch_compile alone.
         problems.append(
@@ -531,7 +509,7 @@ def checkpoint_size(
     stage that writes least.
     """
     config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
-    optimizer = optimizer_memory(config, options.training.get("optim"), size=size)
+    optimizer = optimizer_memory(config, options.training.get("optim"))
     zero = 3 if deepspeed_config is None else stage(deepspeed_config)
     weights, copies, states = checkpoint_parts(size, optimizer, stage=zero, weight_bytes=DTYPE_BYTES[options.dtype])
     # How many lie there at once: those kept and the one that is being written, and no more than are saved.

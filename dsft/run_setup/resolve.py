@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +23,8 @@ from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_ma
 from dsft.checkpoints.resume import NOT_TAKEN_OVER, TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
-    AUTO,
     adopt,
     follow_options,
-    get_value,
-    nvme_path,
     offloads,
     read_sound_file,
     read_zero_file,
@@ -55,13 +51,10 @@ from dsft.models.trials import (
     try_packing,
 )
 from dsft.models.weight_files import safe_unpickling
-from dsft.planner.activations import Job
-from dsft.planner.calibration import speeds_for
-from dsft.planner.candidates import NAMES, NO_FP32_SUMS, candidate_names, unmodelled, wants_fp32_sums
-from dsft.planner.plans import Plan, all_plans, choose, faster_with, reason
-from dsft.planner.step_time import GPUS, Speeds, gpu_name, named_gpus
-from dsft.planner.traced_model import LIGER_MODELS, Attention, attention_of
-from dsft.planner.zero_layout import DEFAULT_OPTIMIZER, sums_in_fp32
+from dsft.planner.activations import Attention, attention_of
+from dsft.planner.choose import NAMES, Plan, all_plans, best_of_each, choose, reason, unmodelled, wants_fp32_sums
+from dsft.planner.memory import DEFAULT_OPTIMIZER, Job, sums_in_fp32
+from dsft.planner.speed import CARDS, card_of
 from dsft.run_setup import arguments
 from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime import distributed
@@ -70,20 +63,12 @@ from dsft.runtime.disk import in_use, is_held
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.software import fused_optimizer, nvcc_problem, nvme_problems, offload_problems, with_torch_adam
-from dsft.units import in_gib
 
-NVME_NUMBERS = {
-    "zero_optimization.offload_param.buffer_size": "the largest parameter's shard must fit",
-    "zero_optimization.stage3_max_reuse_distance": "each weight that is kept takes one of the few buffers",
-}
-"""Of a DeepSpeed JSON, which `fit_nvme_buffers` of planner/candidates.py may change -> why."""
 NOT_SPREAD = {
     "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",
     "use_liger_kernel": "its loss and rotations are not tried over shares of rows; tiled_loss spares logits too",
 }
 """Options that a training with sequence_parallel cannot have -> why."""
-WORTH_SAYING = 1.05
-"""A plan so many times as fast as the chosen one is named."""
 
 
 @dataclass(kw_only=True)
@@ -152,13 +137,15 @@ class Choice:
 
     plan: Plan
     candidates: tuple[Plan, ...]
-    sentence: str
-    """Why, in at most 25 words, beside a table of plans."""
-    notes: tuple[str, ...]
-    """What else is to be known of it: what would be faster with more memory, what is not modelled ..."""
+    """The best of each configuration, with activation checkpointing and without."""
     reason: str
-    """The same by itself: a longer sentence and the notes."""
-    speeds: Speeds
+    """One sentence."""
+    notes: tuple[str, ...]
+    """What else is to be known of it: what is not modelled, in what gradients are added up."""
+
+    @property
+    def text(self) -> str:
+        return " ".join([self.reason, *self.notes])
 
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
@@ -211,7 +198,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     choice = distributed.on_rank_0(
         lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
     )
-    run.plan, run.reason, config = choice.plan, choice.reason, choice.plan.deepspeed_config
+    run.plan, run.reason, config = choice.plan, choice.text, choice.plan.deepspeed_config
     distributed.raise_together(offload_problems(config) + nvme_problems(config))  # every node compiles what it needs
     run.apply([arguments.step_limit_decision(run.options, run.plan)])
     run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
@@ -222,11 +209,6 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
         run.apply([Decision("tf32", True, why)])
         run.notes.append(f"tf32: {why}; tf32=false leaves it off")
-    on_nvme = get_value(config, "zero_optimization.offload_param.device") == "nvme"
-    for place, why in NVME_NUMBERS.items():
-        given, taken = get_value(run.zero_file or {}, place), get_value(config, place)
-        if on_nvme and given not in (None, AUTO, taken):
-            run.notes.append(f"{place}: {taken:,} instead of {given:,}, since {why}")
     run.notes += arguments.ignored_options(run.options, config, run.model.size)
     is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
     if machine.has_gpu and offloads(config) and is_shared:
@@ -288,7 +270,7 @@ def replace_uncompiled_adam(run: TrainingRun, of_all: Callable[[list[str]], list
 
 def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    options, model, machine = run.options, run.model, run.machine
+    options, model = run.options, run.model
     kernel, how = None, {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         how["kernels"] = KERNELS[:1]
@@ -327,14 +309,6 @@ def decide_run(run: TrainingRun) -> None:
         run.notes.append(f"tiled_loss: ignored, {tiling.reason}")
     run.apply([tiling])
     run.job = job_of(run.options, model, masked=run.masked)
-    # Kernels are not chosen for a user, since they round in another way and leave out figures of the log
-    # (docs/report.md).
-    may_fuse = machine.has_gpu and options.dtype != "float32" and options.sequence_parallel == 1
-    if may_fuse and model.size.model_type in LIGER_MODELS and "use_liger_kernel" not in options.training:
-        run.notes.append(
-            "use_liger_kernel=true takes Liger's fused kernels (pip install 'dsft[gpu]'): with them an H200 trained a"
-            " Llama 1.2 times as fast, in 0.8 of the memory"
-        )
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
@@ -486,11 +460,11 @@ def check_sequence_parallel(options: TrainConfig, facts: ModelFacts | None, mach
 
 def auto_dtype(machine: Machine) -> str:
     """Resolves the option `dtype: auto` on this machine."""
-    if machine.measured or not machine.has_gpu:
-        return resolve_dtype("auto") if machine.has_gpu else "float32"
-    if machine.carried and not named_gpus(machine.gpu_type):  # a card in no table: by what was measured there
-        return "bfloat16" if machine.carried["bits"] == 16 else "float32"
-    return "bfloat16" if GPUS[gpu_name(machine)].has_bf16 else "float32"
+    if not machine.has_gpu:
+        return "float32"
+    if machine.measured:
+        return resolve_dtype("auto")
+    return "bfloat16" if CARDS[card_of(machine)].has_bf16 else "float32"
 
 
 def resume_decisions(
@@ -543,8 +517,9 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         liger=bool(training.get("use_liger_kernel")),
         tiled_loss=options.tiled_loss,
         adapters=facts.adapters,
-        patterns=(tuple(options.trainable), tuple(options.frozen)),
-        micro_batch=options.training.get("per_device_train_batch_size"),
+        trainable=tuple(options.trainable),
+        frozen=tuple(options.frozen),
+        micro_batch=training.get("per_device_train_batch_size"),
         # It follows from global_batch_size, on each machine anew.
         accumulation=None if options.global_batch_size else training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
@@ -558,7 +533,6 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         bf16_states=options.states == "bfloat16",
         compiled=bool(training.get("torch_compile")),
         samples=bool(options.generate_samples),
-        compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
     )
 
 
@@ -577,47 +551,20 @@ def choose_plan(
         zero: "auto" for all candidates but those left out, else one of that name, or the path of a DeepSpeed JSON.
         resumes: whether `zero` is an earlier run's and not the user's word.
     """
-    speeds = speeds_for(machine, dtype=job.dtype)
     own_file = zero_file if zero.endswith(".json") else None
-    candidates = all_plans(job, machine, speeds, zero=zero, zero_file=own_file)
-    candidates = [plan for plan in candidates if plan.zero not in left_out]
-    plan = choose(candidates, machine)
-    faster = faster_with(plan, candidates, machine)
-    notes = [faster] if faster else []
+    plans = [plan for plan in all_plans(job, machine, zero=zero, zero_file=own_file) if plan.zero not in left_out]
+    plan = choose(plans, machine)
+    notes = unmodelled(job, plan.deepspeed_config)
+    if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(plan.deepspeed_config):
+        notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: float32 does not fit.")
     if job.size.quantization and not plan.fits:
-        note = "Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded."
-        if job.size.quantization.unpacked_in_training:
-            plain = dataclasses.replace(job, size=dataclasses.replace(job.size, quantization=None))
-            other = choose_plan(plain, machine).plan
-            fits = f"{other.label} would fit it in {in_gib(other.device_bytes)} per GPU" if other.fits else ""
-            note += (
-                f" dsft export MODEL FOLDER writes it unpacked, and ZeRO-3 shards that: {fits or 'no plan fits it'}."
-            )
-        notes.append(note)
-    config = plan.deepspeed_config
-    if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(config):
-        because = "float32 takes too much memory" if stage(config) >= 2 else f"ZeRO {plan.zero} cannot in float32"
-        if get_value(config, "zero_optimization.offload_optimizer.device") == "nvme":  # `gradient_types` has why
-            because = "float32 was not tried with NVMe"
-        notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: {because}.")
-    may_gain = job.dtype == "bfloat16" and job.fp32_accumulation is None and plan.fits and plan.has_time_estimate
-    if zero == "auto" and may_gain:
-        # How much faster ZeRO 0 or 1 would be with sums in bfloat16, where that is worth a word.
-        in_bf16 = job.with_same_activations(fp32_accumulation=False)
-        names = [name for name in candidate_names(in_bf16, machine) if name in NO_FP32_SUMS and name not in left_out]
-        plans = [other for name in names for other in all_plans(in_bf16, machine, speeds, zero=name)]
-        fitting = [other for other in plans if other.fits]
-        gain = max((other.time.tokens_per_second / plan.time.tokens_per_second for other in fitting), default=0)
-        if gain >= WORTH_SAYING:
-            notes.append(
-                f"{choose(fitting, machine).label} would be {gain:.2f} times as fast, but adds up gradients in bfloat16"
-                " (--fp32_accumulation false)."
-            )
-    notes += unmodelled(job, config)
-    how = {"zero": zero, "resumes": resumes}
-    sentence = reason(plan, candidates, machine, beside_table=True, **how)
-    whole = " ".join([reason(plan, candidates, machine, **how), *notes])
-    return Choice(plan, tuple(candidates), sentence, tuple(notes), whole, speeds)
+        notes.append("Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded.")
+    return Choice(
+        plan=plan,
+        candidates=tuple(best_of_each(plans, machine)),
+        reason=reason(plan, machine, zero=zero, resumes=resumes),
+        notes=tuple(notes),
+    )
 
 
 def plan_run(
@@ -650,35 +597,28 @@ def plan_run(
                 raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
         if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
-    with_nvme = with_disk_of(zero_file or {}, machine)
     refused = refused_candidates(options, checkpoint)
-    how = {"zero_file": zero_file, "resumes": zero != options.zero, "left_out": refused if zero == "auto" else ()}
-    choice = choose_plan(job, with_nvme, zero=zero, **how)
+    choice = choose_plan(
+        job,
+        machine,
+        zero=zero,
+        zero_file=zero_file,
+        resumes=zero != options.zero,
+        left_out=refused if zero == "auto" else (),
+    )
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
     if refusal := refused_ranks(job.sequence_parallel, machine.world_size):
         problems.append(f"sequence_parallel={job.sequence_parallel}: {refusal}")
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
-        freed, without = dataclasses.replace(job, checkpointing=None), ""
-        other = choose_plan(freed, machine, left_out=refused).plan
-        if job.samples and not other.fits:
-            other = choose_plan(dataclasses.replace(freed, samples=False), machine, left_out=refused).plan
-            without = " without generate_samples"
-        way_out = (
-            f"{other.label}{without} would fit"
-            if other.fits
-            else "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
-        )
-        raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
+        other = choose_plan(dataclasses.replace(job, checkpointing=None, samples=False), machine, left_out=refused).plan
+        without = " without generate_samples" if job.samples else ""
+        way_out = "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
+        if other.fits:
+            way_out = f"{other.label}{without} would fit"
+        raise UserError([f"{choice.text} {way_out}; memory_check=false starts it all the same"])
     return choice
-
-
-def with_disk_of(zero_file: dict[str, Any], machine: Machine) -> Machine:
-    """Returns the machine with the NVMe that a DeepSpeed JSON names, where it is here and no other is asked for."""
-    if not machine.nvme_bytes and (path := nvme_path(zero_file)) and Path(path).is_dir():
-        return dataclasses.replace(machine, nvme_bytes=shutil.disk_usage(path).free, nvme_path=path)
-    return machine
 
 
 def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]:
@@ -686,8 +626,6 @@ def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]
     refused = set(NOT_TAKEN_OVER) if checkpoint else set()
     if learning_rates(options):  # DeepSpeed's own optimizers have one rate
         refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
-    if options.generate_samples:
-        refused.add("3-nvme")  # check_zero_file has why
     return refused
 
 

@@ -286,8 +286,7 @@ def cores_of_node() -> frozenset[int]:
 def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
     mine = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
-    about = {"host_names": (socket.gethostname(),), "cores": cpu_count(cores_of_node())}
-    of_ranks = from_all([(this_node(), dataclasses.replace(mine, **about))])
+    of_ranks = from_all([(this_node(), dataclasses.replace(mine, host_names=(socket.gethostname(),)))])
     ranks, nodes = Counter(node for node, _ in of_ranks), dict(reversed(of_ranks))  # a node's machine by its first rank
     least = {name: min(getattr(machine, name) for _, machine in of_ranks) for name in ("device_bytes", "host_bytes")}
     return job_machine([dataclasses.replace(nodes[node], ranks_per_node=ranks[node], **least) for node in ranks])

@@ -11,14 +11,13 @@ import glob
 import os
 import re
 import resource
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -32,25 +31,23 @@ class Machine:
     """The hardware a plan is made for; all nodes alike."""
 
     nodes: int
-    ranks_per_node: int  # one per GPU; without GPUs, CPU processes. The most of any node, where they are uneven
-    device_bytes: int  # memory of one GPU; without GPUs, one rank's share of the host's
-    host_bytes: int  # host memory of one node that processes may use (the cgroup's limit where there is one)
+    ranks_per_node: int
+    """One per GPU; without GPUs, CPU processes. The most of any node, where they are uneven."""
+    device_bytes: int
+    """Memory of one GPU; without GPUs, one rank's share of the host's."""
+    host_bytes: int
+    """Host memory of one node that processes may use (the cgroup's limit where there is one)."""
     has_gpu: bool
-    gpu_type: str = ""  # name of the GPU, as its driver or the user says; empty where only its memory is known
-    interconnect: str = ""  # as `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known
-    cores: int = 1  # CPU cores of one node
-    nvme_bytes: int = 0  # free bytes for offload on a local disk of each node; 0 where none is named
-    nvme_path: str = ""  # the folder there; empty on paper
-    memlock_bytes: int | None = None  # that one process may lock (None: no limit), as DeepSpeed does its NVMe buffers
-    host_names: tuple[str, ...] = ()  # of the nodes, sorted, where they are known: measured rates are found by these
-    num_ranks: int = 0  # on all nodes; 0: as many on each
-    measured: bool = False  # whether this is the machine dsft runs on, not one on paper
-    carried: dict[str, Any] = field(default_factory=dict, hash=False)  # what `--machine` brings of its measurements
-
-    @property
-    def exists(self) -> bool:
-        """Whether its driver has named the GPU: here, or where the plan was made that describes it."""
-        return self.measured or bool(self.carried)
+    gpu_type: str = ""
+    """Name of the GPU, as its driver or the user says; empty where only its memory is known."""
+    interconnect: str = ""
+    """As `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known."""
+    host_names: tuple[str, ...] = ()
+    """Of the nodes, sorted, where they are known."""
+    num_ranks: int = 0
+    """On all nodes; 0: as many on each."""
+    measured: bool = False
+    """Whether this is the machine dsft runs on, not one on paper."""
 
     @property
     def world_size(self) -> int:
@@ -62,22 +59,20 @@ class Machine:
         return "GPU" if self.has_gpu else "rank"
 
     def __str__(self) -> str:
-        device = "GPU" if self.has_gpu else "CPU rank"
-        ranks = plural(self.ranks_per_node, device) + (f" at most, {self.num_ranks} in all," if self.num_ranks else "")
+        ranks = plural(self.ranks_per_node, "GPU" if self.has_gpu else "CPU rank")
+        if self.num_ranks:
+            ranks += f" at most, {self.num_ranks} in all,"
         return (
-            f"{plural(self.nodes, 'node')} x {ranks} of {self.device_bytes / GiB:.0f}"
-            f" GiB, {self.host_bytes / GiB:.0f} GiB host memory per node"
-            + (f", {self.nvme_bytes / GiB:,.0f} GiB NVMe" if self.nvme_bytes else "")
-            + (f", {self.memlock_bytes / GiB:.3g} GiB may be locked" if self.memlock_bytes is not None else "")
+            f"{plural(self.nodes, 'node')} x {ranks} of {self.device_bytes / GiB:.0f} GiB,"
+            f" {self.host_bytes / GiB:.0f} GiB host memory per node"
         )
 
 
 def job_machine(nodes: Sequence[Machine]) -> Machine:
-    """The machine of a job on these nodes: uneven ones count as the one with most ranks, all with the least that any
-    has.
+    """Return the machine of a job on these nodes: uneven ones count as the one with most ranks, all with the least that
+    any has.
     """
     ranks = [node.ranks_per_node for node in nodes]
-    locked = [node.memlock_bytes for node in nodes if node.memlock_bytes is not None]
     return replace(
         nodes[0],
         nodes=len(nodes),
@@ -86,8 +81,6 @@ def job_machine(nodes: Sequence[Machine]) -> Machine:
         host_names=tuple(sorted({name for node in nodes for name in node.host_names})),
         device_bytes=min(node.device_bytes for node in nodes),
         host_bytes=min(node.host_bytes for node in nodes),
-        cores=min(node.cores for node in nodes),
-        memlock_bytes=min(locked, default=None),
     )
 
 
@@ -171,9 +164,13 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+GPU_FILES = "/dev/nvidia[0-9]*"
+"""What NVIDIA's driver shows of each GPU."""
+
+
 def _has_driver() -> bool:
     """Whether torch could find a GPU: it takes a second to import, for a machine that has none."""
-    if glob.glob(GPU_FILES) or any(Path(path).exists() for path in (AMD_FILE, WSL_FILE)):
+    if glob.glob(GPU_FILES):
         return True
     try:
         ctypes.CDLL("libcuda.so.1")  # of NVIDIA's driver; CUDA's own libraries look for it by this name
@@ -182,31 +179,17 @@ def _has_driver() -> bool:
     return True
 
 
-GPU_FILES = "/dev/nvidia[0-9]*"  # what the driver of NVIDIA shows of each GPU
-AMD_FILE, AMD_MEMORY = "/dev/kfd", "/sys/class/drm/card*/device/mem_info_vram_total"  # of all GPUs; bytes of each
-WSL_FILE = "/dev/dxg"  # of Windows' driver, through which CUDA and ROCm run in WSL
-AMD_BYTES = 8 * GiB  # of memory that a card has; a processor's own graphics, which ROCm mostly does not drive, has less
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
 def require_seen_gpus() -> None:
     """Refuse to run on CPUs beside GPUs that torch does not see, unless CPU ranks are asked for (UserError)."""
-    if any(os.environ.get(name) in ("", "-1") for name in HIDING) or os.environ.get("DS_ACCELERATOR") == "cpu":
-        return
-    has_amd_card = any(int(Path(path).read_text()) >= AMD_BYTES for path in glob.glob(AMD_MEMORY))
-    files = next(filter(glob.glob, (GPU_FILES, *([AMD_FILE] if has_amd_card else []))), None)
-    if files is None or has_gpu():
+    hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hides_gpus or os.environ.get("DS_ACCELERATOR") == "cpu" or not glob.glob(GPU_FILES) or has_gpu():
         return
     import torch
 
-    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    build = next(
-        (f"is built for {name} {version}" for name, version in built.items() if version), "is a build for CPUs"
-    )
-    driver = "CUDA version that nvidia-smi" if files == GPU_FILES else "ROCm version that amd-smi"
+    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs"
     raise UserError(
-        f"this machine has GPUs ({files}) that torch {torch.__version__} does not see; it {build}. Install a torch"
-        f" for the {driver} names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
+        f"this machine has GPUs ({GPU_FILES}) that torch {torch.__version__} does not see; it {build}. Install a torch"
+        " for the CUDA version that nvidia-smi names, or ask for CPU ranks with DS_ACCELERATOR=cpu"
     )
 
 
@@ -243,8 +226,9 @@ def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
 
 
 def this_machine(*, ranks_per_node: int | None = None) -> Machine:
-    """Measure this machine, without a disk for offload."""
-    ranks, host = ranks_per_node or default_ranks(), host_memory_bytes()
+    """Measure this machine."""
+    ranks = ranks_per_node or default_ranks()
+    host = host_memory_bytes()
     gpu_type, device = "", cpu_rank_bytes(host, ranks)
     if has_gpu():
         import torch
@@ -252,8 +236,8 @@ def this_machine(*, ranks_per_node: int | None = None) -> Machine:
         # A rank of a launch asks only its GPU: each context takes memory there.
         rank_gpu = os.environ.get("LOCAL_RANK")
         gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
-        gpu_type, device = torch.cuda.get_device_name(0), min(ask_gpu(gpu)[0] for gpu in gpus)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        gpu_type = torch.cuda.get_device_name(0)
+        device = min(ask_gpu(gpu)[0] for gpu in gpus)
     return Machine(
         nodes=1,
         ranks_per_node=ranks,
@@ -261,34 +245,8 @@ def this_machine(*, ranks_per_node: int | None = None) -> Machine:
         host_bytes=host,
         has_gpu=has_gpu(),
         measured=True,
-        cores=cpu_count(),
         gpu_type=gpu_type,
-        interconnect=read_interconnect() if has_gpu() else "",
-        memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
-
-
-FREED_BYTES = 2**20  # pieces of memory of this size and more go back to the system as soon as they are freed
-LARGEST_MMAP_THRESHOLD = 2**25  # that glibc takes (mallopt(3)); larger pieces always come from the system
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
-def keep_freed_memory(*, keeps: bool) -> None:
-    """Has glibc keep freed tensors for the next step, or give each back to the system as soon as it is freed.
-
-    Kept, they save the system clearing and giving again: 3.5 % of a step of 8 million parameters in fp32. But ranks on
-    a CPU then hold tens of percent beyond their plan. Given back, a step of 9 million took 1.2 to 1.65 times as long.
-
-    The same as MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment, which go before it. Without effect
-    on another C library.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for option, variable, num_bytes in (
-            (_M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", LARGEST_MMAP_THRESHOLD if keeps else FREED_BYTES),
-            (_M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 2**31 - 1 if keeps else FREED_BYTES),
-        ):
-            if variable not in os.environ:
-                mallopt(option, num_bytes)
 
 
 # On one GPU (assumed; docs/planner.md has the sources): CUDA's context with the libraries' kernels, and NCCL's buffers
@@ -380,78 +338,6 @@ def peak_memory_bytes() -> dict[str, int]:
 
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return {name: max(value, _earlier_peaks.get(name, 0)) for name, value in peak.items()}
-
-
-SYSFS = Path("/sys/class")
-DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-"""From a GPU to a network card, nearest first, as `nvidia-smi topo -m` has them."""
-
-
-def read_interconnect() -> str:
-    """How the GPUs of a node and its network are connected, as `--interconnect` takes it: "nvlink+8xib400",
-    "pcie+eth25", "nvlink" ... What cannot be read is left out, and then assumed by the planner (planner/step_time.py).
-    """
-    try:
-        matrix = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        matrix = ""
-    links, nearest = read_topology(re.sub(r"\x1b\[\d*m", "", matrix), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return "+".join(filter(None, [links if matrix else "", read_network(nearest=nearest)]))
-
-
-def read_topology(matrix: str, visible: str = "") -> tuple[str, set[str]]:
-    """Read the matrix of `nvidia-smi topo -m`, of the GPUs whose numbers are in `visible`, as CUDA_VISIBLE_DEVICES has
-    them; of all where it has something else. Returns:
-
-    - what joins each with every other. Bridges that join pairs of more GPUs count as PCIe, over which a collective goes
-      as well;
-    - the cards to which some GPU has no nearer one: NCCL takes these (src/graph/topo.cc, ncclTopoGetLocal). A DGX has
-      others for its storage, at the processors.
-    """
-    rows = [line.split()[1:] for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
-    numbers = [int(number) for number in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
-    counted = [number for number in numbers if number < len(rows)] or range(len(rows))
-    others = [rows[number][other] for number in counted for other in counted if other != number]
-    links = "nvlink" if others and all(re.fullmatch(r"NV\d+", cell) for cell in others) else "pcie"
-    header = next((line.split() for line in matrix.splitlines() if re.match(r"\s+GPU0\b", line)), [])
-    names, nearest = dict(re.findall(r"^\s*(NIC\d+): (\S+)", matrix, re.MULTILINE)), set()
-    for number in counted:
-        cells = zip(header, rows[number], strict=False)
-        cards = {name: DISTANCES.index(cell) for name, cell in cells if cell in DISTANCES and name[:3] != "GPU"}
-        nearest |= {names.get(name, name) for name, distance in cards.items() if distance == min(cards.values())}
-    return links, nearest
-
-
-def read_network(sysfs: Path = SYSFS, *, nearest: Collection[str] = ()) -> str:
-    """Return the cards that carry a node's traffic to others, with their Gbit/s: the fastest InfiniBand or RoCE ports
-    of those that NCCL_IB_HCA names, and of these the `nearest` to the GPUs, where they are known; without any, the
-    fastest network interface. Empty where no rate can be read, as in many virtual machines. The kernel documents both
-    in Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net.
-    """
-    # "mlx5_0,mlx5_1:1": cards, or what their names begin with, and ports; "=" whole names, "^" all but these.
-    sign, named = re.fullmatch(r"(\^?=?)(.*)", os.environ.get("NCCL_IB_HCA", "")).groups()
-    prefixes = tuple(word.partition(":")[0] for word in named.split(",") if word)
-    ports = [
-        (rate, kind, card)
-        for card, kind, rate in active_ports(sysfs)
-        if not prefixes or (card in prefixes if "=" in sign else card.startswith(prefixes)) != ("^" in sign)
-    ]
-    if fastest := max((rate for rate, _, _ in ports), default=0):
-        ports = [port for port in ports if port[0] == fastest]
-        ports = [port for port in ports if port[2] in nearest] or ports
-        return f"{len(ports)}x{ports[0][1]}{fastest}"
-    # lo, bridges, docker's and virtual pairs have no device; of a bond, its cards have
-    interfaces = [path for path in sysfs.glob("net/*") if (path / "device").exists()]
-    megabits = max((_number(path / "speed") for path in interfaces if _read(path / "operstate") == "up"), default=0)
-    return f"eth{max(1, megabits // 1000)}" if megabits else ""
-
-
-def active_ports(sysfs: Path = SYSFS) -> Iterator[tuple[str, Literal["ib", "roce"], int]]:
-    """Yield (card, what it speaks, Gbit/s) of each InfiniBand or RoCE port that is up; 0 where no rate can be read."""
-    for port in sysfs.glob("infiniband/*/ports/*"):
-        if "ACTIVE" in _read(port / "state"):
-            kind = "roce" if _read(port / "link_layer") == "Ethernet" else "ib"
-            yield port.parent.parent.name, kind, _number(port / "rate")
 
 
 def _number(path: Path) -> int:

@@ -118,26 +118,6 @@ PATCHES = {
         why="under ZeRO-3 it collects the rows of trained tokens on CUDA alone",
         seen={"0.21.0": "5e6409948d28", "0.21.2": "5e6409948d28"},
     ),
-    "meta_is_traced": Patch(
-        target="transformers.utils.import_utils:is_fake_tensor",
-        why="models ask meta tensors for values, which they have none of; torch's fake tensors take 3 times as long",
-        code=("transformers.utils.import_utils:is_tracing",),
-        seen={"5.23.0": "992dc00b19ce"},
-        if_changed="keep",
-    ),
-    "autocast_of_meta": Patch(
-        target="torch:autocast",
-        why="peft switches autocast off on the device of experts' weights, and torch refuses the meta device",
-        code=("torch.amp.autocast_mode:autocast.__init__",),
-        seen={"2.13.0": "68d699270ae3"},
-        if_changed="keep",
-    ),
-    "grouped_products": Patch(
-        target="transformers.integrations.moe:_can_use_grouped_mm",
-        why="torch knows the shapes of grouped products in bf16 only, and a traced model of another dtype fails",
-        seen={"5.23.0": "e1555d4cb7fa"},
-        if_changed="keep",
-    ),
     # The training.
     "muon_kernels": Patch(
         target="deepspeed.runtime.compiler:compile",

@@ -23,9 +23,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped
-from dsft.planner.plans import FRAGMENTATION, Plan
-from dsft.planner.states import GONE_AFTER_STEP
-from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, bytes_by_phase, peak_bytes
+from dsft.planner.choose import Plan
+from dsft.planner.memory import FRAGMENTATION, FULL_TRAINING, peak_bytes
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all, this_node
 from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, set_back_peaks
@@ -273,22 +272,18 @@ class PlanCheck(TrainerCallback):
             nodes[node] += host_bytes
         largest = {name: max(figures[name] for _, _, figures in ranks) for name in mine}
         plan = self.plan
-        terms = [term for term in plan.terms if term.phase != "load"]
-        planned = peak_bytes(terms, "host")
-        if not plan.has_gpu:
-            planned += plan.ranks_per_node * peak_bytes(terms, "device")
-        rows = [("host memory of a node", planned, max(nodes.values()), "GiB")]
+        rows = [("host memory of a node", plan.host_bytes, max(nodes.values()), "GiB")]
         if has_gpu():
-            of_torch = [term for term in terms if term.name != OVERHEAD]
+            of_torch = [term for term in plan.terms if term.phase != "outside"]
             allocated = peak_bytes(of_torch, "device")
             if largest["held"]:
-                stays = [term for term in of_torch if term.name not in GONE_AFTER_STEP]
-                held = bytes_by_phase(stays, "device")["always"]
+                stays = [term for term in of_torch if term.phase == "always" and term.place == "device"]
+                held = sum(term.num_bytes for term in stays)
                 rows.append(("GPU memory between steps", held, largest["held"], "GiB"))
             rows.append(("GPU memory allocated", allocated, largest["allocated"], "GiB"))
             rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))
         if plan.has_time_estimate:
-            rows.append(("time of a step", plan.time.step_seconds, largest["seconds"], "s"))
+            rows.append(("time of a step", plan.step_seconds, largest["seconds"], "s"))
         figures, shown = {}, []
         for name, predicted, measured, unit in rows:
             error, scale = predicted / measured - 1, GiB if unit == "GiB" else 1

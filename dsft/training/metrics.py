@@ -24,7 +24,7 @@ from torch import nn
 from dsft.models.size import num_experts_of
 from dsft.models.trained import unwrapped
 from dsft.perplexity.sums import Perplexity, exp, in_words, ratio_interval
-from dsft.planner.step_time import GPUS, flops_per_token, gpu_name, named_gpus
+from dsft.planner.speed import CARDS, card_of, cards_named, flops_per_token
 from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, device, from_all
@@ -60,11 +60,11 @@ class Compute:
     @classmethod
     def of_run(cls, run: TrainingRun) -> "Compute":
         machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
-        is_known = machine.has_gpu and half and bool(named_gpus(machine.gpu_type))
+        is_known = machine.has_gpu and half and bool(cards_named(machine.gpu_type))
         return cls(
             num_gpus=machine.world_size if machine.has_gpu else 0,
             flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
-            peak_flops=1e12 * GPUS[gpu_name(machine)].tflops if is_known else 0.0,
+            peak_flops=1e12 * CARDS[card_of(machine)].tflops if is_known else 0.0,
             own_loss=run.options.compute_loss is not None,
         )
 

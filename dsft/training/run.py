@@ -42,8 +42,8 @@ from dsft.models.tokenizer import stop_at
 from dsft.models.trained import unwrapped
 from dsft.models.trials import length_limits
 from dsft.models.weight_files import safe_unpickling, weights_digest
-from dsft.planner.plans import as_dict as plan_as_dict
-from dsft.planner.plans import checkpointing_flags
+from dsft.planner.choose import as_dict as plan_as_dict
+from dsft.planner.choose import checkpointing_flags
 from dsft.run_setup.arguments import training_arguments, with_defaults
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed, patches
@@ -52,7 +52,6 @@ from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
     Memory,
     free_host_bytes,
-    keep_freed_memory,
     memory_errors_explained,
     peak_memory_bytes,
     peak_resident_bytes,
@@ -66,9 +65,6 @@ from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
 from dsft.watchdog import client as watchdog
 from dsft.watchdog.coordinator import record_failure
-
-LITTLE_MEMORY = 0.25
-"""Share of the host's memory from which a plan of CPU ranks must not be exceeded by what the C library keeps."""
 
 
 def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
@@ -98,8 +94,6 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
 
 
 def _trained(run: TrainingRun) -> PerplexityTrainer:
-    if not run.machine.has_gpu:
-        keep_freed_memory(keeps=run.plan.host_bytes <= LITTLE_MEMORY * run.machine.host_bytes)
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
     watchdog.set_limits(run.options)
@@ -141,7 +135,7 @@ def describe_plan(run: TrainingRun) -> None:
     say(
         f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {run.machine.place},"
         f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
-        + (f"; {plan.time.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
+        + (f"; {plan.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
     )
     free = free_host_bytes() + plan.ranks_per_node * peak_resident_bytes()  # what ranks hold already is planned
     if plan.host_bytes > free:

@@ -59,8 +59,6 @@ CHECKS = (
     Check(name="out-of-memory", run=faults.out_of_memory, seconds=120, lacks=needs_large_model),
     Check(name="kill", run=faults.killed_rank, seconds=120),
     Check(name="signal", run=faults.asked_to_stop, seconds=120),
-    Check(name="outside", run=_in("speeds", "outside_memory"), seconds=60),
-    Check(name="speeds", run=_in("speeds", "speeds"), seconds=120),
     Check(name="perplexity-again", run=perplexities.perplexity, seconds=180),
     Check(name="resume", run=trainings.resume, seconds=180, lacks=_lacks_disk),
     Check(name="packing", run=trainings.packed_training, seconds=120),

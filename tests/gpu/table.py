@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from dsft.planner.plans import record
 from dsft.runtime.software import OPTIONAL_PACKAGES, git_commit, versions
 from dsft.units import GiB
 from gpu.check import Row, Setting
@@ -30,7 +29,7 @@ def table(results: Results) -> str:
 
 
 def measured_rows(results: Results) -> str:
-    """The trainings among the results as rows of docs/predictions.md: planned and measured, for the issue form."""
+    """The trainings among the results as lines: planned and measured, for the issue form."""
     lines = []
     for check, rows in results.items():
         details = next((row.details for row in rows if "plan_check" in row.details), None)
@@ -44,7 +43,7 @@ def measured_rows(results: Results) -> str:
             f"{step['predicted']:.3g} planned, {step['measured']:.3g} measured" if step else "no time is planned",
         )
         job = f"`scripts/test --gpu --only {check}` on {details['machine']}"
-        lines.append(record(job, details["plan"].partition(";")[0], *texts, ""))
+        lines.append(f"| {' | '.join((job, details['plan'].partition(';')[0], *texts))} |")
     return "\n".join(lines)
 
 

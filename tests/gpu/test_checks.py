@@ -13,10 +13,6 @@ from transformers import LlamaConfig
 
 from dsft.config.options import TrainConfig
 from dsft.models.size import measure_model
-from dsft.planner import calibration
-from dsft.planner.calibration import speeds_for
-from dsft.planner.plans import hash_of
-from dsft.planner.step_time import speeds_of
 from dsft.run_setup.resolve import job_of, plan_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
@@ -27,7 +23,7 @@ from gpu.check import Check, Row, Setting
 from gpu.checks import CHECKS, FILES
 from gpu.perplexities import same_bits
 from gpu.ranks import OwnMemory
-from gpu.speeds import masks, planned_rates, rate
+from gpu.speeds import masks
 from gpu.table import has_failures, measured_rows, table, without_names, write_results
 from gpu.trainings import compared
 
@@ -41,7 +37,7 @@ def setting(tmp_path):
     return Setting(folder=str(tmp_path), ranks=2, has_gpu=False, tiny=True)
 
 
-def run_json(kind: str = "dense", host_seconds: float = 0.1, **ratios: float) -> dict:
+def run_json(**ratios: float) -> dict:
     """A run.json whose figures were measured at these ratios of the plan."""
     figures = {
         "GPU memory allocated": 10 * GiB,
@@ -55,30 +51,24 @@ def run_json(kind: str = "dense", host_seconds: float = 0.1, **ratios: float) ->
     }
     log = [{"loss": 3.0, "mfu": 0.41}]
     results = {"plan_check": {"after 3 steps": {}, "over the full training": check}, "log": log}
-    time = {"kind": kind, "compute_seconds": 1.0, "host_seconds": host_seconds}
-    return {"results": results, "plan": {"reason": "asked for", "time": time}}
+    return {"results": results, "plan": {"reason": "asked for"}}
 
 
 def test_a_training_near_its_plan_holds_the_claims_and_one_beside_it_does_not():
     good = list(compared(run_json(gpu=1.05, reserved=2.0, host=9.0, time=0.9), tiny=False))
-    assert [row.ok for row in good] == [True, None, True], "host memory is no claim where a GPU's is measured"
+    assert [row.ok for row in good] == [True, None, None], "host memory is no claim where a GPU's is measured"
     assert good[0].predicted == "10 GiB" and good[1].measured == "24 GiB" and good[2].measured == "1.8 s, MFU 41%"
     bad = list(compared(run_json(gpu=1.2, reserved=1.0, host=1.0, time=1.3), tiny=False))
-    assert [row.ok for row in bad] == [False, None, False]
+    assert [row.ok for row in bad] == [False, None, None]
     assert {row.ok for row in compared(run_json(gpu=1.2, reserved=1, host=1.0, time=1.3), tiny=True)} == {None, True}
-    *_, time = compared(run_json("offloaded", gpu=1, reserved=1, host=1.0, time=9.0), tiny=False)
-    assert time.ok is None and "no claim" in time.claim, "steps of this kind have no range"
-    *_, time = compared(run_json(host_seconds=1.1, gpu=1, reserved=1, host=1.0, time=0.5), tiny=False)
-    assert time.ok is None and "no claim" in time.claim, "the host's processor may be faster than the plan's"
 
 
-def test_the_measured_rows_are_those_of_trainings_with_their_hash():
+def test_the_measured_rows_are_those_of_trainings():
     training = list(compared(run_json(gpu=1.05, reserved=2.0, host=9.0, time=0.9), tiny=False))
     text = measured_rows({"full-1": training, "links": [Row(claim="a rate", measured="1", ok=True)]})
     assert text.count("\n") == 0 and "--only full-1" in text
-    *cells, digest = [cell.strip() for cell in text.strip("| ").split("|")]
+    cells = [cell.strip() for cell in text.strip("| ").split("|")]
     assert "10.00 planned, 10.50 measured" in cells and "2 planned, 1.8 measured" in cells
-    assert digest == hash_of(cells)
     del training[0].details["plan_check"]["time of a step"]
     assert "no time is planned" in measured_rows({"full-1": training})
 
@@ -153,24 +143,6 @@ def test_the_model_of_a_card_fits_in_the_trainings_of_the_checks(tmp_path, memor
         job = job_of(dataclasses.replace(options, tiled_loss=False), measure_model(options), masked=False)
         job = dataclasses.replace(job, attention="flash", checkpointing=changes["zero"] > "1")
         assert plan_run(options, job, card).plan.fits
-
-
-def test_rates_below_the_plans_do_not_hold_and_rules_of_thumb_claim_nothing():
-    planned = speeds_of(H100, dtype="bfloat16")
-    assert all(row.ok for row in planned_rates(planned, planned, H100))
-    slow = rate("all-gather", planned.link_bytes, planned.link_bytes / 2, "GB/s")
-    assert slow.ok is False and slow.measured.endswith("GB/s")
-    assert rate("attention", 1e12, 1e3, "TFLOP/s", told=False).ok is None
-    unknown = speeds_of(dataclasses.replace(H100, gpu_type="RTX 4060", measured=True), dtype="bfloat16")
-    assert {row.ok for row in planned_rates(unknown, unknown, H100)} == {None}
-    assert speeds_for(H100, dtype="bfloat16") == planned
-
-
-def test_products_are_timed_on_numbers_that_differ(monkeypatch):
-    products = []
-    monkeypatch.setattr(calibration, "seconds_of", lambda run, *_: products.append(run()) or [1.0])
-    calibration.matmul_flops(torch.device("cpu"))
-    assert products[0].unique().numel() > 1000, "equal numbers take less power, and a GPU is faster with them"
 
 
 def test_packing_and_padding_are_tried_on_the_device(setting, tiny, monkeypatch):
@@ -273,6 +245,6 @@ def test_every_check_holds_on_cpu_ranks(run, tmp_path):
     rows = [(name, row) for name, rows in checks.items() for row in rows]
     skipped = {name for name, row in rows if row["measured"].startswith("skipped")}
     assert skipped == {"out-of-memory", "qlora"}
-    assert all(any(row["ok"] for row in checks[name]) for name in checks.keys() - skipped - {"outside"})
+    assert all(any(row["ok"] for row in checks[name]) for name in checks.keys() - skipped)
     assert table({}).splitlines()[0] in result.stdout
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, flags, grid, read_json
+from dsft.doctor.findings import read_run_files
 from ranks import ranks_below, train_all
 
 from dsft.cli.main import main
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.reader import read_file_and_flags, sent_files
-from dsft.doctor.findings import read_run_files
 from dsft.errors import UserError
 from dsft.launch import supervise
 from dsft.launch.environment import forwarded, launcher_environment, shared_environment

@@ -14,7 +14,7 @@ from dsft.models.sequence_parallel import failed_trial, refused_model, refused_r
 from dsft.models.size import measure_model
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
-from dsft.planner.traced_model import attention_of
+from dsft.planner.activations import attention_of
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 

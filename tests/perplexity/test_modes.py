@@ -20,7 +20,7 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.modes import PROTOCOLS, disjoint_spans, mode_problems, protocol_config
 from dsft.perplexity.of_training import evaluation_config
-from dsft.planner.evaluation_plan import plan_evaluation
+from dsft.planner.evaluation import plan_evaluation
 from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import this_machine
 
@@ -217,7 +217,7 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
     assert list(disjoint_spans(0, 10, 4, scored_from=3, full=True)) == [(0, 4, 3), (4, 8, 7)]
 
 
-def test_a_budget_below_the_window_of_a_protocol_is_planned_and_kept_as_that_window(tiny, cheap_traces):
+def test_a_budget_below_the_window_of_a_protocol_is_planned_and_kept_as_that_window(tiny):
     asked = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "protocol": "gptq", "progress": False}
     assert evaluate_perplexity(**asked, batch_tokens=64).options["batch_tokens"] == 256
     facts, how = candidate_of(EvalConfig(), asked["model"], []).facts, {"dtype": "float32", "seq_len": 256}

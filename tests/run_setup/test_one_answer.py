@@ -16,8 +16,8 @@ from dsft.config.reader import read_config
 from dsft.errors import UserError
 from dsft.models.build import resolve_dtype
 from dsft.perplexity import evaluation
-from dsft.planner.evaluation_plan import plan_evaluation
-from dsft.planner.plans import as_dict
+from dsft.planner.choose import as_dict
+from dsft.planner.evaluation import plan_evaluation
 from dsft.run_setup.arguments import checkpoint_size
 from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.run_setup.resolve import plan_run, resolve_offline, resolve_run
@@ -67,9 +67,7 @@ def _no_process_group(monkeypatch):
 
 # 200 jobs, twenty a test; the quick tier has twenty others, whose activations are made up.
 @pytest.mark.parametrize("first", grid(range(0, 220, 20), [0]))
-def test_a_job_is_planned_and_trained_alike(options, models, tmp_path, request, first):
-    if first == 0:
-        request.getfixturevalue("cheap_traces")
+def test_a_job_is_planned_and_trained_alike(options, models, tmp_path, first):
     machine = this_machine(ranks_per_node=2)
     answers = []
     for seed in range(first, first + 20):
@@ -113,9 +111,7 @@ SCORED = {
 
 
 @pytest.mark.parametrize("first", grid(range(0, 50, 10), [0]))
-def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch, request, first):
-    if first == 0:
-        request.getfixturevalue("cheap_traces")
+def test_an_evaluation_is_planned_as_it_is_run(models, tiny, capsys, monkeypatch, first):
     choices = []
     monkeypatch.setattr(
         evaluation,

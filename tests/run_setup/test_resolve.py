@@ -28,8 +28,8 @@ from dsft.errors import UserError
 from dsft.models.build import build_model
 from dsft.models.size import measure_model
 from dsft.models.trials import Packing
-from dsft.planner.plans import as_dict
-from dsft.planner.step_time import GPUS
+from dsft.planner.choose import as_dict
+from dsft.planner.speed import CARDS
 from dsft.run_setup import resolve
 from dsft.run_setup.arguments import keep_global_batch
 from dsft.run_setup.resolve import TrainingRun, check_start, resolve_run, resume_decisions
@@ -38,7 +38,7 @@ from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(
-    nodes=1, ranks_per_node=8, device_bytes=GPUS["A100-80GB"].usable_bytes, host_bytes=1000 * GB, has_gpu=True
+    nodes=1, ranks_per_node=8, device_bytes=CARDS["A100-80GB"].usable_bytes, host_bytes=1000 * GB, has_gpu=True
 )
 
 
@@ -55,7 +55,7 @@ def resolved(options, tmp_path):
     return resolve
 
 
-def test_every_decision_is_in_the_options_and_says_why(resolved, cheap_traces):
+def test_every_decision_is_in_the_options_and_says_why(resolved):
     run = resolved(global_batch_size=64, packing=True)
     decisions = {decision.name: decision for decision in run.decisions}
     assert decisions.keys() == {
@@ -79,7 +79,7 @@ def test_every_decision_is_in_the_options_and_says_why(resolved, cheap_traces):
 
 
 def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unless_the_user_says(
-    resolved, cheap_traces, monkeypatch
+    resolved, monkeypatch
 ):
     def tf32_of(run: TrainingRun) -> list:
         return [decision.value for decision in run.decisions if decision.name == "tf32"]
@@ -111,7 +111,7 @@ def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(option
     assert run.options.value("gradient_accumulation_steps") == 4
 
 
-def test_a_json_whose_optimizer_has_no_learning_rate_trains_with_that_of_the_options(resolved, cheap_traces, tmp_path):
+def test_a_json_whose_optimizer_has_no_learning_rate_trains_with_that_of_the_options(resolved, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}))
     run = resolved(zero=str(file))
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
             assert decided(5, resume_weights_only=True) == (True, {}, False), "it goes on"
 
 
-def test_a_checkpoint_whose_weights_are_taken_is_planned_by_its_own_shape(resolved, cheap_traces, tiny, tmp_path):
+def test_a_checkpoint_whose_weights_are_taken_is_planned_by_its_own_shape(resolved, tiny, tmp_path):
     checkpoint, planned = tmp_path / "before" / "checkpoint-2", {"method": "lora", "verify_resume": False}
     build_model(TrainConfig(model=str(tiny / "model"), method="lora", lora_r=4), dtype="float32").save_pretrained(
         checkpoint
@@ -183,9 +183,7 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
         resumed(another=(3,))
 
 
-def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(
-    resolved, cheap_traces, monkeypatch, tmp_path
-):
+def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resolved, monkeypatch, tmp_path):
     plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4, "checkpoint_every": 1}
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -206,12 +204,12 @@ def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsy
     flags = {"model": folder, "method": method, "seq_len": 32, "dtype": "bfloat16"}
     run = resolved(global_batch_size=64, per_device_train_batch_size=None, **flags)
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    main(["plan", *words, "--tokens_per_step", str(64 * 32), "--gpus", "8x80GB", "--json"])
+    main(["plan", *words, "--global_batch_size", "64", "--gpus", "8x80GB", "--json"])
     on_paper = json.loads(capsys.readouterr().out)["chosen"]
     assert on_paper == json.loads(json.dumps(as_dict(run.plan) | {"reason": run.reason}))
 
 
-def test_the_model_s_config_is_read_once(resolved, cheap_traces, monkeypatch):
+def test_the_model_s_config_is_read_once(resolved, monkeypatch):
     read, callers = AutoConfig.from_pretrained, []
 
     def spy(name, *arguments, **options):

@@ -3,24 +3,20 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import transformers
 from tiny import GATED
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.resume import NOT_TAKEN_OVER
 from dsft.checkpoints.run_folder import write_run
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.planner.activations import Job
-from dsft.planner.candidates import NAMES, SEQUENCES_PER_RANK
-from dsft.planner.zero_layout import Term
-from dsft.run_setup.arguments import step_limit_decision
-from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan, with_disk_of
+from dsft.planner.choose import NAMES, SEQUENCES_PER_RANK
+from dsft.planner.memory import Job
+from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
 from dsft.units import GB
 
@@ -34,7 +30,7 @@ def measured(tiny):
 
 
 @pytest.fixture
-def facts(measured, cheap_traces):
+def facts(measured):
     return measured
 
 
@@ -118,21 +114,13 @@ def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, t
 
 
 def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over(facts, tmp_path):
-    machine = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)
+    machine = EIGHT_GPUS
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=2)
     job = plain_job(facts, options)
     considered = {plan.zero for plan in plan_run(options, job, machine, checkpoint=checkpoint).candidates}
     everything = {plan.zero for plan in plan_run(options, job, machine).candidates}
-    assert everything - considered == set(NOT_TAKEN_OVER) <= everything
-
-
-def test_no_plan_with_samples_has_weights_on_nvme(facts):
-    machine = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)
-    for samples in ("", "prompts.jsonl"):
-        options = TrainConfig(dtype="bfloat16", generate_samples=samples)
-        candidates = plan_run(options, plain_job(facts, options), machine).candidates
-        assert any(plan.zero == "3-nvme" for plan in candidates) == (not samples)
+    assert everything - considered == {"0"}
 
 
 def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
@@ -151,38 +139,13 @@ def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_c
     assert not choice.plan.fits and choice.plan.zero == "0"
 
 
-def test_a_step_with_nvme_may_take_ten_planned_ones():
-    options = TrainConfig()
-    terms = {place: Term(name="", num_bytes=1, formula="", place=place) for place in ("host", "nvme")}
-
-    def limit(place: str, seconds: float) -> float:
-        plan = SimpleNamespace(terms=(terms[place],), time=SimpleNamespace(step_seconds=seconds))
-        return step_limit_decision(options, plan).value
-
-    assert limit("host", 90.0) == limit("nvme", 20.0) == options.step_timeout
-    assert limit("nvme", 90.04) == 901.0
-
-
-def test_the_nvme_that_a_deepspeed_json_names_is_counted(facts, tmp_path):
-    content = read_zero_file("3-nvme", [])
+def test_offload_to_nvme_by_a_json_of_ones_own_runs_unplanned_with_one_line(facts, tmp_path):
+    content = read_zero_file("3-offload", [])
     for part in ("offload_optimizer", "offload_param"):
-        content["zero_optimization"][part]["nvme_path"] = str(tmp_path)
-    file = tmp_path / "nvme.json"
-    file.write_text(json.dumps(content))
-    options = TrainConfig(dtype="bfloat16", zero=str(file), training={"output_dir": str(tmp_path / "run")})
+        content["zero_optimization"][part] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    options = TrainConfig(dtype="bfloat16", zero="own.json", training={"output_dir": str(tmp_path / "run")})
     choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, zero_file=content)
-    assert choice.plan.fits and choice.plan.zero == str(file)
-    with pytest.raises(UserError, match="of NVMe per node"):  # the same without the disk
-        nowhere = {"zero_optimization": content["zero_optimization"] | {"offload_optimizer": {"device": "nvme"}}}
-        nowhere["zero_optimization"]["offload_param"] = {"device": "nvme"}
-        plan_run(options, plain_job(facts, options), EIGHT_GPUS, zero_file=nowhere)
-
-
-def test_the_disk_that_a_plan_is_asked_for_goes_before_that_of_a_json(tmp_path):
-    content = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
-    assert with_disk_of(content, EIGHT_GPUS).nvme_path == str(tmp_path)
-    elsewhere = dataclasses.replace(EIGHT_GPUS, nvme_bytes=4000 * GB)  # as --nvme 4000GB names it
-    assert with_disk_of(content, elsewhere) == elsewhere
+    assert choice.plan.fits and "Offload to NVMe is not planned" in choice.text
 
 
 def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path):
@@ -201,7 +164,7 @@ def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path)
     assert smaller_plan(run).device_bytes <= EIGHT_GPUS.device_bytes
 
 
-def test_a_smaller_plan_is_one_that_the_training_can_have(tmp_path, cheap_traces):
+def test_a_smaller_plan_is_one_that_the_training_can_have(tmp_path):
     """After out of memory, offloads were named that a training with learning rates refuses."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32_000}
     transformers.LlamaConfig(**GATED | sizes).save_pretrained(tmp_path)

@@ -7,16 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT
-from peft import LoraConfig
-from transformers import LlamaConfig, Qwen3MoeConfig, masking_utils
+from transformers import LlamaConfig, masking_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
 from dsft.errors import UserError
 from dsft.models.size import empty_model
-from dsft.planner.traced_model import meta_model, traced_model
 from dsft.runtime import patches
 from dsft.runtime.patches import PATCHES
 
@@ -115,26 +112,3 @@ def test_a_model_of_one_rank_is_whole_while_a_training_shards():
     finally:
         transformers_deepspeed.unset_hf_deepspeed_config()
         del config
-
-
-SMALL_MIXTURE = Qwen3MoeConfig(
-    **{"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8},
-)
-
-
-def test_a_traced_mixture_in_fp32_takes_no_grouped_products():
-    with traced_model(meta_model(SMALL_MIXTURE, dtype=torch.float32, attention="eager"), [0]) as model:
-        ids_BT = torch.zeros(1, 8, dtype=torch.long)
-        assert model(input_ids=ids_BT, use_cache=False).logits.shape == (1, 8, 64)
-
-
-def test_a_traced_model_is_asked_for_no_values_and_its_adapted_experts_for_no_autocast():
-    experts = LoraConfig(task_type="CAUSAL_LM", target_parameters=["mlp.experts.down_proj"])
-    with traced_model(
-        meta_model(SMALL_MIXTURE, dtype=torch.bfloat16, attention="sdpa", adapters=experts), [0]
-    ) as model:
-        ids_BT = torch.zeros(1, 8, dtype=torch.long)
-        loss = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), labels=ids_BT, use_cache=False).loss
-        loss.backward()
-        assert loss.is_meta and model.get_input_embeddings().weight.is_meta

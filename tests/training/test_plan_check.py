@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsft.planner.zero_layout import FULL_TRAINING, OVERHEAD, Term
+from dsft.planner.memory import FULL_TRAINING, Term
 from dsft.training import callbacks
 from dsft.training.callbacks import FIRST_STEPS, PlanCheck
 
@@ -41,12 +41,10 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
         Term("states", 14, ""),
         Term("activations", 86, "", "compute"),
         Term("step", 80, "", "step"),
-        Term(OVERHEAD, 1000, ""),
-        Term("weights while they load", 5000, "", "load", "host"),
-        Term("weights while they load", 5000, "", "load"),
+        Term("outside of torch", 1000, "", "outside"),
     ]
-    time = SimpleNamespace(step_seconds=3.0)
-    check = PlanCheck(SimpleNamespace(terms=terms, has_gpu=True, time=time, has_time_estimate=True))
+    plan = SimpleNamespace(terms=terms, host_bytes=8, step_seconds=3.0, has_time_estimate=True)
+    check = PlanCheck(plan)
     for step in range(1, 7):
         check.on_step_begin(None, None, None)
         clock.asked += 2.0
@@ -62,7 +60,7 @@ def test_a_step_takes_what_the_gpu_takes_and_only_comparisons_wait_for_it(monkey
     assert list(check.comparisons) == [f"after {FIRST_STEPS} steps", FULL_TRAINING]
     for figures in check.comparisons.values():
         assert figures["time of a step"] == {"predicted": 3.0, "measured": 2.0, "error": 0.5}
-        assert figures["host memory of a node"]["predicted"] == 0, "loading is left out"
+        assert figures["host memory of a node"]["predicted"] == 8
         errors = {name: figure["error"] for name, figure in figures.items() if name.startswith("GPU")}
         assert list(errors.values()) == [1.0, -0.5, 0.0], errors
     assert "time of a step 2 s (predicted 3, +50%)" in capsys.readouterr().out

@@ -1,0 +1,445 @@
+"""Chooses a DeepSpeed configuration: predicts memory and time of every candidate, from the very configuration that
+training would get (`plan.deepspeed_config`), and takes the fastest that fits. Pure arithmetic.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file, stage
+from dsft.models.size import ModelSize
+from dsft.planner.activations import LIGER_MODELS
+from dsft.planner.memory import (
+    DEEPSPEED_OPTIMIZERS,
+    OPTIMIZERS,
+    PLANNED_AS,
+    Job,
+    Term,
+    ZeroLayout,
+    peak_bytes,
+    sums_in_fp32,
+    training_terms,
+)
+from dsft.planner.speed import CARDS, Speeds, card_of, cards_named, parse_interconnect, speeds_of, step_seconds
+from dsft.runtime.hardware import Machine
+from dsft.units import Batch, in_gib
+
+NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
+"""Candidates, simplest first: of two that are equally fast, the first is taken."""
+SEQUENCES_PER_RANK = 8
+"""Sequences of one optimizer step on each rank where no option sets them: TrainingArguments' own
+per_device_train_batch_size. The plan cuts them into micro batches.
+"""
+LARGEST_MICRO_BATCH = 64
+CHECKPOINT_EVERY = (1, 2, 4, 8)
+"""Which layers are computed again: each so manieth."""
+MANY_MICRO_BATCHES = 4
+"""From which on their gradients are added up in fp32: in bf16 the sum of 4 is off by 0.3 %, of 64 by 0.8 %."""
+SMALL_LIVE_PARAMS = 50_000_000
+"""stage3_max_live_parameters and stage3_max_reuse_distance, lowered together, where 1e9 would not fit."""
+LEAST_BUCKET = 2**25
+"""Elements of ZeRO-3's buckets, at least: transformers' "auto" is the hidden size squared, 65,536 at a width of 256."""
+MOST_PREFETCHED = 2**28
+"""Elements that ZeRO-3 fetches ahead at most: a layer of 8B has 218 M."""
+FAST_LINK_BYTES = 1e11
+"""Bytes per second of a rank's links within a node, from which on half as many gain little: NVLink through a switch."""
+PERSISTENT_SHARE = 0.05
+"""Of a model's parameters that may stay gathered so that its adapters are."""
+OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
+
+HOST_SHARE = 0.95
+"""Of a node's memory; the rest is the system's."""
+RESERVE_BYTES = 2**29
+"""Left free on a GPU: what is outside of torch was up to 0.3 GiB more than is assumed. Under ZeRO-3 torch's cache has
+gathered parameters to return instead.
+"""
+FULL = 0.92
+"""Share of a GPU's memory from which a plan must gain FULL_COSTS over a smaller one."""
+ROOMY = 0.8
+"""Share up to which a plan leaves enough free to prefer larger micro batches."""
+FULL_COSTS = 1.15
+OFFLOAD_COSTS = 1.2
+"""What offload must gain over a plan on the GPUs alone, and hpZ over ZeRO-3: no run of these checked the prediction."""
+SAME_SPEED = 1.02
+"""Plans within it are equally fast: the simplest is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a plan, of a training or of an evaluation, takes of a machine."""
+
+    terms: tuple[Term, ...]
+    device_bytes: int
+    """Peak on one GPU (one rank, on CPU), context and communication buffers included."""
+    host_bytes: int
+    """Host memory of one node, all its ranks together."""
+    limiting_resource: str
+    """ "GPU memory", "host memory", or both joined by " and "; empty where it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.limiting_resource
+
+
+def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]:
+    """Return what the terms add up to on a machine: the fields of `Needs`."""
+    device = peak_bytes(terms, "device")
+    host = peak_bytes(terms, "host")
+    if not machine.has_gpu:
+        host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
+    missing = []
+    if machine.has_gpu and device + (RESERVE_BYTES if stage < 3 else 0) > machine.device_bytes:
+        missing.append("GPU memory")
+    if host > HOST_SHARE * machine.host_bytes:
+        missing.append("host memory")
+    return {
+        "terms": tuple(terms),
+        "device_bytes": device,
+        "host_bytes": host,
+        "limiting_resource": " and ".join(missing),
+    }
+
+
+def shortage(plan: Needs, machine: Machine) -> float:
+    """Return how much of the scarcer memory a plan asks for, over what is there."""
+    device = (plan.device_bytes + RESERVE_BYTES) / machine.device_bytes if machine.has_gpu else 0.0
+    return max(device, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Needs):
+    """One DeepSpeed configuration with its predicted memory and time."""
+
+    zero: str
+    """Name as the option `zero` takes it: 0, 1, 2, 3, 3-hpz, 2-offload ... or the path of a DeepSpeed JSON."""
+    activation_checkpointing: bool
+    checkpoint_every: int
+    """With it, each so manieth layer is computed again."""
+    micro_batch: int
+    """Sequences of one forward on one rank."""
+    accumulation: int
+    """Micro batches of one optimizer step."""
+    sequence_parallel: int
+    """Ranks that share each micro batch."""
+    deepspeed_config: dict[str, Any]
+    """What training gets; "auto" numbers are left to transformers."""
+    step_seconds: float
+    tokens_per_step: int
+    """Over all ranks."""
+    ranks_per_node: int
+    has_gpu: bool
+    has_time_estimate: bool
+    """Whether the time is good for more than an order: of a GPU that is known by name."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens_per_step / self.step_seconds
+
+    @property
+    def checkpointing(self) -> str:
+        """As tables show it: off, on, 1/2 ..."""
+        if not self.activation_checkpointing:
+            return "off"
+        return f"1/{self.checkpoint_every}" if self.checkpoint_every > 1 else "on"
+
+    @property
+    def label(self) -> str:
+        """Name and batch."""
+        checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
+        if self.activation_checkpointing and self.checkpoint_every > 1:
+            checkpointing += f" of one layer in {self.checkpoint_every}"
+        batch = f"micro batch {self.micro_batch} x {self.accumulation} accumulated"
+        if self.sequence_parallel > 1:
+            batch += f", {self.sequence_parallel} ranks to a sequence"
+        return f"ZeRO {self.zero}{checkpointing}, {batch}"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """For JSON: everything, with the sums that tables show."""
+    return dataclasses.asdict(plan) | {"fits": plan.fits, "tokens_per_second": plan.tokens_per_second}
+
+
+def checkpointing_flags(plan: Plan, job: Job) -> str:
+    """The options of `dsft train` for the plan's activation checkpointing."""
+    flags = f"--activation_checkpointing {str(plan.activation_checkpointing).lower()}"
+    if plan.checkpoint_every > 1:
+        kwargs = {"every_n_layers": plan.checkpoint_every}
+        if job.checkpoint_offload:
+            kwargs["offload"] = True
+        flags += f" --activation_checkpointing_kwargs '{json.dumps(kwargs)}'"
+    return flags
+
+
+# ---- candidates
+
+
+def candidate_names(job: Job, machine: Machine) -> list[str]:
+    """List the configurations that make sense for this model and machine."""
+    left_out = set()
+    if job.fp32_accumulation and job.dtype != "float32":  # these add up gradients in the model's type alone
+        left_out |= {"0", "1"}
+    elif machine.world_size == 1:
+        # Nothing is sharded: 1 is 2 with fewer buffers, but has a second copy of the weights in fp32.
+        left_out |= {"1", "2"} if job.dtype == "float32" else {"0"}
+    if job.dtype == "float16" or job.bf16_states:
+        left_out.add("0")
+    if machine.nodes == 1 or machine.ranks_per_node == 1 or machine.num_ranks:  # uneven nodes share no size
+        left_out.add("3-hpz")
+    if not machine.has_gpu:  # device and host are the same memory
+        left_out |= {name for name in NAMES if "offload" in name}
+    if job.liger and not job.tiled_loss:  # its loss reads the head past ZeRO-3's hooks
+        left_out |= {name for name in NAMES if name.startswith("3")}
+    if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded
+        left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
+    return [name for name in NAMES if name not in left_out]
+
+
+def batches(job: Job, machine: Machine) -> Iterator[Batch]:
+    """Yield those to try, smallest micro batch first; each makes up the sequences of a step on all ranks (where they
+    cannot be shared evenly, as many as can, and at least one on each).
+    """
+    if job.micro_batch or job.accumulation:
+        micro = job.micro_batch or SEQUENCES_PER_RANK
+        at_once = job.batch(micro, 1, machine).sequences
+        accumulation = job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
+        yield job.batch(micro, accumulation, machine)
+        return
+    at_once = job.batch(1, 1, machine).sequences
+    per_rank = max(1, job.sequences_per_step // at_once) if job.sequences_per_step else SEQUENCES_PER_RANK
+    for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
+        if per_rank % micro == 0:
+            yield job.batch(micro, per_rank // micro, machine)
+
+
+def settings(
+    name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine, accumulation: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what is
+    "auto" there is chosen.
+    """
+    hpz_ranks = None if zero_file else machine.ranks_per_node
+    config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
+    if job.fp32_reduction and job.dtype != "float32":
+        config["communication_data_type"] = "fp32"
+    zero = config["zero_optimization"]
+    if zero_file is not None:
+        if zero.get("stage") == 3:
+            zero |= stage_3_buckets(zero, job.size)
+        yield config
+        return
+    _fit_numbers(name, zero, job, machine)
+    sections = [zero]
+    if zero.get("stage") == 3:
+        live = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
+        sections = [zero | stage_3_buckets(zero, job.size), zero | live]
+    pinned = [part for part in OFFLOADED_PARTS if get_value(zero, f"{part}.pin_memory")]
+    if pinned:  # pinned memory is rounded up to powers of two, pageable memory is not
+        sections.append(sections[-1] | {part: zero[part] | {"pin_memory": False} for part in pinned})
+    # Stage 0 refuses to add up in another type than the model's; stage 1 would hold all gradients in full.
+    wants_sums = job.fp32_accumulation or wants_fp32_sums(job, accumulation)
+    if wants_sums and zero.get("stage", 0) >= 2 and job.dtype != "float32":
+        for section in sections:
+            yield config | {"zero_optimization": section, "data_types": {"grad_accum_dtype": "fp32"}}
+        if job.fp32_accumulation:
+            return
+    for section in sections:
+        yield config | {"zero_optimization": section}
+
+
+def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) -> None:
+    """Set buckets and sub-groups of a named configuration for this model."""
+    size, ranks = job.size, machine.world_size
+    largest = max(numel for numel, _ in size.trainable_numels)
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
+            enough = max(size.num_trainable // 8, largest)
+            zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
+    if name in ("1", "2") and machine.has_gpu and ranks > 1 and size.num_trainable >= LEAST_BUCKET * ranks:
+        link, _ = parse_interconnect(machine.interconnect, CARDS[card_of(machine)])
+        if machine.nodes > 1 or link < FAST_LINK_BYTES:
+            # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
+            zero["use_multi_rank_bucket_allreduce"] = False
+    if ranks == 1 and name in ("1", "2"):
+        zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
+    if zero.get("stage") == 3:
+        # Sub-groups just about fill a power of two, which pinned memory is rounded up to. DeepSpeed closes one once it
+        # has reached the number: the largest shard of a parameter is left as margin.
+        margin, power_of_two = -(-largest // ranks), 2**28
+        while power_of_two < 4 * margin:
+            power_of_two *= 2
+        zero["sub_group_size"] = power_of_two - margin
+
+
+def wants_fp32_sums(job: Job, accumulation: int) -> bool:
+    """Whether gradients should be added up in fp32 where the user left it open."""
+    return job.dtype == "bfloat16" and job.fp32_accumulation is None and accumulation >= MANY_MICRO_BATCHES
+
+
+def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
+    """Choose what is "auto" in a section of stage 3: transformers' numbers, but none so small that collectives take
+    longer to begin than to run.
+    """
+    # The largest adapter that stays gathered: each would be a collective of its own over a few thousand elements.
+    adapters = 0
+    for numel, _ in size.trainable_numels if size.lora_r else ():
+        if sum(n * count for n, count in size.numels if n <= numel) <= PERSISTENT_SHARE * size.num_params:
+            adapters = max(adapters, numel)
+    square = size.hidden_size**2
+    bucket = min(max(square, LEAST_BUCKET), size.num_trainable)
+    layer = min(size.num_params // size.num_layers, MOST_PREFETCHED)
+    numbers = {
+        "reduce_bucket_size": bucket + bucket % 2,
+        "stage3_prefetch_bucket_size": min(max(int(0.9 * square), LEAST_BUCKET, layer), size.num_params),
+        "stage3_param_persistence_threshold": max(10 * size.hidden_size, 100_000, adapters),
+    }
+    return {key: number for key, number in numbers.items() if zero.get(key) == "auto"}
+
+
+# ---- plans
+
+
+def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict[str, Any] | None = None) -> list[Plan]:
+    """Return a plan of each configuration, micro batch, and share of layers that is computed again.
+
+    Args:
+        zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
+        zero_file: the content of the DeepSpeed JSON where `zero` is a path.
+    """
+    speeds = speeds_of(machine, dtype=job.dtype)
+    if job.checkpointing is None:
+        computed_again = (0, job.checkpoint_every) if job.checkpoint_every else (0, *CHECKPOINT_EVERY)
+    else:
+        computed_again = ((job.checkpoint_every or 1) if job.checkpointing else 0,)
+    plans = []
+    for name in candidate_names(job, machine) if zero == "auto" else [zero]:
+        for batch in batches(job, machine):
+            if zero == "auto" and name in ("0", "1") and wants_fp32_sums(job, batch.accumulation):
+                continue
+            for every in computed_again:
+                plans.append(_first_that_fits(name, zero_file, job, machine, speeds, batch, every))
+    return plans
+
+
+def _first_that_fits(
+    name: str,
+    zero_file: dict[str, Any] | None,
+    job: Job,
+    machine: Machine,
+    speeds: Speeds,
+    batch: Batch,
+    every: int,
+) -> Plan:
+    """Predict one candidate with the first of its settings that fits, else with the last and leanest."""
+    for config in settings(name, zero_file, job, machine, batch.accumulation):
+        layout = ZeroLayout(job, config, machine, accumulation=batch.accumulation)
+        needs = add_up(training_terms(layout, batch, every=every), machine, stage=layout.stage)
+        if not needs["limiting_resource"]:
+            break
+    return Plan(
+        **needs,
+        zero=name,
+        activation_checkpointing=every > 0,
+        checkpoint_every=every or 1,
+        micro_batch=batch.micro,
+        accumulation=batch.accumulation,
+        sequence_parallel=batch.sequence_parallel,
+        deepspeed_config=config,
+        step_seconds=step_seconds(layout, speeds, batch, recomputed=1 / every if every else 0.0),
+        tokens_per_step=job.seq_len * batch.sequences,
+        ranks_per_node=machine.ranks_per_node,
+        has_gpu=machine.has_gpu,
+        has_time_estimate=machine.has_gpu and bool(not machine.gpu_type or cards_named(machine.gpu_type)),
+    )
+
+
+P = TypeVar("P", bound=Needs)
+
+
+def choose(plans: list[Plan], machine: Machine) -> Plan:
+    """Return the fastest that fits; where nothing fits, the closest to fitting. Offload, hpZ and a GPU that is nearly
+    full must gain something; of equally fast ones the simplest is taken, then the one with most room.
+    """
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return min(plans, key=lambda plan: shortage(plan, machine))
+
+    def cost(plan: Plan) -> float:
+        seconds = plan.step_seconds / plan.tokens_per_step
+        if offloads(plan.deepspeed_config) or plan.zero == "3-hpz":
+            seconds *= OFFLOAD_COSTS
+        if machine.has_gpu and plan.device_bytes > FULL * machine.device_bytes:
+            seconds *= FULL_COSTS
+        return seconds
+
+    def preference(plan: Plan) -> tuple[int, bool, int]:
+        is_roomy = plan.device_bytes <= ROOMY * machine.device_bytes
+        size = -plan.micro_batch if is_roomy else plan.device_bytes
+        return (NAMES.index(plan.zero) if plan.zero in NAMES else 0, not is_roomy, size)
+
+    least = min(map(cost, fitting))
+    return min((plan for plan in fitting if cost(plan) <= SAME_SPEED * least), key=preference)
+
+
+def best_of_each(plans: Iterable[Plan], machine: Machine) -> list[Plan]:
+    """Return the plan that would be chosen of each configuration with checkpointing and without, for a table."""
+    groups: dict[tuple[str, bool], list[Plan]] = {}
+    for plan in plans:
+        groups.setdefault((plan.zero, plan.activation_checkpointing), []).append(plan)
+    return [choose(group, machine) for group in groups.values()]
+
+
+# ---- what is said of a choice
+
+
+def available(machine: Machine) -> str:
+    device = f"{in_gib(machine.device_bytes)} per {machine.place}"
+    return f"available: {device} and {in_gib(machine.host_bytes)} per host"
+
+
+def needed(plan: Needs, machine: Machine) -> str:
+    return f"{in_gib(plan.device_bytes)} per {machine.place} and {in_gib(plan.host_bytes)} per host"
+
+
+def reason(chosen: Plan, machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
+    """Say in one sentence why this plan."""
+    if not chosen.fits:
+        if zero != "auto":
+            return f"zero={zero} cannot fit: {chosen.label} needs {needed(chosen, machine)}; {available(machine)}."
+        return (
+            f"nothing fits; the closest is {chosen.label}, which needs {needed(chosen, machine)}; {available(machine)}."
+        )
+    if zero != "auto":
+        why = "as the resumed run began" if resumes else "requested"
+        return f"zero={zero} ({why}): {chosen.label} fits; {available(machine)}."
+    speed = ""
+    if chosen.has_time_estimate:
+        per_gpu = chosen.tokens_per_second / machine.world_size
+        speed = f", about {chosen.step_seconds:.2g} s per step and {per_gpu:,.0f} tokens/s per GPU"
+    return f"{chosen.label} is the fastest that fits{speed}; {available(machine)}."
+
+
+def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
+    """What a job and its configuration ask for and the plan does not count, a sentence each."""
+    notes = []
+    kind = get_value(deepspeed_config, "optimizer.type")
+    if kind and str(kind).lower() not in DEEPSPEED_OPTIMIZERS:
+        notes.append(f"optimizer.type {kind} is planned with the memory of {PLANNED_AS}.")
+    elif not kind and job.optimizer not in OPTIMIZERS:
+        notes.append(f"optim {job.optimizer} is planned with the memory of {PLANNED_AS}.")
+    if job.liger and job.size.model_type not in LIGER_MODELS:
+        notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {job.size.model_type}.")
+    if job.compiled:
+        notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
+    if job.size.unadapted_expert_params:
+        number = f"{job.size.unadapted_expert_params:,} parameters of experts"
+        notes.append(f"{number} get no adapters: lora_target_modules does not reach them.")
+    if left := job.size.plain_expert_params:
+        notes.append(f"{left / 1e9:,.1f} B parameters of experts are not quantised: only linear layers are.")
+    if offloads(deepspeed_config, to=("nvme",)):
+        notes.append("Offload to NVMe is not planned: memory and time are those of the GPU alone.")
+    if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
+        notes.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
+    return notes

@@ -1,0 +1,577 @@
+"""Memory of a training on one GPU and in the host memory of one node, as a list of terms. Pure arithmetic.
+
+Formulas follow DeepSpeed 0.19.8 (deepspeed/runtime/zero: stage_1_and_2.py, stage3.py) to within about 10 %; the worst
+rank at the worst moment. Not counted: paddings, torch.compile, quantised collectives, offload to NVMe.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsft.config.deepspeed import get_value
+from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
+from dsft.units import DTYPE_BYTES, GB, Batch, MiB
+
+if TYPE_CHECKING:  # they import transformers, which a report would wait for
+    from peft import PeftConfig
+    from transformers import PreTrainedConfig
+
+    from dsft.models.size import ModelSize
+    from dsft.planner.activations import Activations, Attention
+
+
+# ---- optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Bytes per trained parameter that an optimizer takes beside weight and gradient."""
+
+    state_bytes: float
+    """Its moments."""
+    master_bytes: int = 4
+    """The fp32 copy of the weight that is updated."""
+    step_bytes: int = 0
+    """Copies that it makes for a moment while it updates."""
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Master and moments: what stays between two steps, and what a checkpoint has of it."""
+        return self.master_bytes + self.state_bytes
+
+
+EIGHT_BIT_BYTES = 1 + 4 / 256
+"""A moment of bitsandbytes: a byte, and an fp32 scale for 256 of them (bitsandbytes/optim/optimizer.py)."""
+OPTIMIZERS = {
+    # m 4 + v 4 in fp32 (ZeRO paper, table 1)
+    "adamw_torch_fused": OptimizerMemory(state_bytes=8),
+    # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
+    "adamw_torch": OptimizerMemory(state_bytes=8, step_bytes=8),
+    "adamw_8bit": OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES),
+    "adamw_bnb_8bit": OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES),
+    "paged_adamw_8bit": OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES),
+    "paged_adamw_32bit": OptimizerMemory(state_bytes=8),
+    "lion_8bit": OptimizerMemory(state_bytes=EIGHT_BIT_BYTES),
+    "paged_lion_8bit": OptimizerMemory(state_bytes=EIGHT_BIT_BYTES),
+    "lion_32bit": OptimizerMemory(state_bytes=4),
+    "paged_lion_32bit": OptimizerMemory(state_bytes=4),
+    "sgd": OptimizerMemory(state_bytes=0, step_bytes=4),
+    "adagrad": OptimizerMemory(state_bytes=4, step_bytes=8),
+    "rmsprop": OptimizerMemory(state_bytes=4, step_bytes=8),
+    "adafactor": OptimizerMemory(state_bytes=4, step_bytes=8),  # of ZeRO's flat shards nothing can be factored
+}
+"""By transformers' name (the option `optim`)."""
+DEEPSPEED_OPTIMIZERS = {
+    "adam": OPTIMIZERS["adamw_torch_fused"],  # FusedAdam, and CPUAdam with offload
+    "adamw": OPTIMIZERS["adamw_torch_fused"],
+    "lion": OPTIMIZERS["lion_32bit"],
+    "muon": OptimizerMemory(state_bytes=4),
+    "sgd": OPTIMIZERS["sgd"],
+    "adagrad": OPTIMIZERS["adagrad"],
+    "rmsprop": OPTIMIZERS["rmsprop"],
+}
+"""By the type that a DeepSpeed JSON names (`optimizer.type`), in small letters."""
+OWN_TYPES = ("adafactor", *(name for name in OPTIMIZERS if "bit" in name))
+"""Optimizers whose moments have types of their own, also where what is updated is bfloat16."""
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+"""Where the user names none: transformers' own."""
+PLANNED_AS = "adamw_torch"
+"""As which an optimizer is planned that is not in the tables; the plan notes it."""
+
+
+def optimizer_memory(deepspeed_config: dict[str, Any], name: str | None) -> OptimizerMemory:
+    """Return what the optimizer takes that the DeepSpeed configuration names, if it names one, else that of `name`."""
+    kind = str(get_value(deepspeed_config, "optimizer.type") or "").lower()
+    if kind:
+        memory = DEEPSPEED_OPTIMIZERS.get(kind, OPTIMIZERS[PLANNED_AS])
+    else:
+        memory = OPTIMIZERS.get(name or DEFAULT_OPTIMIZER, OPTIMIZERS[PLANNED_AS])
+    if get_value(deepspeed_config, "bf16.bf16_optimizer_states") and (kind or name not in OWN_TYPES):
+        memory = dataclasses.replace(memory, state_bytes=memory.state_bytes / 2, step_bytes=memory.step_bytes // 2)
+    if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
+        memory = dataclasses.replace(memory, master_bytes=2)
+    return memory
+
+
+def checkpoint_parts(
+    size: "ModelSize", optimizer: OptimizerMemory, *, stage: int, weight_bytes: int
+) -> tuple[int, int, int]:
+    """Count the bytes of a checkpoint over all ranks: (weights as safetensors, DeepSpeed's own copies of these, states
+    of the optimizer).
+    """
+    in_module = size.num_trainable if size.lora_r else size.num_params
+    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments).
+    copied = (in_module if stage < 3 else 0) + (in_module - size.num_trainable if stage >= 2 else 0)
+    # ZeRO 0 in fp32 trains the weights themselves, without a master.
+    states = optimizer.state_bytes if stage == 0 and weight_bytes == 4 else optimizer.checkpoint_bytes
+    return weight_bytes * size.saved_params, weight_bytes * copied, int(states * size.num_trainable)
+
+
+# ---- terms
+
+Phase = Literal["always", "gradients", "compute", "step", "between", "outside"]
+"""always: from the first step to the last. gradients: from the first backward of a step to its end. compute: forward
+and backward of a micro batch. step: the optimizer's. between: samples and saves between steps. outside: always, but not
+allocated by torch.
+"""
+FULL_TRAINING = "over the full training"
+"""The comparison of a plan with what was measured at the end, in `plan_check` of run.json."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """Memory of one kind."""
+
+    name: str
+    num_bytes: int
+    """place device: on one GPU (one rank, where ranks run on CPU). place host: on one node, all its ranks together."""
+    formula: str
+    """For `dsft plan --explain`."""
+    phase: Phase = "always"
+    place: Literal["device", "host"] = "device"
+
+
+def terms_at_peak(terms: Iterable[Term], place: str) -> list[Term]:
+    """Return what is alive together at the peak."""
+    here = [term for term in terms if term.place == place]
+    sums = dict.fromkeys(("compute", "step", "between"), 0)
+    for term in here:
+        if term.phase in sums:
+            sums[term.phase] += term.num_bytes
+    fullest = max(sums, key=sums.get)
+    return [term for term in here if term.phase not in sums or term.phase == fullest]
+
+
+def peak_bytes(terms: Iterable[Term], place: str) -> int:
+    return sum(term.num_bytes for term in terms_at_peak(terms, place))
+
+
+def pinned_bytes(num_bytes: float) -> int:
+    """Round up to a power of two, as torch's allocator of pinned memory does."""
+    return 1 << (int(num_bytes) - 1).bit_length() if num_bytes else 0
+
+
+# ---- the job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, as far as memory and time depend on it."""
+
+    size: "ModelSize"
+    model_config: "PreTrainedConfig"
+    dtype: str = "bfloat16"
+    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
+    seq_len: int = 1024
+    attention: "Attention" = "flash"
+    adapters: "PeftConfig | None" = None
+    trainable: tuple[str, ...] = ()
+    """Patterns of the parameters that are trained."""
+    frozen: tuple[str, ...] = ()
+    optimizer: str = DEFAULT_OPTIMIZER
+    """As transformers names it (the option `optim`)."""
+    micro_batch: int | None = None
+    """Sequences of one forward on one rank; None lets the plan choose."""
+    accumulation: int | None = None
+    sequences_per_step: int | None = None
+    """Of one optimizer step over all ranks."""
+    sequence_parallel: int = 1
+    """Ranks that share each micro batch."""
+    checkpointing: bool | None = None
+    """As the user set it; None lets the plan decide."""
+    checkpoint_every: int | None = None
+    """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
+    checkpoint_offload: bool = False
+    """With checkpointing, whether what it saves is in pinned host memory."""
+    liger: bool = False
+    tiled_loss: bool = False
+    """Whether logits of some tokens at a time exist."""
+    fp32_accumulation: bool | None = None
+    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
+    fp32_reduction: bool = False
+    """Whether gradients are sent in fp32."""
+    bf16_states: bool = False
+    """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
+    compiled: bool = False
+    samples: bool = False
+    """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
+        return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
+
+    def activations(self, *, zero_3: bool) -> "Activations":
+        """Measure what autograd keeps of a token, once for all jobs in which it is the same."""
+        # ZeRO-3's linear layers keep more only of frozen weights, and a quantised base is not sharded.
+        has_frozen = self.size.num_trainable < self.size.num_params - self.size.other_params
+        key = (
+            self.model_config.to_json_string(),
+            self.adapters and str(sorted(self.adapters.to_dict().items(), key=str)),
+            self.dtype,
+            self.attention,
+            None if self.attention == "flash" else self.seq_len,
+            (self.trainable, self.frozen, self.liger),
+            zero_3 and has_frozen and not self.size.quantization,
+        )
+        if key not in _measured:
+            from dsft.planner.activations import measure_or_assume
+
+            _measured[key] = measure_or_assume(self, zero_3=key[-1])
+        return _measured[key]
+
+
+_measured: dict[tuple, "Activations"] = {}
+
+
+# ---- the DeepSpeed configuration
+
+FP32 = ("fp32", "float32")
+"""As a DeepSpeed JSON names the type."""
+
+
+def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
+    """Whether the gradients of micro batches are added up in fp32."""
+    return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
+
+
+def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Read the section zero_optimization as DeepSpeed will: "auto" filled from the hidden size as transformers does
+    (integrations/deepspeed.py), defaults for what is missing. The result is shared, and not to be changed.
+    """
+    return _resolved(json.dumps(zero_section), hidden_size)
+
+
+@functools.cache  # a plan asks for the same section for each micro batch
+def _resolved(zero_section: str, hidden_size: int) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
+
+    filled = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    section = json.loads(zero_section)
+    for name, value in list(section.items()):
+        if value == "auto":
+            section[name] = filled.get(name)
+        if section[name] is None:
+            del section[name]
+    return DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
+
+
+class ZeroLayout:
+    """How ZeRO spreads a model over the ranks, as far as memory and time depend on it."""
+
+    def __init__(self, job: Job, deepspeed_config: dict[str, Any], machine: Machine, *, accumulation: int):
+        self.job = job
+        self.size = size = job.size
+        self.machine = machine
+        self.accumulation = accumulation
+        self.zero = zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size.hidden_size)
+        self.stage: int = zero["stage"]
+        self.optimizer = optimizer_memory(deepspeed_config, job.optimizer)
+        self.optimizer_device: str = (zero["offload_optimizer"] or {}).get("device", "none")
+        self.param_device: str = (zero["offload_param"] or {}).get("device", "none") if self.stage == 3 else "none"
+        # The format of the base, if its weights stay in it on this device.
+        device = "cuda" if machine.has_gpu else "cpu"
+        is_packed = size.quantization and device not in size.quantization.unpacked_on
+        self.packed = size.quantization if is_packed else None
+        self.weight_bytes = job.weight_bytes
+        self.sum_bytes = 4 if sums_in_fp32(deepspeed_config) and self.stage >= 2 else self.weight_bytes
+        self.sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else self.weight_bytes
+        self.num_frozen = size.num_params - size.num_trainable
+        self.share = math.ceil(size.num_trainable / machine.world_size)
+        self.largest_trained = max((numel for numel, _ in size.trainable_numels), default=0)
+        hpz_ranks = zero["zero_hpz_partition_size"] if self.stage == 3 else 0
+        self.hpz_ranks = min(hpz_ranks, machine.world_size) if hpz_ranks > 1 else 0
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of the base that adapters stand on, unsharded."""
+        if not self.packed:
+            return self.weight_bytes * self.num_frozen
+        if self.packed.disk_bytes:
+            return self.packed.disk_bytes
+        plain = self.size.plain_params
+        return int(self.weight_bytes * plain + self.packed.weight_bytes * (self.num_frozen - plain))
+
+    @property
+    def persistent_params(self) -> int:
+        """Parameters that ZeRO-3 keeps gathered: those up to a threshold (`mark_persistent_parameters`)."""
+        threshold = self.zero["stage3_param_persistence_threshold"]
+        small = sum(numel * count for numel, count in self.size.numels if numel <= threshold)
+        return min(small, self.zero["stage3_model_persistence_threshold"])
+
+    @property
+    def gathered_params(self) -> int:
+        """Parameters that ZeRO-3 has gathered at once: at the turn from forward to backward those within half of
+        max_reuse_distance stay, and it fetches ahead up to max_live (PartitionedParameterCoordinator).
+        """
+        wanted = max(
+            self.zero["stage3_max_live_parameters"],
+            self.zero["stage3_max_reuse_distance"] // 2,
+            self.size.largest_gathered_params,
+        )
+        return min(self.size.num_params - self.persistent_params, wanted)
+
+
+# ---- terms of a training
+
+FRAGMENTATION = 0.03
+"""Of what torch allocates, what its allocator holds beyond it where memory is short (with expandable segments)."""
+STAGE_0_REDUCE_ELEMENTS = 500_000_000
+"""Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
+PROCESS_BYTES = {True: 3 * GB, False: int(0.65 * GB)}
+"""Host memory of one rank before it holds a model, with a GPU and without."""
+WORKSPACE_BYTES = 64 * MiB
+"""Of cuBLAS on GPUs of compute capability 9.0, for the threads of forward and backward."""
+
+
+def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
+    """List what a training holds.
+
+    Args:
+        every: each so manieth layer is computed again; 0 is none.
+    """
+    activations = activation_terms(layout, batch, every=every)
+    states = device_state_terms(layout)
+    if layout.stage < 3 and layout.accumulation == 1 and layout.sum_bytes == layout.weight_bytes:
+        # Gradients come, layer by layer, as what layers keep goes.
+        gradients = sum(term.num_bytes for term in states if term.phase == "gradients")
+        kept = activations[0]
+        in_its_place = min(gradients, kept.num_bytes * (layout.size.num_layers - 1) // layout.size.num_layers)
+        activations[0] = dataclasses.replace(kept, num_bytes=kept.num_bytes - in_its_place)
+    terms = [*states, *activations, *host_terms(layout)]
+    return [*terms, *outside_terms(layout, terms)]
+
+
+def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
+    """List what one micro batch makes; first what layers keep until their backward."""
+    job, size, item = layout.job, layout.size, layout.weight_bytes
+    measured = job.activations(zero_3=layout.stage == 3)
+    tokens = -(-batch.micro * job.seq_len // batch.sequence_parallel)
+    numbers = size.layer_numbers if len(size.layer_numbers) == len(measured.layers) else range(len(measured.layers))
+    again = [bool(every) and number % every == 0 for number in numbers]
+    kept = sum(bytes_of for bytes_of, is_again in zip(measured.layers, again, strict=True) if not is_again)
+    fixed = sum(number for number, is_again in zip(measured.layers_fixed, again, strict=True) if not is_again)
+    inputs = sum(bytes_of for bytes_of, is_again in zip(measured.inputs, again, strict=True) if is_again)
+    offloads_inputs = job.checkpoint_offload and layout.machine.has_gpu
+    # Gradients of a layer: of gate and up, and of the hidden states. Liger's take the place of what was kept.
+    backward = item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
+    if any(again):
+        backward += max(measured.layers)
+    work = max(tokens * backward + max(measured.layers_fixed) * any(again), head_bytes(job, tokens))
+    terms = [
+        Term(
+            "kept by layers",
+            int(fixed + tokens * (kept + (0 if offloads_inputs else inputs))),
+            "tokens x bytes that autograd keeps",
+            "compute",
+        ),
+        Term("backward of a layer, or logits and loss", int(work), "the larger of both", "compute"),
+        Term("rotary angles and masks", int(tokens * measured.shared), "tokens x bytes", "compute"),
+    ]
+    if offloads_inputs and inputs:
+        pinned = layout.machine.ranks_per_node * sum(
+            pinned_bytes(tokens * bytes_of)
+            for bytes_of, is_again in zip(measured.inputs, again, strict=True)
+            if is_again
+        )
+        terms.append(Term("inputs of layers", pinned, "ranks x layers x tokens x bytes, pinned", "compute", "host"))
+    if batch.sequence_parallel > 1:
+        # Ulysses keeps the result once more as it was before heads came back, and repeated keys and values.
+        queries, keys = size.exchanged_widths(batch.sequence_parallel)
+        width = queries + 2 * (keys - size.kv_size)
+        layers = again.count(False) + any(again)
+        exchanged = layers * tokens * width * item
+        terms.append(Term("positions exchanged for heads", exchanged, "layers x tokens x width", "compute"))
+    return terms
+
+
+def head_bytes(job: Job, tokens: int) -> int:
+    """Final norm, logits, loss and their backward, at their most."""
+    hidden = 5 * job.weight_bytes * job.size.hidden_size * tokens
+    softcap = getattr(job.model_config.get_text_config(), "final_logit_softcapping", None)
+    # logits in fp32, their softmax and its gradient; with tiles also the product
+    entry = 12 + (job.weight_bytes if job.tiled_loss or softcap else 0)
+    if job.tiled_loss:
+        from dsft.models.tiles import tile_rows
+
+        return hidden + entry * job.size.vocab_size * tile_rows(job.size.vocab_size, tokens)
+    if job.liger:  # liger_kernel/ops/fused_linear_cross_entropy.py
+        return hidden
+    return hidden + entry * job.size.vocab_size * tokens
+
+
+def device_state_terms(layout: ZeroLayout) -> list[Term]:
+    """List weights, gradients, states and DeepSpeed's buffers on one GPU."""
+    if layout.stage == 3:
+        return _stage_3(layout)
+    if layout.stage == 0:
+        return _stage_0(layout)
+    return _stage_1_2(layout)
+
+
+def _stage_0(layout: ZeroLayout) -> list[Term]:
+    item, trained, optimizer = layout.weight_bytes, layout.size.num_trainable, layout.optimizer
+    is_half = item < 4  # then the optimizer updates fp32 copies of the weights
+    states = (optimizer.master_bytes if is_half else 0) + optimizer.state_bytes
+    # The engine reduces a flat copy of the gradients; then, in half precision, fp32 gradients are made of them.
+    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.machine.world_size > 1 else 0
+    step = max(layout.sent_bytes * copied, ((4 if is_half else 0) + optimizer.step_bytes) * trained)
+    return [
+        Term("weights", layout.frozen_bytes + item * trained, "all"),
+        Term("optimizer state", int(states * trained), "(master + moments) x trained"),
+        Term("gradients", item * trained, "trained", "gradients"),
+        Term("optimizer step", step, "copy to all-reduce, or fp32 gradients and the optimizer's copies", "step"),
+    ]
+
+
+def _stage_1_2(layout: ZeroLayout) -> list[Term]:
+    item, trained, share, largest = layout.weight_bytes, layout.size.num_trainable, layout.share, layout.largest_trained
+    optimizer, size = layout.optimizer, layout.size
+    offloads = layout.optimizer_device != "none"
+    accumulates = layout.accumulation > 1
+    bucket = layout.zero["reduce_bucket_size"]
+    buckets = 2 if layout.zero["overlap_comm"] else 1
+    is_tied = size.trains_embedding and not size.head_params and largest == size.embedding_params
+    # A rank keeps parameters that cross the border of its share in full.
+    of_share = min(trained, share + largest)
+    if layout.stage == 2 and layout.sum_bytes > item:
+        gradients = 4 * share
+    elif layout.stage == 1 and (accumulates or not layout.zero["overlap_comm"]):
+        gradients = item * trained
+    elif offloads:
+        gradients = 0  # they go to host memory as they come
+    else:
+        gradients = item * of_share * (2 if layout.stage == 2 and accumulates else 1)
+    carried = (item if optimizer.master_bytes != item else 0) + optimizer.master_bytes + optimizer.step_bytes
+    step = 0 if offloads else max(0, item * of_share + carried * share - gradients)
+    if layout.stage == 2 and layout.sum_bytes > item:
+        step = optimizer.step_bytes * share
+    norm = 8 * min(largest, share) if offloads else 0  # in fp64, one gradient at a time
+    copied = max(min(trained, bucket), min(largest, bucket + share) if largest > bucket else 0)
+    return [
+        Term("weights", layout.frozen_bytes + item * trained, "all"),
+        Term(
+            "optimizer state", 0 if offloads else int(optimizer.checkpoint_bytes * share), "(master + moments) / ranks"
+        ),
+        Term("gradients", gradients, "of this rank's share, or of all until they are reduced", "gradients"),
+        Term("reduce buckets", item * buckets * bucket + layout.sent_bytes * copied, "buckets and a copy", "compute"),
+        Term("gradient not yet reduced", item * largest, "largest parameter", "compute"),
+        Term("its other part, or its norm", max(norm, item * largest * is_tied), "of a tied embedding", "compute"),
+        Term("buffer of the offload", item * largest * offloads, "largest parameter", "compute"),
+        Term("optimizer step", int(step), "gradients in the master's type, and the optimizer's copies", "step"),
+    ]
+
+
+def _stage_3(layout: ZeroLayout) -> list[Term]:
+    item, size, share, ranks = layout.weight_bytes, layout.size, layout.share, layout.machine.world_size
+    optimizer, zero = layout.optimizer, layout.zero
+    offloads, keeps_weights = layout.optimizer_device != "none", layout.param_device == "none"
+    # A sub-group is closed by the parameter that fills it, mostly one between embedding and head.
+    ends = (size.embedding_params, size.head_params)
+    inner = max((numel for numel, _ in size.trainable_numels if numel not in ends), default=0)
+    sub_group = min(share, zero["sub_group_size"] + math.ceil(inner / ranks))
+    carried = (layout.sum_bytes if optimizer.master_bytes != layout.sum_bytes else 0) + optimizer.master_bytes
+    bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] else 0
+    terms = [
+        Term("reduce bucket", layout.sent_bytes * bucket, "allocated in full"),
+        Term("weights", item * size.num_params // ranks if keeps_weights else 0, "all / ranks"),
+        Term(
+            "optimizer state", 0 if offloads else int(optimizer.checkpoint_bytes * share), "(master + moments) / ranks"
+        ),
+        Term("gradient partition", 0 if offloads else layout.sum_bytes * share, "trained / ranks"),
+        Term(
+            "optimizer step",
+            0 if offloads else int((carried + optimizer.step_bytes) * sub_group),
+            "gradients of a sub-group flat and in the master's type",
+            "step",
+        ),
+    ]
+    if ranks > 1 or not keeps_weights:  # else nothing is partitioned (`NoGatherHandle`)
+        prefetch = zero["stage3_prefetch_bucket_size"]
+        copies = item * (prefetch + max(numel for numel, _ in size.numels)) if prefetch else 0
+        reduced = item * layout.largest_trained + layout.sent_bytes * min(bucket, size.num_trainable)
+        terms += [
+            Term("persistent parameters", item * layout.persistent_params, "up to the persistence threshold"),
+            Term("gathered parameters", item * layout.gathered_params, "live at once", "compute"),
+            Term("prefetch or reduce copies", max(copies, reduced), "one bucket and a parameter", "compute"),
+        ]
+        if layout.job.samples:
+            gathered = size.num_params - layout.persistent_params
+            terms.append(Term("weights gathered for samples", item * gathered, "all", "between"))
+    if layout.hpz_ranks and keeps_weights:
+        terms.append(
+            Term("second partition (hpZ)", item * size.num_params // layout.hpz_ranks, "all / ranks of a node")
+        )
+    return terms
+
+
+def host_terms(layout: ZeroLayout) -> list[Term]:
+    """List what a node's host memory holds: processes, what is offloaded to it, weights that are saved."""
+    machine, item, share, size, optimizer = (
+        layout.machine,
+        layout.weight_bytes,
+        layout.share,
+        layout.size,
+        layout.optimizer,
+    )
+    offload = layout.zero["offload_optimizer"] or {}
+
+    def on_node(name: str, num_bytes: float, formula: str) -> Term:
+        return Term(name, int(machine.ranks_per_node * num_bytes), f"ranks x {formula}", "always", "host")
+
+    def pinned(num_bytes: float) -> float:
+        return pinned_bytes(num_bytes) if offload.get("pin_memory") and machine.has_gpu else num_bytes
+
+    terms = [on_node("processes", PROCESS_BYTES[machine.has_gpu], "Python, torch, DeepSpeed")]
+    if layout.optimizer_device == "cpu" and layout.stage < 3:
+        # All but the moments are pinned (stage_1_and_2.py); gradients of several micro batches are kept apart.
+        sums = layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item
+        terms += [
+            on_node("Adam moments", optimizer.state_bytes * share, "moments"),
+            on_node("master weights and gradients", 2 * pinned(optimizer.master_bytes * share), "2 x master, pinned"),
+            on_node("copy of updated weights", pinned(item * share), "share, pinned"),
+            on_node("sums of gradients", 1.4 * item * share if sums else 0, "share, each pinned by itself"),
+        ]
+    if layout.optimizer_device == "cpu" and layout.stage == 3:
+        groups = max(1, share // max(1, layout.zero["sub_group_size"]))
+        gradients = groups * pinned(optimizer.master_bytes * share / groups)
+        terms += [
+            on_node("master weights and moments", optimizer.checkpoint_bytes * share, "(master + moments) / ranks"),
+            on_node("gradients in the master's type", gradients, "sub-groups, pinned"),
+            on_node("gradient partition", pinned(layout.sum_bytes * share), "trained / ranks, pinned"),
+        ]
+    if layout.param_device == "cpu":
+        # Trained shards move to one flat buffer that is always pinned; the allocator keeps those they had before.
+        flat = pinned_bytes(item * share) if machine.has_gpu else item * share
+        is_pinned = machine.has_gpu and layout.zero["offload_param"]["pin_memory"]
+        left = 1.4 * item * share if is_pinned else 0
+        frozen = (1.4 if is_pinned else 1.0) * item * layout.num_frozen / machine.world_size
+        terms.append(on_node("weights", flat + left + frozen, "shards, pinned, and what was pinned before"))
+    if machine.has_gpu:
+        saved = item * size.num_trainable
+        terms.append(Term("weights to be saved", saved, "trained, on rank 0", "between", "host"))
+    return terms
+
+
+def outside_terms(layout: ZeroLayout, terms: list[Term]) -> list[Term]:
+    """List what a GPU holds beyond what torch allocates: CUDA's context, NCCL's buffers, fragmentation."""
+    if not layout.machine.has_gpu:
+        return []
+    communicators = 0
+    if layout.machine.world_size > 1:  # of all ranks, of ZeRO, of hpZ, and of ranks that share sequences
+        communicators = 2 + (layout.hpz_ranks > 0) + (layout.job.sequence_parallel > 1)
+    fragmented = FRAGMENTATION * peak_bytes(terms, "device")
+    num_bytes = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES + int(fragmented)
+    if any(name in layout.machine.gpu_type.upper() for name in ("H100", "H200", "H800", "H20")):
+        num_bytes += WORKSPACE_BYTES
+    return [Term("context, NCCL and fragmentation", num_bytes, "assumed", "outside")]

@@ -1,0 +1,297 @@
+"""The time of one optimizer step, as a number that ranks plans: a roofline of products, collectives and transfers. Also
+the GPUs that are known by name (cards.toml). Pure arithmetic.
+
+Products per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no weight
+gradients), forward again with activation checkpointing. Attention's backward multiplies five times where its forward
+does twice (FlashAttention-2, arXiv 2307.08691). One share of the data sheet's rate for each card holds everything that
+a GPU does beside its products.
+
+Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters'):
+    stage 0, 1  gradients reduced and weights gathered once per step
+    stage 2     gradients reduced in each micro step
+    stage 3     weights gathered for forward and backward of each micro step, gradients scattered
+"""
+
+import math
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsft.errors import UserError
+from dsft.runtime.hardware import Machine
+from dsft.units import GB, Batch, GiB
+
+if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test would wait for
+    from dsft.models.size import ModelSize
+    from dsft.planner.memory import ZeroLayout
+
+# ---- cards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One kind of GPU."""
+
+    memory_gb: int
+    """GB, as the data sheet and its name have it."""
+    usable_gib: float
+    """What torch sees as the card's total: without what the driver and ECC keep."""
+    tflops: float
+    """Dense bf16 (fp16 where there is no bf16) matrix products by the data sheet."""
+    utilisation: float = 0.5
+    """Share of that rate that a training reaches, by published steps of its generation."""
+    memory_gbps: float
+    """GB/s of its own memory."""
+    nvlink_gbps: float
+    """GB/s to the other GPUs of the node, one direction; 0 without NVLink between all."""
+    pcie_gen: int
+    has_bf16: bool = True
+    """Whether it computes in bfloat16: not Volta and Turing."""
+    pattern: str = ""
+    """Of its name, as a driver or a user writes it; by default the key of CARDS."""
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.usable_gib * GiB)
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
+CARDS = {name: Card(**values) for name, values in _TABLE.items()}
+"""In the order of cards.toml: of cards with the same name the common one first."""
+OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
+"""In a name: a part of the card, or another one of that name."""
+TYPICAL = ("A100-80GB", "H200")
+"""Of cards with the same memory the one that is assumed where only the size is given."""
+
+
+def cards_named(text: str) -> list[str]:
+    """Return the keys of CARDS that a name may mean: of the longest match, since H100 is within H100 NVL."""
+    lengths = {}
+    for key, card in CARDS.items():
+        match = re.search(rf"(?<![A-Z0-9])(?:{card.pattern or key})(?![0-9A-Z])", text.upper())
+        if match and not re.search(OTHER_CARD, text.upper()):
+            lengths[key] = len(match.group())
+    return [key for key, length in lengths.items() if length == max(lengths.values())]
+
+
+def choose_card(text: str) -> str:
+    """Return the key of CARDS for what a user wrote: a name such as H100.
+
+    Raises:
+        UserError: for a name that is unknown, or that several cards have.
+    """
+    names = cards_named(text)
+    if not names:
+        raise UserError(f"--gpus: {text} is not known (choose from {', '.join(CARDS)}, or write the memory, 80GB)")
+    if len(names) > 1:
+        raise UserError(f"--gpus: there are {' and '.join(names)}; name one")
+    return names[0]
+
+
+def card_of(machine: Machine) -> str:
+    """Return the key of CARDS for a machine's GPU: by its name, else the smallest card that has its memory."""
+    named = cards_named(machine.gpu_type) if machine.gpu_type else []
+    enough = [name for name in named or CARDS if CARDS[name].usable_bytes >= 0.98 * machine.device_bytes]
+    if not enough:
+        return max(named or CARDS, key=lambda name: CARDS[name].usable_bytes)
+    least = min(CARDS[name].usable_gib for name in enough)
+    alike = [name for name in enough if CARDS[name].usable_gib <= 1.005 * least]
+    return next((name for name in TYPICAL if name in alike), alike[0])
+
+
+# ---- speeds of the hardware
+
+NETWORK_EFFICIENCY = 0.8
+PCIE_EFFICIENCY = 0.8
+ASSUMED_NETWORK_GBPS = 50
+"""GB/s of a node's network where none is named: one card of 400 Gbit/s."""
+PCIE_GBPS = {3: 16, 4: 32, 5: 64}
+"""GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
+BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
+"""GB/s of an NVLink bridge in one direction, by the generation of PCIe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Of one rank, its links and its node, in what is reached, not in what data sheets say."""
+
+    flops: float
+    """Floating-point operations per second on one rank."""
+    device_bytes: float
+    """Bytes per second of one rank's own memory."""
+    link_bytes: float
+    """Bytes per second of a rank's links within the node."""
+    network_bytes: float
+    """Bytes per second of a node's network."""
+    host_link_bytes: float
+    """Bytes per second between one rank's device and host memory."""
+    adam_params: float = 2e9
+    """Parameters per second that the CPU Adam of a node updates: 1.7e9 to 3e9 are reported for nodes of 8 GPUs."""
+
+
+def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
+    """Return the speeds of a machine by its card and `--interconnect`; of CPU ranks an order of magnitude."""
+    if not machine.has_gpu:
+        return Speeds(flops=5e10, device_bytes=1e10, link_bytes=2e9, network_bytes=1e9, host_link_bytes=1e10)
+    card = CARDS[card_of(machine)]
+    link, network = parse_interconnect(machine.interconnect, card)
+    flops = 1e12 * card.tflops * card.utilisation
+    if dtype == "float32":  # TF32 multiplies half as fast as bf16; cards before Ampere have no tensor cores for fp32
+        flops /= 2 if card.has_bf16 else 8
+    return Speeds(
+        flops=flops,
+        device_bytes=0.65 * card.memory_gbps * GB,
+        link_bytes=link,
+        network_bytes=network,
+        host_link_bytes=PCIE_EFFICIENCY * PCIE_GBPS[card.pcie_gen] * GB,
+    )
+
+
+def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
+    """(bytes/s of a rank within the node, bytes/s of a node's network) for "nvlink+ib400", "pcie", "pcie4+eth25",
+    "nvlink+8xib400" ...
+
+    The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a
+    part for the node, NVLink if the GPU has it, else PCIe.
+
+    Raises:
+        UserError: for a part that is not one of these.
+    """
+    link = PCIE_EFFICIENCY * PCIE_GBPS[card.pcie_gen] * GB
+    if card.nvlink_gbps:
+        link = 0.8 * card.nvlink_gbps * GB
+    network = NETWORK_EFFICIENCY * ASSUMED_NETWORK_GBPS * GB
+    for part in filter(None, text.lower().split("+")):
+        pcie = re.fullmatch(r"pcie([345])?", part)
+        port = re.fullmatch(r"(?:(\d+)x)?(?:ib|roce|eth)([1-9]\d*)", part)
+        if part == "nvlink":
+            link = 0.8 * (card.nvlink_gbps or BRIDGE_GBPS[card.pcie_gen]) * GB
+        elif pcie:
+            link = PCIE_EFFICIENCY * PCIE_GBPS[int(pcie[1] or card.pcie_gen)] * GB
+        elif port:
+            network = NETWORK_EFFICIENCY * int(port[1] or 1) * int(port[2]) / 8 * GB
+        else:
+            raise UserError(
+                f"--interconnect {text}: {part!r} is unknown; join nvlink or pcie (pcie3, pcie4, pcie5) and a network"
+                " such as ib400, 8xib400 or eth10 with +"
+            )
+    return link, network
+
+
+# ---- one optimizer step
+
+NARROW = 300
+"""Width at which products of matrices reach half of what wide ones do."""
+EXPERT_SHARE = 0.17
+"""Of the rate of products, what the grouped ones of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""
+ADAPTERS_COST = 1.2
+"""What the small products of adapters, and their sums, add."""
+UNPACKED_BYTES = 11
+"""Memory that unpacking a weight of a quantised base moves in one pass: Qwen 7B to 72B in 4 bits beside plain LoRA."""
+LAUNCH_SECONDS = {"full": 5e-4, "lora": 1.6e-3, "qlora": 3.9e-3}
+"""Time that Python takes to launch one pass over one layer (github.com/QwenLM/Qwen, README.md)."""
+HOOK_SECONDS = 4.5e-4
+"""The same that ZeRO-3 adds for each module with weights: its hooks, and the events of a fetch (the same source)."""
+OVERLAP_LOSS = 0.5
+"""Share of the shorter of computing and communicating that overlap does not hide."""
+GATHER_SECONDS = 2e-4
+"""Time that Python takes for a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
+
+
+def flops_per_token(size: "ModelSize", seq_len: int, *, checkpointing: bool) -> float:
+    """Floating-point operations of training on one token, as they are counted for a share of the data sheet's rate."""
+    passes = 2 + size.trained_share + checkpointing
+    return passes * (2 * size.active_params + attention_flops_per_token(size, seq_len))
+
+
+def attention_flops_per_token(size: "ModelSize", seq_len: int) -> float:
+    """Floating-point operations of one forward's attention on one token of a causal sequence."""
+    return 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
+
+
+def product_seconds(size: "ModelSize", speeds: Speeds, machine: Machine) -> float:
+    """Seconds of one pass's matrix products over one token."""
+    if not machine.has_gpu:
+        return 2 * size.active_params / speeds.flops
+    slower = size.active_expert_params * (1 / EXPERT_SHARE - 1)
+    return 2 * (size.active_params + slower) / speeds.flops * (1 + NARROW / size.hidden_size)
+
+
+def launch_seconds(layout: "ZeroLayout") -> float:
+    """Seconds that Python takes for one pass over the model on a GPU."""
+    size = layout.size
+    method = "qlora" if layout.packed else "lora" if size.lora_r else "full"
+    hooks = size.num_modules * HOOK_SECONDS if layout.stage == 3 else 0.0
+    return size.num_layers * LAUNCH_SECONDS[method] + size.looped_experts * 2e-4 + hooks
+
+
+def collective_seconds(num_bytes: float, machine: Machine, speeds: Speeds, *, ranks: int | None = None) -> float:
+    """A collective over `num_bytes` in total: each rank gets all but its own share over its links, each node all but
+    its own over its network. Args: `ranks`: neighbours that take part; by default all.
+    """
+    ranks = min(ranks or machine.world_size, machine.world_size)
+    if ranks == 1:
+        return 0.0
+    nodes = math.ceil(ranks / machine.ranks_per_node)
+    inside = num_bytes * (ranks - 1) / ranks / speeds.link_bytes if machine.ranks_per_node > 1 else 0.0
+    across = num_bytes * (nodes - 1) / nodes / speeds.network_bytes
+    return max(inside, across)
+
+
+def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomputed: float) -> float:
+    """Predict one optimizer step.
+
+    Args:
+        recomputed: the share of the layers that activation checkpointing computes again.
+    """
+    job, size, zero, machine = layout.job, layout.size, layout.zero, layout.machine
+    accumulation, world = batch.accumulation, machine.world_size
+    tokens = batch.micro * job.seq_len // batch.sequence_parallel
+    attention = attention_flops_per_token(size, job.seq_len) / speeds.flops
+    passes = 2 + recomputed
+    micro_step = tokens * (passes + size.trained_share) * product_seconds(size, speeds, machine)
+    micro_step += tokens * (3.5 + recomputed) * attention
+    if size.lora_r:
+        micro_step *= ADAPTERS_COST
+    if layout.packed:
+        micro_step += UNPACKED_BYTES * passes * layout.num_frozen / speeds.device_bytes
+    compute = accumulation * micro_step
+    host = accumulation * passes * launch_seconds(layout) if machine.has_gpu else 0.0
+
+    gradients = collective_seconds(layout.sent_bytes * size.num_trainable, machine, speeds)
+    trained = collective_seconds(layout.weight_bytes * size.num_trainable, machine, speeds)
+    if layout.stage == 0:
+        moving = 2 * gradients
+    elif layout.stage < 3:
+        all_reduces = 2 if zero["use_multi_rank_bucket_allreduce"] else 1  # which throws away what others keep
+        moving = trained + all_reduces * gradients * (accumulation if layout.stage == 2 else 1)
+    else:
+        # With hpZ what the forward gathers fills a second partition, which the backward gathers from. An update empties
+        # that of trained weights alone, so a frozen base never crosses nodes again.
+        over = layout.hpz_ranks or world
+        frozen = collective_seconds(layout.weight_bytes * layout.num_frozen, machine, speeds, ranks=over)
+        backward = collective_seconds(layout.weight_bytes * size.num_params, machine, speeds, ranks=over)
+        moving = accumulation * (trained + frozen + backward + gradients)
+        if machine.has_gpu and world > 1:
+            host += accumulation * 2 * size.num_modules * GATHER_SECONDS
+    if batch.sequence_parallel > 1:  # queries, keys, values and the result, layer by layer, while all ranks wait
+        width = 2 * sum(size.exchanged_widths(batch.sequence_parallel))
+        exchanged = tokens * width * layout.weight_bytes * size.num_layers
+        compute += accumulation * passes * collective_seconds(exchanged, machine, speeds, ranks=batch.sequence_parallel)
+
+    updated = size.num_trainable / (world if layout.stage else 1)
+    optimizer = updated * (6 + 2 * layout.optimizer.checkpoint_bytes) / speeds.device_bytes
+    if layout.optimizer_device != "none":
+        if machine.has_gpu:  # gradients down each micro step, weights up once
+            moved = (accumulation * layout.sum_bytes + layout.weight_bytes) * updated
+            moving += moved / speeds.host_link_bytes
+        optimizer = updated * machine.ranks_per_node / speeds.adam_params
+    if layout.param_device != "none" and machine.has_gpu:  # this rank's shard, for forward and backward
+        moving += 2 * accumulation * layout.weight_bytes * size.num_params / world / speeds.host_link_bytes
+    if job.checkpoint_offload and machine.has_gpu and recomputed:
+        inputs = tokens * recomputed * size.num_layers * size.hidden_size * layout.weight_bytes
+        moving += 2 * accumulation * inputs / speeds.host_link_bytes
+    busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
+    return max(busy, host) + optimizer
