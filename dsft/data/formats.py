@@ -324,7 +324,7 @@ def _from_alpaca(row: dict[str, Any], rules: FormatRules, *, has_template: bool)
         instruction, given = given, ""
     if not instruction:
         raise ValueError("column 'instruction' is empty")
-    if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError("column 'history' must be a list of [instruction, output]")
     if has_template:
         messages = []
@@ -365,10 +365,14 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
         if given.get("channel") == "analysis":
             thought += _text(given.get("content"), f"message {number}")
             continue
-        given = _without_channel(given, thought)
-        thought = ""
+        given = _without_channel(given)
+        if thought:
+            given["reasoning_content"] = thought
         message, is_call = _message(given, number, schemas)
         role = message["role"]
+        if thought and role != "assistant":
+            raise ValueError(f"message {number - 1} is of the channel analysis, and no answer follows it")
+        thought = ""
         allowed, problem = FOLLOWS.get(role, ({before}, ""))
         if before not in allowed:
             follows = f"a message of the {before}" if before else "nothing"
@@ -385,7 +389,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
         if number == answers_from:
             first_answer = len(chat)
     if thought:
-        raise ValueError("the last message is of the channel analysis, and no answer follows it")
+        raise ValueError(f"message {len(messages)} is of the channel analysis, and no answer follows it")
     answers = [message for message in chat[first_answer:] if message["role"] == "assistant"]
     if not any(message.get("weight", 1) for message in answers):
         raise EmptyAnswer("no turn of an assistant, or each has weight 0")
@@ -406,19 +410,16 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     return Chat(messages=chat, tools=tools, answers_from=first_answer)
 
 
-def _without_channel(given: dict[str, Any], thought: str) -> dict[str, Any]:
-    """Brings a message of OpenAI's Harmony into the form of others, with the analysis before it as its reasoning. A
-    channel that is not understood stays, and is refused as any unknown key.
+def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
+    """Brings a message of OpenAI's Harmony into the form of others. A channel that is not understood stays, and is
+    refused as any unknown key.
     """
-    if thought:
-        given = {"reasoning_content": thought} | given
-    rest = {key: value for key, value in given.items() if key not in ("channel", "recipient")}
     channel, recipient = given.get("channel"), given.get("recipient")
-    if channel == "commentary" and given.get("role") == "assistant" and str(recipient).startswith("functions."):
+    rest = {key: value for key, value in given.items() if key not in ("channel", "recipient")}
+    if channel == "commentary" and str(recipient).startswith("functions."):
         call = {"name": recipient.removeprefix("functions."), "arguments": given.get("content")}
         return rest | {"role": "tool_call", "content": json.dumps(call)}
-    is_result = given.get("role") == "tool" and recipient == "assistant"
-    return rest if channel == "final" or is_result else given
+    return rest if channel == "final" or recipient == "assistant" else given
 
 
 def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tuple[Message, bool]:

@@ -218,8 +218,9 @@ def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function
     assert called["tool_calls"][0]["function"] == {"name": "level", "arguments": {"gauge": "g"}}
     assert told == {"role": "tool", "name": "level", "content": "3"}
     assert answered == {"role": "assistant", "content": "It is 3."}
-    with pytest.raises(ValueError, match="no answer follows"):
-        made({"messages": [QUESTION, final, QUESTION, analysis]})
+    for follows in ([], [QUESTION, final]):
+        with pytest.raises(ValueError, match="message 4 is of the channel analysis, and no answer follows"):
+            made({"messages": [QUESTION, final, QUESTION, analysis, *follows]})
     for other in ({"channel": "commentary"}, {"channel": "final", "recipient": "browser"}):
         with pytest.raises(ValueError, match="'channel'"):
             made({"messages": [QUESTION, final | other | {"channel": "commentary"}]})
