@@ -223,6 +223,8 @@ class DataFields:
     drop_unrendered: bool = False
     """Train chats of which the chat template leaves out a part (reasoning, a name, tools) without it, which are
     counted. Else they are bad rows."""
+    chat_date: str | None = None
+    """Day that a chat template prints, such as 2026-01-31; by default that of the first start, also in a resume."""
     drop_keys: list[str] = field(default_factory=list)
     """Columns, and keys of messages, to ignore that would be refused, such as images or score."""
     too_long: Literal["drop", "truncate", "split", "error"] = "drop"

@@ -11,6 +11,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
@@ -27,6 +29,7 @@ _EMPTY_THINKING = re.compile(
     r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
 )
 _THINKING_END = re.compile(r"(?:</(?:think|thinking|thought|seed:think)>|<channel\|>|\[/THINK\]|<\|END_THINKING\|>)\s*")
+_DAY = re.compile(r"""strftime_now\(["']([^"']*)["']\)""")
 _THINKING_OPENS = re.compile(r"<think>\s*$")
 _CLOSED_THINKING = "\n</think>\n\n"  # as templates write it after reasoning
 _WAY_OUT = (
@@ -93,6 +96,9 @@ class _ChatRenderer:
         self.tokenizer = tokenizer
         self.rules = rules
         self.template = tokenizer.get_chat_template(tools=chat.tools or None)
+        if rules.chat_date:  # transformers passes no function of another day to a template
+            day = date.fromisoformat(rules.chat_date)
+            self.template = _DAY.sub(lambda match: json.dumps(day.strftime(match[1])), self.template)
         self.forms = _forms(tokenizer, self.template)
         self.notes: dict[str, str] = {}
         turns = range(chat.answers_from, len(self.source))
@@ -105,7 +111,7 @@ class _ChatRenderer:
     def weight(self, turn: int) -> float:
         return self.source[turn].get("weight", 1)
 
-    def render(self, messages: list[Message], *, prompt: bool = False, tools: bool = True, **switch: bool) -> str:
+    def render(self, messages: list[Message], *, prompt: bool = False, tools: bool = True, **switch: Any) -> str:
         if self.tools and tools:
             switch["tools"] = self.tools
         # A list of one chat: transformers looks into the first message of a chat alone, and there may be none before a

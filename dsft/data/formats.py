@@ -112,6 +112,7 @@ class FormatRules:
     train_thinking: str = "auto"
     drop_unrendered: bool = False
     drop_keys: tuple[str, ...] = ()
+    chat_date: str | None = None
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""

@@ -17,7 +17,7 @@ from dsft.perplexity.modes import mode_problems
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
     *("data_format", "text_column", "prompt_template", "completion_template", "chat_template", "map_row"),
-    *("train_on", "train_thinking", "drop_unrendered", "drop_keys", "too_long"),
+    *("train_on", "train_thinking", "drop_unrendered", "drop_keys", "chat_date", "too_long"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""
 PATHS = ("tokenizer", "chat_template", "data_cache")  # those of SHARED that may be paths

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,9 @@ def check_run(
     # Where the model is missing, its tokenizer is not reported too.
     if options.model and not options.add_tokens and (model or options.tokenizer) and (starts or options.data):
         tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
+    if starts and tokenizer and "strftime_now" in str(tokenizer.chat_template) and not options.chat_date:
+        run.apply([_first_day(options)])
+        options = run.options
     data, held_out = (
         check_sources(sources, options, tokenizer, key=key, problems=unreadable)
         for key, sources in (("data", options.data), ("eval_data", options.held_out_entries if starts else []))
@@ -439,6 +443,16 @@ def check_run(
     run.data, run.held_out, run.tokenizer = data, held_out, tokenizer
     run.problems = [*problems, *without_second_errors(run.problems[len(problems) :], problems)]
     return run
+
+
+def _first_day(options: TrainConfig) -> Decision:
+    """Takes the day that the chat template prints from the run that is resumed, whose tokens would be others else."""
+    day = None
+    if given := options.training.get("resume_from_checkpoint"):
+        folder = Path(given).parent if Path(str(given)).is_dir() else Path(options.training["output_dir"])
+        if run_folder.is_run(folder):
+            day = run_folder.read_options_of_run(str(folder)).get("chat_date")
+    return Decision("chat_date", day or date.today().isoformat(), "the chat template prints the day of the first start")
 
 
 def check_sequence_parallel(options: TrainConfig, facts: ModelFacts | None, machine: Machine) -> list[str]:

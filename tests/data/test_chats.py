@@ -279,6 +279,14 @@ def test_reasoning_within_the_content_is_the_same_as_beside_it():
     assert "Muse one." in answers(made({"messages": inline}, tokenizer_for("llama3")), tokenizer_for("llama3"))[0][0]
 
 
+def test_a_template_prints_the_day_that_is_given():
+    for name, day in (("gptoss", "Current date: 2001-02-03"), ("llama3_2", "Today Date: 03 Feb 2001")):
+        tokenizer = tokenizer_for(name)
+        tokens = made(CHATS["one turn"], tokenizer, chat_date="2001-02-03")
+        assert day in tokenizer.decode(tokens.ids)
+        assert made(CHATS["one turn"], tokenizer).ids.tolist() != tokens.ids.tolist()
+
+
 def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted():
     named = {"messages": [{"role": "user", "name": "Ann", "content": "Ask"}, {"role": "assistant", "content": "Reply"}]}
     for name, chat, part in (
