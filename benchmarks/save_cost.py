@@ -9,7 +9,6 @@ Prints JSON. Random weights, a few steps.
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -27,14 +26,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, nargs="+", default=[25e6, 120e6, 350e6])
     parser.add_argument("--zero", nargs="+", default=["2", "3"])
-    parser.add_argument("--async_save", nargs="+", choices=["true", "false"], default=["false"])
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for params in options.params:
             write(Path(folder, f"{params:.0f}"), params)
-            for zero, later in itertools.product(options.zero, options.async_save):
-                rows.append(measure(Path(folder), Path(folder, f"{params:.0f}"), zero, later))
+            for zero in options.zero:
+                rows.append(measure(Path(folder), Path(folder, f"{params:.0f}"), zero))
                 print(rows[-1], file=sys.stderr, flush=True)
     print(json.dumps({"cores": os.cpu_count(), "ranks": 2, "rows": rows}, indent=1))
 
@@ -58,7 +56,7 @@ def write(folder: Path, params: float) -> None:
     write_texts(folder / "texts.jsonl", 60)
 
 
-def measure(folder: Path, model: Path, zero: str, later: str) -> dict:
+def measure(folder: Path, model: Path, zero: str) -> dict:
     from ranks import ranks_below
 
     out = folder / "run"
@@ -94,8 +92,6 @@ def measure(folder: Path, model: Path, zero: str, later: str) -> dict:
         "true",
         "--memory_check",
         "false",
-        "--async_save",
-        later,
     ]
     process = subprocess.Popen(
         list(map(str, command)), cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.DEVNULL
@@ -114,7 +110,6 @@ def measure(folder: Path, model: Path, zero: str, later: str) -> dict:
     return {
         "params": written_elements(out / "final"),
         "zero": zero,
-        "async_save": later == "true",
         "saves": saves["number"],
         "seconds_each": round(saves["seconds"] / saves["number"], 2),
         "checkpoint_gb": round(saves["largest_bytes"] / 1e9, 3),

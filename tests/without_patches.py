@@ -20,14 +20,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from dsft.runtime.patches import WITHOUT
 
 TESTS = {
-    "training/test_async_save.py::test_a_checkpoint_that_is_written_later_holds_the_step_it_is_of": (
-        "weights_later",
-        "adapters_later",
-    ),
     "launch/test_words.py::test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh": (
         "pdsh_quotes",
     ),
-    "runtime/test_disk.py::test_torch_builds_with_this_lock": ("operator_lock",),
     "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
     "training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone": ("muon_kernels",),
@@ -57,17 +52,6 @@ TESTS = {
         "positions_on_gpu",
     ),
     "training/test_metrics.py::test_ranks_report_what_they_wait_for_in_collectives": ("timed_collectives",),
-    "training/test_failing_writes.py::test_every_write_of_a_save_may_fail": (
-        "shards_hashed",
-        "shard_folders",
-        "recovery_script",
-        "latest_after",
-    ),
-    "watchdog/test_slow_saves.py::test_no_rank_waits_in_a_collective_while_another_writes": (
-        "commit_together",
-        "gather_together",
-    ),
-    "runtime/test_patches.py::test_a_copy_of_states_that_fails_is_noted_while_a_checkpoint_is_saved": ("nvme_states",),
 }
 """Test of tests/ -> the patches without any of which it fails."""
 

@@ -125,6 +125,11 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
             f"{checkpoint}: is resumed only in ZeRO stage 1, 2 or 3 with states in GPU or host memory; choose such a"
             " zero, or start from its weights with --resume_weights_only"
         )
+    if "muon" in type(optimizer.optimizer).__name__.lower():
+        raise UserError(
+            f"{checkpoint}: states of Muon are resumed only on the ranks and in the ZeRO stage that wrote them; use"
+            " these, or start from its weights with --resume_weights_only"
+        )
     shards = ZeroShards(checkpoint)
     trained = trained_shapes(engine.module)
     for name in sorted(trained.keys() | shards.shapes.keys()):

@@ -40,10 +40,13 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
         problems.append(f"output_dir={path}: is {'a file' if path.exists() else 'a link to nowhere'}, not a folder")
         return
     try:
-        with tempfile.TemporaryFile(dir=existing_parent(path)) as probe:
-            probe.write(b"\0" * 4096)
+        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=existing_parent(path))
+        with os.fdopen(descriptor, "wb") as probe:
+            probe.write(bytes(4096))
             probe.flush()
-            os.fsync(probe.fileno())
+            os.fsync(descriptor)
+        os.rename(name, f"{name}.renamed")  # as a save is
+        os.unlink(f"{name}.renamed")
     except OSError as error:
         problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
 
