@@ -18,6 +18,7 @@ from dsft.checkpoints.manifest import (
     publish,
 )
 from dsft.checkpoints.run_folder import (
+    check_output_dir,
     clear_run,
     is_finished,
     last_checkpoint,
@@ -245,3 +246,13 @@ def test_a_full_finetuning_of_a_local_folder_names_no_base_of_the_hub_and_no_ada
     header, text = parts(FINISHED | {"config": config, "world_size": 1})
     assert "base_model" not in header and header["library_name"] == "transformers"
     assert "lora_r" not in text and "1 rank." in text and "Held out" not in text
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_overwrite_and_auto_are_refused_together_unless_dsft_launch_restarts(tmp_path, monkeypatch, restarts):
+    monkeypatch.delenv(LAUNCH, raising=False)
+    if restarts:
+        monkeypatch.setenv(LAUNCH, "this job")
+    problems: list[str] = []
+    check_output_dir(config(tmp_path, "auto", overwrite=True), problems)
+    assert ["are both set" in problem for problem in problems] == [True] * (not restarts)

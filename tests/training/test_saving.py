@@ -6,6 +6,7 @@ import os
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import grid
@@ -19,6 +20,7 @@ from dsft.models.size import measure_model
 from dsft.models.weight_files import SafetensorsFiles
 from dsft.run_setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.runtime import distributed
+from dsft.training import run
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
 
@@ -112,3 +114,21 @@ def test_the_bytes_that_are_counted_are_those_on_the_disk(options, tmp_path, dty
         counted = size.weight_bytes + size.state_bytes
         assert abs(written / counted - 1) < 0.05, (zero, case["optim"], written / counted, log[-2000:])
         assert sum(file.stat().st_size for file in files_of(run / "checkpoint-2")) < size.checkpoint_bytes
+
+
+def test_the_final_model_alone_is_uploaded(tmp_path, monkeypatch):
+    uploads = []
+
+    class Hub:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, name, **_):
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, **options):
+            uploads.append((options["repo_id"], options["folder_path"]))
+
+    monkeypatch.setattr(run, "HfApi", Hub)
+    run.push_final({}, tmp_path / "my-run" / "final")
+    assert uploads == [("me/my-run", tmp_path / "my-run" / "final")]
