@@ -19,10 +19,6 @@ BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit as users may write it -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
-MLP_TILES = 8
-"""Parts of a micro batch's tokens that a tiled feed-forward computes in turn, whatever their number: bytes grow with
-the tokens. In bf16 each more rounds the sum of the weights' gradients once more (models/tiles.py).
-"""
 IGNORED = -100  # the label of a token that is not trained or scored, as transformers has it
 PADDED_MULTIPLE = 8  # rows are padded to a multiple of this: what matrix units like
 

@@ -25,33 +25,8 @@ TESTS = {
     ),
     "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
-    "training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone": ("muon_kernels",),
-    "training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules": ("quick_zero_grad", "quick_train"),
-    "training/test_zero_0.py::test_a_single_rank_copies_no_gradients_to_reduce_them": ("one_rank_reduces_none",),
     "training/test_zero_0.py::test_the_first_step_in_bfloat16_is_the_first_of_adam": ("first_step_of_zeros",),
-    "training/test_skipped_steps.py::test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32": (
-        "fp16_loss_scale",
-        "kept_norm",
-    ),
-    "training/test_zero_0.py::test_a_scale_of_fp16_that_grows_changes_no_step": (
-        "fp16_scale_update",
-        "fp16_scaled_step",
-        "fp16_norm",
-    ),
-    "training/test_zero_1_2.py::test_a_single_rank_reduces_no_gradients_and_trains_to_the_same_bits": (
-        "one_rank_divides_none",
-    ),
-    "training/test_zero_1_2.py::test_several_ranks_search_no_gradients_for_infinite_numbers": ("no_overflow_search",),
-    "training/test_partial_offload.py::test_sub_groups_on_the_gpu_follow_the_schedule_and_go_on_from_a_checkpoint": (
-        "partial_offload",
-    ),
-    "training/test_host_waits.py::test_deepspeed_waits_for_the_device_only_where_gradients_are_reduced": (
-        "reduces_unwaited",
-    ),
-    "training/test_host_waits.py::test_an_optimizer_step_waits_for_two_collectives_and_a_micro_batch_for_none": (
-        "positions_on_gpu",
-    ),
-    "training/test_metrics.py::test_ranks_report_what_they_wait_for_in_collectives": ("timed_collectives",),
+    "training/test_reports.py::test_a_gradient_of_0_and_a_loss_that_stays_at_guessing_are_said": ("kept_norm",),
 }
 """Test of tests/ -> the patches without any of which it fails."""
 

@@ -40,8 +40,12 @@ REFUSED_OPTIMIZERS = {
         "it updates weights within the backward pass, before ZeRO has added up the gradients of all ranks; use"
         " adamw_8bit or lion_8bit",
     ),
+    **dict.fromkeys(
+        ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+        "removed; use adamw_torch with lr_scheduler_type constant_with_warmup",
+    ),
 }
-"""Values of `optim` that mean nothing over ZeRO's shards -> why."""
+"""Values of `optim` that are not trained with -> why."""
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config"),
@@ -82,6 +86,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",
     "data_weights": "name an entry of data several times to train it as often in an epoch",
     "batch_tokens": "use packing, which fills rows of seq_len (dsft eval keeps batch_tokens)",
+    "tiled_mlp": "use_liger_kernel takes less memory, sequence_parallel spreads long sequences over GPUs",
     "source_column": "give each source an entry of data; dsft eval takes --group_by COLUMN",
     "suite": "name the data sets with data, such as Salesforce/wikitext:wikitext-2-raw-v1:test",
     "context_curve": "evaluate once for each seq_len, with mode sliding and scope document",
@@ -291,9 +296,6 @@ class StepFields:
     tiled_loss: bool | Literal["auto"] = "auto"
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
     vocabulary of 32,000 where a trial finds the same loss and gradients."""
-    tiled_mlp: bool = False
-    """Compute the feed-forward of each layer for an eighth of the tokens at a time, and once more in the backward, so
-    that longer sequences fit."""
     compute_loss: Any = None
     """Your own loss as module:function: it gets logits [N, vocabulary] and labels [N] of trained tokens, and returns
     the loss of each, [N]. See docs/python.md."""
@@ -329,8 +331,7 @@ class TimeoutFields:
     load_timeout: float = 1800.0
     """Reading and tokenising data, loading weights, the first step. A file that is read or written is progress."""
     compile_timeout: float = 3600.0
-    """With torch_compile: all that a rank compiles; beyond it the training goes on without. A step may take so much
-    longer than step_timeout."""
+    """With torch_compile: the first step, in which ranks compile."""
     step_timeout: float = 300.0
     """One forward and backward of training, an optimizer step, or a batch of an evaluation. With offload to NVMe at
     least ten planned steps."""

@@ -503,11 +503,6 @@ def _check_training(options: TrainConfig) -> list[str]:
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
     if (optimizer := training.get("optim")) in REFUSED_OPTIMIZERS:
         problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
-    if options.states == "bfloat16" and str(optimizer).startswith("schedule_free"):
-        problems.append(
-            f"states=bfloat16 and optim={optimizer} cannot be combined: after some hundred steps its average of the"
-            " weights would round to where it was; keep one"
-        )
     for name in options.held_out_names:
         if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             problems.append(

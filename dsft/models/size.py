@@ -149,8 +149,6 @@ class ModelSize:
     """
     trains_embedding: bool = True
     """In full finetuning: whether the input embedding is trained."""
-    tiled_params: int = 0
-    """Of the feed-forwards that compute some tokens at a time, and each tile once more (tiled_mlp)."""
     layer_numbers: tuple[int, ...] = ()
     """Of the decoder's layers, where transformers' every_n_layers also counts others: those of towers before them, and
     layers within layers.
@@ -367,18 +365,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
-def feed_forwards(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the feed-forwards of the decoder layers that every token passes: dense ones, and experts that are shared.
-    transformers calls their classes so; one with routed experts in it is none.
-    """
-    return [
-        module
-        for layer in decoder_layers(model)
-        for name, module in layer.named_modules()
-        if type(module).__name__.endswith("MLP") and not hasattr(module, "experts") and ".experts." not in f".{name}"
-    ]
-
-
 def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
     """Counts `model` (on the meta device; it gets the adapters)."""
     text = model.config.get_text_config()
@@ -406,7 +392,6 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         max(sum(p.numel() for p in module.parameters(recurse=id(module) in whole)) for module in model.modules())
         for whole in ((), blocks)
     )
-    tiled = [sum(p.numel() for p in module.parameters()) for module in feed_forwards(model) if options.tiled_mlp]
     counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     decoder = {id(layer) for layer in decoder_layers(model)}
     layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
@@ -452,14 +437,13 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         fused_expert_params=sum(fused.values()),
         unadapted_expert_params=unadapted,
         largest_module_params=largest,
-        largest_gathered_params=max(largest_gathered, *tiled, 0),
+        largest_gathered_params=largest_gathered,
         numels=numels,
         trainable_numels=trainable_numels,
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=0 if adapters is None else adapters.r if isinstance(adapters, LoraConfig) else options.lora_r,
         trains_embedding=embedding.requires_grad and not adapters,
-        tiled_params=sum(tiled),
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,

@@ -1,5 +1,4 @@
-"""Computes the widest parts of any causal language model of transformers in tiles: logits of all positions never exist
-at once, nor, where `tiled_mlp` asks for it, the activations of all tokens in a feed-forward.
+"""Computes the head of any causal language model of transformers in tiles: logits of all positions never exist at once.
 
 The backbone runs once, then the model's own `forward` is called over a shallow copy, in which the backbone returns
 given hidden states and the head is another one. So the architecture's softcap, scale and bias apply.
@@ -17,11 +16,6 @@ given hidden states and the head is another one. So the architecture's softcap, 
   logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
   and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
   ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles.
-- Feed-forwards (`tile_feed_forwards`): their activations are the largest of a layer, up to three times as wide as the
-  hidden states or more, each held several times in a backward. A tile's are computed again in its own backward, by
-  torch's checkpointing, so those of one tile exist at a time. Weights, gradients and what the layer returns stay as
-  they are. DeepSpeed's TiledMLP does the same by a backward of its own, which takes the names of three linear layers,
-  and tells ZeRO of each tile's gradients; autograd adds them up before ZeRO sees any.
 
 Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab, W one tile of the vocabulary.
 """
@@ -39,17 +33,13 @@ from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.modeling_outputs import CausalLMOutput
 
 from dsft.config.user_code import failed, name_of
 from dsft.errors import UserError
-from dsft.models.size import feed_forwards
 from dsft.models.trained import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
-from dsft.units import IGNORED, MLP_TILES
+from dsft.units import IGNORED
 
 ROW_TILE, VOCAB_TILE = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}
 """Logits that exist at once, by kind of device: scored positions by entries of the vocabulary (8 MiB and 256 MiB in
@@ -242,73 +232,76 @@ def tile_rows(vocab_size: int, positions: int) -> int:
     return min(positions, max(1, TILE_LOGITS // vocab_size, math.ceil(positions / MOST_TILES)))
 
 
-def nats_of(
+def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
+    """Moves labels or weights of tokens to the positions that predict these; `last` ends a row."""
+    return functional.pad(of_tokens_BT, (0, 1), value=last)[:, 1:].contiguous()
+
+
+def sums_of_nats(
     logits_NV: torch.Tensor,
-    labels_N: torch.Tensor,
-    weights_N: torch.Tensor | None,
-    sources_N: torch.Tensor | None = None,
+    targets_N: torch.Tensor,
+    weights_N: torch.Tensor | None = None,
     *,
-    num_sources: int = 0,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Sums over all labels, [2 + num_sources]: what is trained, their negative log-likelihood with weights and label
-    smoothing; their negative log-likelihood alone; that of the labels of each source.
+    """Returns sums over all targets, [2]: what is trained, their negative log-likelihood with weights and label
+    smoothing; and their negative log-likelihood alone, without a gradient.
     """
-    cross_entropy = functools.partial(functional.cross_entropy, logits_NV, labels_N, ignore_index=IGNORED)
-    if weights_N is None and sources_N is None and not label_smoothing:
+    cross_entropy = functools.partial(functional.cross_entropy, logits_NV, targets_N, ignore_index=IGNORED)
+    if weights_N is None and not label_smoothing:
         return cross_entropy(reduction="sum").expand(2)
     trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
-    with torch.no_grad():  # takes no more memory than the backward
-        nats_N = cross_entropy(reduction="none") if label_smoothing else trained_N.detach()
-    trained_N = trained_N if weights_N is None else trained_N * weights_N
-    sums = torch.stack([trained_N.sum(), nats_N.sum()])
-    if sources_N is None:
-        return sums
-    return torch.cat([sums, nats_N.new_zeros(num_sources).index_add(0, sources_N, nats_N)])
+    nats_N = trained_N.detach()
+    if label_smoothing:
+        with torch.no_grad():
+            nats_N = cross_entropy(reduction="none")
+    if weights_N is not None:
+        trained_N = trained_N * weights_N
+    return torch.stack([trained_N.sum(), nats_N.sum()])
 
 
 def own_nats_of(
     compute_loss: Callable,
     logits_NV: torch.Tensor,
-    labels_N: torch.Tensor,
+    targets_N: torch.Tensor,
     weights_N: torch.Tensor | None = None,
-    sources_N: torch.Tensor | None = None,
-    *,
-    num_sources: int = 0,
 ) -> torch.Tensor:
-    """As `nats_of`, with a loss of the user's own in the first sum; the others stay negative log-likelihoods.
-    Raises UserError where `compute_loss` fails, or does not return the loss of each label.
+    """As `sums_of_nats`, with a loss of the user's own in the first sum.
+    Raises UserError if `compute_loss` fails, or does not return the loss of each label.
     """
-    where = f"compute_loss={name_of(compute_loss)}"
+    name = f"compute_loss={name_of(compute_loss)}"
     with torch.no_grad():
-        nats = nats_of(logits_NV, labels_N, None, sources_N, num_sources=num_sources)[1:]
+        nats = sums_of_nats(logits_NV, targets_N)[1]
     try:
-        losses_N = compute_loss(logits_NV, labels_N)
+        losses_N = compute_loss(logits_NV, targets_N)
     except Exception as error:
         if which_memory(error):
             raise
-        raise failed(where, error) from None
-    if not torch.is_tensor(losses_N) or losses_N.shape != labels_N.shape or not losses_N.is_floating_point():
+        raise failed(name, error) from None
+    if not torch.is_tensor(losses_N) or losses_N.shape != targets_N.shape or not losses_N.is_floating_point():
         returned = f"a tensor {[*losses_N.shape]}" if torch.is_tensor(losses_N) else type(losses_N).__name__
-        raise UserError(f"{where} returned {returned}; expected the loss of each label, {[*labels_N.shape]}")
+        raise UserError(f"{name} returned {returned}; expected the loss of each label, {[*targets_N.shape]}")
     losses_N = losses_N.float()
-    return torch.cat([(losses_N if weights_N is None else losses_N * weights_N).sum().view(1), nats])
+    if weights_N is not None:
+        losses_N = losses_N * weights_N
+    return torch.stack([losses_N.sum(), nats])
 
 
 def own_loss_problems(compute_loss: Callable, vocab_size: int) -> tuple[list[str], list[str]]:
     """Tries a loss of the user's own on a few random logits; returns problems, and notes on what it makes of them."""
-    name, generator = f"compute_loss={name_of(compute_loss)}", torch.Generator().manual_seed(0)
+    name = f"compute_loss={name_of(compute_loss)}"
+    generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
-    labels_N = torch.randint(vocab_size, (6,), generator=generator)
+    targets_N = torch.randint(vocab_size, (6,), generator=generator)
     try:
-        total = own_nats_of(compute_loss, logits_NV, labels_N)[0]
-        cuts = [(logits_NV[part], labels_N[part]) for part in (slice(2), slice(2, 6))]
-        parts = [own_nats_of(compute_loss, *cut)[0] for cut in cuts]
+        total = own_nats_of(compute_loss, logits_NV, targets_N)[0]
+        first = own_nats_of(compute_loss, logits_NV[:2], targets_N[:2])[0]
+        second = own_nats_of(compute_loss, logits_NV[2:], targets_N[2:])[0]
     except UserError as error:
         return error.problems, []
     if not total.requires_grad:
         return [f"{name} returned losses without gradients: nothing would be trained"], []
-    if torch.allclose(total, sum(parts), rtol=1e-4):
+    if torch.allclose(total, first + second, rtol=1e-4):
         return [], []
     return [], [
         f"{name}: the loss of a token depends on the other tokens that it is called with: accumulation, ranks and"
@@ -316,58 +309,49 @@ def own_loss_problems(compute_loss: Callable, vocab_size: int) -> tuple[list[str
     ]
 
 
-def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
-    """Moves labels, weights or sources of tokens to the positions that predict these; `last` ends a row."""
-    return functional.pad(of_tokens_BT, (0, 1), value=last)[:, 1:].contiguous()
-
-
 class _Nats(torch.autograd.Function):
-    """`nats_of` in tiles, with gradients of the first sum alone: these are held until the backward, and no logits."""
+    """`sums_of_nats` in tiles, with gradients of the first sum alone: these are kept until the backward, not logits."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, weights_N, sources_N, num_sources, logits_of, rows):
-        inputs = zip((hidden_NH, weight_VH, bias_V), ctx.needs_input_grad, strict=False)
-        grads = [torch.zeros_like(tensor) if needed else None for tensor, needed in inputs]
-        grad_hidden_NH, grad_weight_VH, grad_bias_V = grads
-        sums = hidden_NH.new_zeros(2 + num_sources, dtype=torch.float32)
-        for start in range(0, len(labels_N), rows):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, targets_N, weights_N, logits_of, rows):
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        sums = hidden_NH.new_zeros(2, dtype=torch.float32)
+        for start in range(0, len(targets_N), rows):
             tile = slice(start, start + rows)
             hidden_RH = hidden_NH[tile]
-            labels_R, weights_R, sources_R = (
-                None if each is None else each[tile] for each in (labels_N, weights_N, sources_N)
-            )
+            weights_R = None if weights_N is None else weights_N[tile]
             product_RV = functional.linear(hidden_RH, weight_VH, bias_V).requires_grad_()
             with torch.enable_grad():
-                # Without a name, the float32 logits go before their gradient is made.
-                of_labels = (labels_R, weights_R, sources_R)
-                tile_sums = nats_of(logits_of(product_RV).float(), *of_labels, num_sources=num_sources)
+                # Without a name, the float32 logits are freed before their gradient is made.
+                tile_sums = sums_of_nats(logits_of(product_RV).float(), targets_N[tile], weights_R)
                 sums += tile_sums.detach()
                 (grad_RV,) = torch.autograd.grad(tile_sums[0], product_RV)
             del product_RV, tile_sums
-            if grad_hidden_NH is not None:
+            if needs_hidden:
                 torch.mm(grad_RV, weight_VH, out=grad_hidden_NH[tile])
-            if grad_weight_VH is not None:
+            if needs_weight:
                 grad_weight_VH.addmm_(grad_RV.T, hidden_RH)
-            if grad_bias_V is not None:
+            if needs_bias:
                 grad_bias_V += grad_RV.sum(0)
             del grad_RV  # before the next tile
-        ctx.save_for_backward(*grads)
+        ctx.save_for_backward(grad_hidden_NH, grad_weight_VH, grad_bias_V)
         return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        # in place: a second copy of the head's gradient would be the largest tensor here
+        # In place: a second copy of the head's gradient would be the largest tensor here.
         grads = (tensor if tensor is None else tensor.mul_(grad[0]) for tensor in ctx.saved_tensors)
-        return *grads, *(None,) * 6
+        return *grads, None, None, None, None
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
-    """Lets `model(shift_labels=..., num_items_in_batch=..., label_weights=..., label_sources=..., num_sources=...)`
-    return the loss of tiles, and no logits. Labels, weights and sources stand at the positions that predict them;
-    `labels` are those of tokens. Without either it computes as before. `nats` of the outputs are without the weights,
-    then those of each source, and not divided.
-    Returns False, and leaves the model as it is, where it is not built of a backbone and a plain linear head.
+    """Lets `model(targets=..., label_weights=...)` return `sums` (`sums_of_nats`) of tiles, and no logits. Targets and
+    weights stand at the positions that predict them. Without targets it computes as before.
+    Returns False, and leaves the model as it is, if it is not built of a backbone and a plain linear head.
     `rows`: of one tile; by default as many as `tile_rows` returns.
     """
     inner = unwrapped(model)
@@ -385,63 +369,25 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         return logits_RV
 
     @functools.wraps(plain_head)
-    def head_forward(hidden_BTH: torch.Tensor, *of_labels: torch.Tensor | int | None) -> torch.Tensor:
-        return tiles(hidden_BTH, *of_labels) if of_labels else plain_head(hidden_BTH)
+    def head_forward(hidden_BTH: torch.Tensor, *targets: torch.Tensor | None) -> torch.Tensor:
+        return tiles(hidden_BTH, *targets) if targets else plain_head(hidden_BTH)
 
     @torch.compiler.disable  # torch.compile cannot trace a gradient inside of a forward, and would break at each tile
-    def tiles(hidden_BTH: torch.Tensor, labels_BT: torch.Tensor, *of_labels: torch.Tensor | int | None) -> torch.Tensor:
+    def tiles(hidden_BTH: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
         vocab_size, hidden_size = head.weight.shape
-        hidden_NH, labels_N = hidden_BTH.reshape(-1, hidden_size), labels_BT.reshape(-1)
-        tile = rows or tile_rows(vocab_size, len(labels_N))
-        return _Nats.apply(hidden_NH, head.weight, head.bias, labels_N, *of_labels, logits_of, tile)
+        hidden_NH = hidden_BTH.reshape(-1, hidden_size)
+        tile = rows or tile_rows(vocab_size, len(targets_N))
+        return _Nats.apply(hidden_NH, head.weight, head.bias, targets_N, weights_N, logits_of, tile)
 
     @functools.wraps(plain_forward)
     def forward(
-        *args: Any,
-        labels: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-        num_items_in_batch: Any = None,
-        label_weights: torch.Tensor | None = None,
-        label_sources: torch.Tensor | None = None,
-        num_sources: int = 0,
-        **inputs: Any,
+        *args: Any, targets: torch.Tensor | None = None, label_weights: torch.Tensor | None = None, **inputs: Any
     ):
-        if labels is shift_labels is None:
+        if targets is None:
             return plain_forward(*args, **inputs)
-        if shift_labels is None:
-            shift_labels = next_tokens(labels, IGNORED)
-        hidden_BTH = backbone(*args, **{name: value for name, value in inputs.items() if value is not None})[0]
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != IGNORED).sum()
-        of_labels = (None if each is None else each.reshape(-1) for each in (label_weights, label_sources))
-        sums = head(hidden_BTH, shift_labels, *of_labels, num_sources)
-        outputs = CausalLMOutput(loss=sums[0] / num_items_in_batch)
-        outputs["nats"] = sums[1:].detach()
-        return outputs
+        hidden_BTH = backbone(*args, **inputs)[0]
+        weights_N = None if label_weights is None else label_weights.reshape(-1)
+        return {"sums": head(hidden_BTH, targets.reshape(-1), weights_N)}
 
-    inner.forward, head.forward, inner.accepts_loss_kwargs = forward, head_forward, True  # the Trainer asks
+    inner.forward, head.forward, inner.accepts_label_weights = forward, head_forward, True
     return True
-
-
-def tile_feed_forwards(model: nn.Module) -> bool:
-    """Lets each feed-forward of `model` compute MLP_TILES parts of its tokens in turn; returns False where it has none.
-
-    Under ZeRO-3 each is gathered as a whole: ranks whose rows have other lengths would else wait for one another.
-    """
-    modules = feed_forwards(unwrapped(model))
-    for module in modules:
-        if is_deepspeed_zero3_enabled():
-            from deepspeed.utils import set_z3_leaf_module
-
-            set_z3_leaf_module(module, True)
-        plain = module.forward
-
-        @functools.wraps(plain)
-        def forward(*tensors_TH: torch.Tensor, plain=plain) -> torch.Tensor:
-            """Of the hidden states [..., T, H], and of the residual where an architecture passes it along."""
-            tiles = zip(*(tensor.flatten(0, -2)[None].chunk(MLP_TILES, dim=1) for tensor in tensors_TH), strict=True)
-            parts = [checkpoint(plain, *tile, use_reentrant=False) for tile in tiles]
-            return torch.cat(parts, dim=1).view(*tensors_TH[0].shape[:-1], -1)
-
-        module.forward = forward
-    return bool(modules)

@@ -2,10 +2,9 @@
 
     architecture_problems  can it be computed from text alone, and is it causal?
     row_rules              which rows may share a batch? (of the loaded model itself)
-    needs_mask             must padding on the right be masked?
     try_packing            can samples that share a row be kept apart, and with which attention?
     attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
-    trains_the_same        do tiles of the loss (tiles.py) or of feed-forwards give the same loss and gradients?
+    trains_in_tiles        do tiles of the loss (tiles.py) have the same loss and gradients?
 
 Where the architecture's own code fails on small sizes, each answer is the cautious one.
 """
@@ -13,7 +12,7 @@ Where the architecture's own code fails on small sizes, each answer is the cauti
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
 from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, max_positions, without_zero_init
+from dsft.models.tiles import next_tokens, sums_of_nats, tile_loss
 from dsft.models.trained import adapted_for_a_look
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -279,34 +279,7 @@ def _differences(model: nn.Module) -> tuple[float, float]:
 
 
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Of loss and gradients: with a mask, or by another kernel, those of grouped keys are added in another order, and with
-other padding those of experts."""
-
-
-@one_thread()
-def needs_mask(
-    config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype = torch.float32, **options
-) -> bool:
-    """Returns whether padded batches need an attention mask: not where loss and all gradients are the same with a mask,
-    and without one whatever the padding contains.
-    """
-    if attn_implementation != "sdpa":  # flash attention leaves padding out by it; others have nothing to gain
-        return True
-    try:
-        model = small_model(config, dtype=dtype, attn_implementation="sdpa", **options).eval()
-        # Tokens of the rows, which are padded to the longest.
-        lengths = torch.tensor((16, 11, 5)).clamp(max=min([16, *length_limits(model.config)]))[:, None]
-        shape = (len(lengths), int(lengths.max()))
-        ids_BT = random_tokens(model, *shape, first=3)
-        padding_BT = (torch.arange(shape[1]) >= lengths).to(model.device)
-        labels_BT = ids_BT.masked_fill(padding_BT, IGNORED)
-        masked, unmasked, other = (
-            _loss_and_gradients(model, input_ids=ids_BT.masked_fill(padding_BT, pad), labels=labels_BT, **mask)
-            for pad, mask in ((1, {"attention_mask": (~padding_BT).long()}), (1, {}), (2, {}))
-        )
-    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
-        return True
-    return not all(_all_close(tensors, masked, noise=NOISE[dtype]) for tensors in (unmasked, other))
+"""Of loss and gradients: by another kernel those of grouped keys are added in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,7 +389,7 @@ def is_like_eager(config: PreTrainedConfig, attn_implementation: str, *, dtype: 
         for implementation in ("eager", attn_implementation):
             model = small_model(config, dtype=dtype, attn_implementation=implementation, **options).train()
             ids_BT = random_tokens(model, 2, 48)
-            results.append(_loss_and_gradients(model, input_ids=ids_BT, labels=ids_BT))
+            results.append(_gradients(model, model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss))
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return False
     return _all_close(*results, noise=NOISE[dtype])
@@ -437,11 +410,9 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 
 @one_thread()
 @same_weights()
-def trains_the_same(
-    change: Callable[[nn.Module], bool], config: PreTrainedConfig, *, adapters: LoraConfig | None = None, **options
-) -> bool:
-    """Returns whether a small model of this architecture has the same loss and gradients after `change` as before,
-    which returns False where there is nothing to change.
+def trains_in_tiles(config: PreTrainedConfig, *, adapters: LoraConfig | None = None, **options) -> bool:
+    """Returns whether a small model of this architecture has the same loss and gradients in tiles as from its logits,
+    and no auxiliary loss, which tiles leave out.
     """
     try:
         model = small_model(config, **options).eval()
@@ -455,29 +426,30 @@ def trains_the_same(
                 fields["target_parameters"] = [re.sub(r"^.*\.\d+\.", "", name) for name in names]
             model = adapted_for_a_look(model, LoraConfig(**fields))
         ids_BT = random_tokens(model, 2, 16, first=3)
-        labels_BT = ids_BT.clone()
-        labels_BT[0, :9] = IGNORED
-        plain = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
-        if not change(model):
+        targets_BT = next_tokens(ids_BT, IGNORED)
+        targets_BT[0, :9] = IGNORED
+        outputs = model(input_ids=ids_BT, use_cache=False)
+        if torch.is_tensor(outputs.get("aux_loss")):
             return False
-        changed = _loss_and_gradients(model, input_ids=ids_BT, labels=labels_BT)
+        plain = _gradients(model, sums_of_nats(outputs.logits.float().flatten(0, 1), targets_BT.flatten())[0])
+        if not tile_loss(model, rows=7):
+            return False
+        tiled = _gradients(model, model(input_ids=ids_BT, use_cache=False, targets=targets_BT)["sums"][0])
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
         return False
-    return _all_close(changed, plain)
+    return _all_close(tiled, plain, noise=NOISE[torch.float32])
 
 
-def _loss_and_gradients(model: nn.Module, **batch: torch.Tensor) -> list[torch.Tensor]:
+def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the loss, and the gradients of what is trained."""
     model.zero_grad()
-    loss = model(use_cache=False, **batch).loss
     loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Experts that no token reached have none.
     return [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained)]
 
 
-def _all_close(
-    results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float = NOISE[torch.float32]
-) -> bool:
+def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float) -> bool:
     """Whether no element of loss and gradients differs by more than `noise` of its tensor's largest. A gradient under a
     thousandth of the largest of all is the rest of larger ones, and differs by their rounding.
     """

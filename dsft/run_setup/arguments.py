@@ -11,15 +11,13 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -39,9 +37,9 @@ from dsft.errors import UserError, nearest, one_line
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
-from dsft.models.tiles import LEAST_VOCAB, tile_feed_forwards, tile_loss
+from dsft.models.tiles import LEAST_VOCAB
 from dsft.models.trained import learning_rates
-from dsft.models.trials import trains_the_same
+from dsft.models.trials import trains_in_tiles
 from dsft.planner.choose import Plan
 from dsft.planner.evaluation import DEFAULT_BATCH_TOKENS
 from dsft.planner.memory import checkpoint_parts, optimizer_memory, sums_in_fp32
@@ -161,11 +159,6 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     return kept + batch_decisions(decide(options, kept), world)[0]
 
 
-def _same_after(change: Callable[[nn.Module], bool], options: TrainConfig, facts: ModelFacts) -> bool:
-    known = {"adapters": facts.adapters, "trust_remote_code": options.trust_remote_code}
-    return trains_the_same(change, facts.config, **known)
-
-
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
     """Decides whether the loss is computed for some tokens at a time."""
     vocab_size, training = facts.size.vocab_size, options.training
@@ -177,21 +170,9 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
     if options.dtype == "float16":
         return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
-    if not _same_after(partial(tile_loss, rows=7), options, facts):
+    if not trains_in_tiles(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):
         return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
     return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
-
-
-def check_tiled_mlp(options: TrainConfig, facts: ModelFacts) -> list[str]:
-    """Lists why feed-forwards cannot compute some tokens at a time, where that is asked for."""
-    if not options.tiled_mlp:
-        return []
-    if options.training.get("torch_compile"):
-        return ["tiled_mlp and torch_compile cannot be combined: tiles are not compiled; keep one"]
-    if facts.size.tiled_params and _same_after(tile_feed_forwards, options, facts):
-        return []
-    kind = facts.size.model_type
-    return [f"tiled_mlp: {kind} has no dense feed-forward that trains the same in tiles; leave it out"]
 
 
 def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
@@ -199,7 +180,10 @@ def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
     seconds, reason = options.step_timeout, ""
     if options.training.get("torch_compile"):
         # A rank that compiles for the shapes of its batch alone leaves the others waiting.
-        seconds, reason = seconds + options.compile_timeout, "a step that is compiled anew takes compile_timeout longer"
+        seconds, reason = (
+            seconds + options.compile_timeout,
+            "a step that compiles again takes compile_timeout longer",
+        )
     return Decision("step_timeout", seconds, reason)
 
 
@@ -259,7 +243,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         dealt = json.loads(Path(dealt).read_text(encoding="utf-8"))
     # The host waits for no copy to the GPU.
     values["accelerator_config"] = {"non_blocking": has_gpu()} | (dealt or {})
-    if values.get("use_liger_kernel") and options.tiled_loss:  # its forward with a loss would take the place of tiles
+    if values.get("use_liger_kernel"):  # its forward with a loss would take the place of tiles
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
@@ -284,13 +268,6 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             f"method=qlora cannot be combined with zero={zero}: every GPU would load the whole quantised base"
             " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 where that base"
             " fits one GPU, else method lora, whose base is sharded and offloaded"
-        )
-    if options.training.get("use_liger_kernel") and stage(zero_file) == 3 and options.tiled_loss is False:
-        # Liger's norms and feed-forwards are forwards of their own modules, whose hooks gather their weights.
-        # liger_kernel 0.8.5, transformers/model/llama.py: lce_maybe_trainable_lm_head reads lm_head.weight itself.
-        problems.append(
-            f"use_liger_kernel cannot be combined with zero={zero}: its loss reads the head's weight past ZeRO-3's"
-            " hooks, and this run cannot take tiled_loss in its place; leave it out, or use zero 2"
         )
     if options.generate_samples and get_value(zero_file, "zero_optimization.offload_param.device") == "nvme":
         # partitioned_param_swapper.py, swap_in, asserts a buffer for each weight, where samples need all at once.

@@ -48,7 +48,6 @@ from dsft.models.trials import (
     Packing,
     architecture_problems,
     attention_like_eager,
-    needs_mask,
     try_packing,
 )
 from dsft.models.weight_files import safe_unpickling
@@ -68,6 +67,7 @@ from dsft.runtime.software import fused_optimizer, nvcc_problem, nvme_problems, 
 NOT_SPREAD = {
     "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",
     "use_liger_kernel": "its loss and rotations are not tried over shares of rows; tiled_loss spares logits too",
+    "neftune_noise_alpha": "its noise is scaled by the length of a row, of which each rank sees a part",
 }
 """Options that a training with sequence_parallel cannot have -> why."""
 
@@ -301,10 +301,8 @@ def decide_run(run: TrainingRun) -> None:
                 " a matrix of all tokens; pip install kernels, and triton"
             )
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
-    # Padded rows, such as the last window of a text, have no mask where the model computes the same without: it would
-    # take 5 GiB of an 8B model's 66.
-    of_model, trusted = (model.config, model.attn_implementation), options.trust_remote_code
-    run.masked = distributed.on_rank_0(lambda: run.options.packing or needs_mask(*of_model, trust_remote_code=trusted))
+    # Padding on the right changes nothing in a causal model, but the auxiliary loss of a router.
+    run.masked = run.options.packing or bool(getattr(model.config.get_text_config(), "output_router_logits", False))
     tiling = distributed.on_rank_0(lambda: arguments.tiled_loss_decision(run.options, model))
     if options.tiled_loss is True and not tiling.value:
         run.notes.append(f"tiled_loss: ignored, {tiling.reason}")
@@ -409,7 +407,6 @@ def check_run(
         if options.generate_samples and not model.architecture.can_generate():
             run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
         run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
-        run.problems += arguments.check_tiled_mlp(options, model)
         # The disk of a model of wrong sizes is not reported too.
         is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
         if starts and training.get("output_dir") and not is_named:

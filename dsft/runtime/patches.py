@@ -94,7 +94,6 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _TORCH_CHECKPOINTS = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
-_ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 PATCHES = {
@@ -119,100 +118,12 @@ PATCHES = {
         seen={"0.21.0": "5e6409948d28", "0.21.2": "5e6409948d28"},
     ),
     # The training.
-    "muon_kernels": Patch(
-        target="deepspeed.runtime.compiler:compile",
-        why="it imports Inductor, 1 s of CPU time on each rank, to ask whether an optimizer is Muon",
-        code=("deepspeed.runtime.compiler:compile", "deepspeed.runtime.zero.utils:is_zero_supported_optimizer"),
-        seen={"0.19.8": "bce195a874a5"},
-    ),
-    "quick_zero_grad": Patch(
-        target=f"{_ENGINE}.zero_grad",
-        why="it walks through all modules, twice per step: 2 % of a LoRA step together with `train`",
-        seen={"0.19.8": "7afa0f5a574b"},
-    ),
-    "quick_train": Patch(
-        target=f"{_ENGINE}.train",
-        why="it walks through all modules in each micro batch, also where they train already",
-        seen={"0.19.8": "fcd2dbfe3c88"},
-    ),
-    "one_rank_reduces_none": Patch(
-        target=f"{_ENGINE}.enable_backward_allreduce",
-        why="in ZeRO 0 a single rank copies all gradients to reduce them, and copies them back",
-        code=(f"{_ENGINE}.allreduce_gradients",),
-        seen={"0.19.8": "547d86c72ac7"},
-    ),
     "first_step_of_zeros": Patch(
         target=f"{_UNFUSED}.initialize_optimizer_states",
-        why="in ZeRO 0 it makes optimizer states in bf16 and fp16 by a step that decays weights and that Adam counts",
+        why="in ZeRO 0 it makes optimizer states in bf16 by a step that decays weights and that Adam counts",
         code=(f"{_UNFUSED}.initialize_optimizer_states", f"{_FUSED}.initialize_optimizer_states"),
         seen={"0.19.8": "3b56e521847a"},
         if_changed="refuse",
-    ),
-    "fp16_loss_scale": Patch(
-        target=f"{_ENGINE}.backward",
-        why="in ZeRO 0 it scales no fp16 loss, but the step divides by the scale: gradients are 65,536 times too small",
-        seen={"0.19.8": "14bae6fe8973"},
-        if_changed="refuse",
-    ),
-    "fp16_scale_update": Patch(
-        target=f"{_UNFUSED}._update_scale",
-        why="in ZeRO 0 it doubles the scale before the step that divides by it, which halves that step's gradients",
-        code=(f"{_UNFUSED}._update_scale", f"{_FUSED}._update_scale"),
-        seen={"0.19.8": "ae994a76f2a7"},
-        if_changed="refuse",
-    ),
-    "fp16_scaled_step": Patch(
-        target=f"{_UNFUSED}.step",
-        why="in ZeRO 0 the scale that `_update_scale` doubled too early takes effect here, after the step",
-        code=(f"{_UNFUSED}.step", f"{_FUSED}.step"),
-        seen={"0.19.8": "ebb421543fff"},
-        if_changed="refuse",
-    ),
-    "fp16_norm": Patch(
-        target=f"{_UNFUSED}.unscale_and_clip_grads",
-        why="its norm of the gradients is that of the scaled loss, unlike other optimizers'",
-        seen={"0.19.8": "2eacebe04c21"},
-        if_changed="refuse",
-    ),
-    "kept_norm": Patch(
-        target=f"{_ENGINE}.clip_fp32_gradients",
-        why="in fp32 of ZeRO 0 it forgets the norm of the gradients, and adds it up parameter by parameter",
-        seen={"0.19.8": "56e474852f4e"},
-    ),
-    "one_rank_divides_none": Patch(
-        target=f"{_ZERO_1_2}.gradient_reduction_w_predivide",
-        why="a single rank of ZeRO 1 or 2 reads and writes all gradients to reduce them",
-        seen={"0.19.8": "547cba62cfc9"},
-    ),
-    "no_overflow_search": Patch(
-        target=f"{_ZERO_1_2}.check_overflow",
-        why="ZeRO 1 and 2 search all gradients for infinite numbers before their norm, which skips the step as well",
-        code=(f"{_ZERO_1_2}.check_overflow", f"{_ZERO_1_2}.step"),
-        seen={"0.19.8": "c43d28098fe3"},
-    ),
-    "reduces_unwaited": Patch(
-        target=f"{_ZERO_1_2}.allreduce_and_copy",
-        why="where each gradient goes to one rank, the host waits for the device before each of these reductions",
-        code=(f"{_ZERO_1_2}.allreduce_and_copy", f"{_ZERO_1_2}.average_tensor"),
-        seen={"0.19.8": "222ea587e16b"},
-    ),
-    "partial_offload": Patch(
-        target=f"{_ZERO_3}._optimizer_step",
-        why="in partial offload what stays on the GPU keeps the first learning rate, and checkpoints lack its states",
-        code=(f"{_ZERO_3}._optimizer_step", f"{_ZERO_3}._rigid_state_dict"),
-        seen={"0.19.8": "320347a4feec"},
-        if_changed="refuse",
-    ),
-    "positions_on_gpu": Patch(
-        target="transformers.masking_utils:find_packed_sequence_indices",
-        why="it reads the positions of each micro batch back from the GPU, to see whether rows are packed",
-        seen={"5.23.0": "0e115e7978df"},
-    ),
-    "timed_collectives": Patch(
-        target="deepspeed.comm.comm:cdb",
-        why="what its collectives take is known only to its own log, which has the host wait for each of them",
-        code=("deepspeed.comm.comm:timed_op",),
-        seen={"0.19.8": "e077e5e4baa6"},
     ),
 }
 """Name -> patch."""

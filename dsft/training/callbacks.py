@@ -6,12 +6,10 @@ import contextlib
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,8 @@ from dsft.planner.memory import FRAGMENTATION, FULL_TRAINING, peak_bytes
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all, this_node
 from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, set_back_peaks
-from dsft.training.metrics import mark, on_screen, seconds_between
+from dsft.training.metrics import on_screen
 from dsft.units import GiB, in_digits, plural
-from dsft.watchdog import client as watchdog
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
@@ -205,6 +202,20 @@ def _fitting(parts: list[str], columns: int) -> str:
     return text
 
 
+def mark() -> Any:
+    """Mark the time in a rank's work; on a GPU, whose work is done later than it is asked for, without waiting."""
+    if not has_gpu():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Of two marks whose work is done."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+
+
 class PlanCheck(TrainerCallback):
     """Compares a plan with what was measured, after the first steps and at the end. Collective at those steps.
 
@@ -292,64 +303,3 @@ class PlanCheck(TrainerCallback):
         self.comparisons[when] = figures
         if when == FULL_TRAINING:
             say(f"measured {when}: " + "; ".join(shown))
-
-
-class BeyondLimit(Exception):
-    """Compiling has taken too long; torch.compile takes the function as it is."""
-
-
-@contextlib.contextmanager
-def compiling_limited(seconds: float, is_compiled: bool, note: Callable[[float], None]) -> Iterator[None]:
-    """Make what is compiled inside a `with` a phase of the watchdog's, and end it after `seconds` of all that this rank
-    compiles: it then goes on eagerly, with the same collectives. `note` gets the seconds of each time.
-    """
-    if not is_compiled:
-        yield
-        return
-    from torch._dynamo import callback, config  # seconds of imports, which other trainings do without
-
-    # The first step too may wait for a rank that compiles; step_timeout counts with that.
-    watchdog.set_phase("training")
-    left, started, before, is_compiling = seconds, 0.0, "training", False
-
-    def stop(*_: Any) -> None:
-        if not is_compiling:  # it ended while this thread waited for another, as in a backward on a GPU
-            return
-        config.suppress_errors = True  # what raises in it is computed eagerly
-        raise BeyondLimit(f"compiling took longer than compile_timeout={seconds:g} s")
-
-    def begin(_: Any) -> None:
-        nonlocal started, before, is_compiling
-        started, before, is_compiling = time.perf_counter(), watchdog.current_phase, True
-        watchdog.set_phase("compiling")
-        signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), AGAIN_SECONDS)
-
-    def end(_: Any) -> None:
-        nonlocal left, is_compiling
-        is_compiling = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        taken = time.perf_counter() - started
-        note(taken)
-        watchdog.set_phase(before)
-        watchdog.heartbeat()
-        if left > 0 >= left - taken:
-            say(
-                f"warning: compiling took {seconds - left + taken:.3g} s, longer than compile_timeout={seconds:g} s:"
-                " the training goes on without it"
-            )
-            torch.compiler.set_stance("force_eager")
-        left -= taken
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    suppressed = config.suppress_errors
-    callback.callback_handler.register_start_callback(begin)
-    callback.callback_handler.register_end_callback(end)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        callback.callback_handler.remove_start_callback(begin)
-        callback.callback_handler.remove_end_callback(end)
-        config.suppress_errors = suppressed
-        torch.compiler.set_stance("default")

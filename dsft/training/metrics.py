@@ -6,11 +6,8 @@ A new metric is one value of METRICS: how it is computed, how the screen shows i
 
 import contextlib
 import dataclasses
-import functools
 import math
-import operator
 import re
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,27 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from dsft.models.size import num_experts_of
-from dsft.models.trained import unwrapped
 from dsft.perplexity.sums import Perplexity, exp, in_words, ratio_interval
 from dsft.planner.speed import CARDS, card_of, cards_named, flops_per_token
 from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime.console import say
-from dsft.runtime.distributed import add_over_ranks, device, from_all
-from dsft.runtime.hardware import gpu_utilization, has_gpu, peak_memory_bytes
+from dsft.runtime.distributed import add_over_ranks, from_all
+from dsft.runtime.hardware import gpu_utilization, peak_memory_bytes
 from dsft.units import GiB, in_digits
 
 ROUNDING = 1e-5
 """Of sums of the loss in fp32: what models add to theirs is more."""
-SLOW, SLOW_SHARE = 3.0, 0.2
-"""A rank is slow whose own work takes this many times as long as the fastest rank's, and, where it is work of the
-training, this share of the interval longer.
-"""
-
-MOST_DATA_WAIT, MOST_NETWORK = 0.2, 0.5
-"""Shares of the time from which a training is bound by it."""
+MOST_DATA_WAIT = 0.2
+"""Share of the time from which waiting for data is reported."""
 LEAST_INTERVAL = 0.2
 """Seconds: shares of a shorter one are chance."""
 
@@ -95,24 +84,6 @@ class Sums:
 
 
 @dataclass(kw_only=True)
-class RankTimes:
-    """What one rank did by itself since the last line of the log, in seconds."""
-
-    host: str
-    data: float = 0.0
-    """It waited for batches."""
-    forward: float = 0.0
-    """Its forward passes took. In ZeRO stages 0 to 2 a rank waits for no other before their end, in ZeRO-3 it does."""
-    network: float = 0.0
-    """It was in collectives: the slowest rank the least, since the others wait for it there. On a GPU this counts also
-    where computation goes on beside them."""
-    gpu: float | None = None
-    """Share of the last moments in which its GPU was at work (NVML), where nvidia-ml-py is installed."""
-    product: float = 0.0
-    """A product of matrices took that each rank computes alone, now: of a throttled device it takes long."""
-
-
-@dataclass(kw_only=True)
 class Line:
     """What the metrics of one line of the log are computed from."""
 
@@ -122,11 +93,10 @@ class Line:
     """Since the last line; None where the line is of an evaluation, or of the end."""
     seconds: float = 0.0
     """That the steps of `sums` took, without evaluations and saves."""
-    ranks: tuple[RankTimes, ...] = ()
-    by_source: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((2, 0)))
-    """[2, number of sources], trained tokens and nats since the last line."""
-    by_expert: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
-    """[R, E] tokens of each expert of each router since the last line."""
+    data_seconds: float | None = None
+    """That the rank waited for batches which waited longest."""
+    gpu_utilization: float | None = None
+    """Share of the last moments in which the least used GPU was at work (NVML), if nvidia-ml-py is installed."""
     skipped_steps: int = 0
     """Over the full training."""
     trained_tokens: int | None = None
@@ -140,244 +110,102 @@ class Line:
 class Work:
     """Sums of the step at hand, of steps that were sent and not read yet, and the next line of the log so far."""
 
-    def __init__(self, device: torch.device, num_sources: int = 0, routers: Sequence[nn.Module] = (), experts: int = 0):
-        """
-        Args:
-            num_sources: whose nats are counted apart; 0 where there is one.
-            routers: modules that send tokens to `experts` each, counted while these train.
-        """
-        self._loads_shape = len(routers), experts + 1
-        self._sizes = len(dataclasses.fields(Sums)), 2 * num_sources, math.prod(self._loads_shape)
-        self._counted = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)  # counts too are exact
-        self._sums, self._sources, loads = self._counted.split(self._sizes)
-        # [R, E + 1] tokens that each router has sent to each of its experts, padding included, and to what is none, as
-        # the identity.
-        for router, loads_E in zip(routers, loads.view(self._loads_shape), strict=True):
-            router.register_forward_hook(functools.partial(_count_loads, loads_E))
-        self._passes: list[tuple[Any, Any]] = []
-        self.collectives: list[tuple[Any, Any]] = []
-        """Marks around what this rank has spent in them."""
-        self.unread: deque[tuple[int, torch.Tensor, Any, list[tuple[Any, Any]]]] = deque()
-        """Step, its sums on the host, when they are there, and the marks around this rank's forward passes."""
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(len(dataclasses.fields(Sums)), dtype=torch.float64, device=device)  # counts are exact
+        self.unread: deque[tuple[int, torch.Tensor, Any]] = deque()
+        """Step, its sums on the host, and when they are there."""
         self.begin_interval()
 
     def begin_interval(self) -> None:
         """Start from 0 after a line of the log."""
-        routers, kinds = self._loads_shape
-        by_source, by_expert = np.zeros((2, self._sizes[1] // 2)), np.zeros((routers, kinds - 1))
-        self.line = Line(sums=Sums(), by_source=by_source, by_expert=by_expert)
-        self.times = RankTimes(host=socket.gethostname())
-        self.compiled_seconds = 0.0
-        """This rank compiled, in forward passes or elsewhere."""
+        self.line = Line(sums=Sums())
+        self.data_seconds = 0.0
+        """This rank waited for batches."""
         self.begun = time.perf_counter()
-        """When it began, put off by what is none of its steps' time."""
+        """When it began, put off by what is not its steps' time."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave an evaluation or a save inside a `with` out of the interval's time, and its collectives too."""
-        start, begun, before = time.perf_counter(), self.begun, len(self.collectives)
+        """Leave an evaluation or a save inside a `with` out of the interval's time."""
+        start = time.perf_counter()
         yield
-        self.begun = begun + time.perf_counter() - start  # also what was compiled in it, once
-        del self.collectives[before:]
-
-    def leave_out(self, seconds: float) -> None:
-        """Leave what was compiled out of the interval's time."""
-        self.begun += seconds
-        self.compiled_seconds += seconds
+        self.begun += time.perf_counter() - start
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and count the seconds until each is there."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
-            self.times.data += time.perf_counter() - start
+            self.data_seconds += time.perf_counter() - start
             if batch is None:
                 return
             yield batch
 
-    def count(
-        self, objective: torch.Tensor, nats: torch.Tensor, num_tokens: torch.Tensor, *, started: Any, done: Any
-    ) -> None:
+    def count(self, objective: torch.Tensor, nats: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Count a micro batch.
 
         Args:
-            nats: with and without weights, then of each source.
-            num_tokens: without padding, trained tokens, and positions; then trained tokens of each source.
-            started, done: marks around its forward pass.
+            objective: what is trained, times the step's trained tokens.
+            nats: with and without weights.
+            num_tokens: without padding, trained tokens, and positions.
         """
-        self._sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens[:3], nats[:2], objective.view(1)])
-        self._sources += torch.cat([num_tokens[3:], nats[2:]])
-        self._passes.append((started, done))
-
-    def add_over_ranks(self, values: torch.Tensor) -> None:
-        """The same of `runtime/distributed.py`, timed. Collective."""
-        started = mark()
-        add_over_ranks(values)
-        self.collectives.append((started, mark()))
+        self._sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
 
     def send(self, step: int, *, asked: bool, due: bool, writing: bool = False) -> None:
         """Add up over all ranks what was counted since the last step. Collective."""
         self._sums[7], self._sums[8], self._sums[9] = asked, due, writing
-        self.add_over_ranks(self._counted)
-        on_host = self._counted.to("cpu", non_blocking=True, copy=True)  # pinned memory, where it comes from a GPU
-        copied = torch.cuda.Event() if self._counted.is_cuda else None
+        add_over_ranks(self._sums)
+        on_host = self._sums.to("cpu", non_blocking=True, copy=True)  # pinned memory, if it comes from a GPU
+        copied = torch.cuda.Event() if self._sums.is_cuda else None
         if copied:
             copied.record()
-        self.unread.append((step, on_host, copied, self._passes))
-        self._passes = []
-        self._counted.zero_()
+        self.unread.append((step, on_host, copied))
+        self._sums.zero_()
 
-    def read(self) -> tuple[int, Sums, np.ndarray]:
-        """(the oldest step that was sent, its sums, [2, sources] trained tokens and nats), added to the interval's;
-        waits until the step's work is done.
-        """
-        step, on_host, copied, passes = self.unread.popleft()
+    def read(self) -> tuple[int, Sums]:
+        """(the oldest step that was sent, its sums), added to the interval's; waits until the step's work is done."""
+        step, on_host, copied = self.unread.popleft()
         if copied:
             copied.synchronize()
-        sums, by_source, loads = on_host.split(self._sizes)
-        sums, by_source = Sums(*sums.tolist()), by_source.numpy().reshape(2, -1)
-        self.line.by_source += by_source
-        self.line.by_expert += loads.numpy().reshape(self._loads_shape)[:, :-1]
-        self.line.sums = Sums(*map(operator.add, dataclasses.astuple(self.line.sums), dataclasses.astuple(sums)))
-        self.times.forward += sum(seconds_between(start, end) for start, end in passes)
-        # On a GPU those of other streams may not be done; they are read with a later step.
-        pending = []
-        for start, end in self.collectives:
-            if isinstance(end, float) or end.query():
-                self.times.network += seconds_between(start, end)
-            else:
-                pending.append((start, end))
-        self.collectives = pending
-        return step, sums, by_source
+        sums = Sums(*on_host.tolist())
+        for name, value in vars(sums).items():
+            setattr(self.line.sums, name, getattr(self.line.sums, name) + value)
+        return step, sums
 
 
-def routers_of(model: nn.Module) -> tuple[list[nn.Module], int]:
-    """The modules that send tokens to experts, and to how many each, where transformers names their class and the
-    config the number; else none.
-    """
-    inner = unwrapped(model)
-    recorder = (getattr(type(inner), "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", recorder)  # a list of recorders in JetMoe, whose router sorts tokens
-    experts = num_experts_of(inner.config.get_text_config())
-    if not isinstance(kind, type) or not isinstance(experts, int):
-        return [], 0
-    return [module for module in model.modules() if isinstance(module, kind)], experts
+class DataWait:
+    """Reports once that a training waits for its data, if two lines of the log in a row show it."""
 
+    def __init__(self):
+        self.was_long = self.is_reported = False
 
-def _count_loads(loads_E: torch.Tensor, router: nn.Module, _: Any, output: Any) -> None:
-    """Add the tokens of each expert to `loads_E` while the router trains."""
-    parts = output if isinstance(output, tuple) else ()
-    chosen = [each for each in parts if isinstance(each, torch.Tensor) and each.dtype == torch.int64]
-    if router.training and chosen:
-        experts_N = chosen[0].reshape(-1).clamp(max=len(loads_E) - 1)
-        loads_E.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=loads_E.dtype))
-
-
-class TimedCollectives:
-    """DeepSpeed's backend of collectives, or the handle of an asynchronous one, with marks around what a rank spends in
-    each call.
-    """
-
-    TIMED = re.compile("all_|reduce|broadcast|barrier|scatter|gather|send|recv|wait")
-
-    def __init__(self, inner: Any, work: Work):
-        self._inner, self._work = inner, work
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._inner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = mark()
-            result = function(*args, **kwargs)
-            self._work.collectives.append((started, mark()))
-            return result if isinstance(result, torch.Tensor | int | None) else TimedCollectives(result, self._work)
-
-        return timed if self.TIMED.match(name) else function
-
-
-def mark() -> Any:
-    """Mark the time in a rank's work; on a GPU, whose work is done later than it is asked for, without waiting."""
-    if not has_gpu():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(start: Any, end: Any) -> float:
-    """Of two marks whose work is done."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
-class Bottlenecks:
-    """Reports what holds a training up: a rank that is much slower than the others, waiting for data, the network. Each
-    once, and only what two lines of the log in a row show: once alone is chance.
-    `waits_in_forward`: ranks wait for each other in forward passes, as in ZeRO-3.
-    """
-
-    def __init__(self, *, waits_in_forward: bool):
-        self.waits_in_forward = waits_in_forward
-        self._before: set[Any] = set()
-        self._reported: set[Any] = set()
-
-    def note(self, logs: dict[str, float], ranks: Sequence[RankTimes], *, interval: float) -> None:
-        """Note a line of the log, and the times of all ranks over its `interval` seconds."""
-        seen: dict[Any, str] = {}
-        least = SLOW_SHARE * interval
-        kinds = [("reading its data", [rank.data for rank in ranks], least)]
-        if not self.waits_in_forward:
-            kinds.append(("forward passes", [rank.forward for rank in ranks], least))
-        kinds.append(("a product of matrices that each rank computes alone", [rank.product for rank in ranks], 0.0))
-        for work, seconds, least in kinds:
-            slowest, fastest = max(seconds), min(seconds)
-            if slowest - fastest > least and slowest > SLOW * fastest:
-                rank = seconds.index(slowest)
-                seen[rank, work] = (
-                    f"warning: rank {rank} on {ranks[rank].host} holds up the others: {work} took it {slowest:.3g} s,"
-                    f" the fastest rank {fastest:.3g} s. Look there for other programs, a GPU that is hot or throttled,"
-                    " and a slow disk"
-                )
-                break
-        data, network = logs.get("data_wait_share", 0), logs.get("network_share", 0)
-        is_long = interval > LEAST_INTERVAL
-        if is_long and data > MOST_DATA_WAIT:
-            slowest = max(ranks, key=lambda rank: rank.data).host
-            seen["data"] = (
-                f"note: waiting for data: {data:.0%} of the time (longest on {slowest}); raise dataloader_num_workers,"
-                " or prepare the data on a faster disk (data_cache)"
+    def note(self, share: float, seconds: float) -> None:
+        """Note a line of the log: the share of its time that the slowest rank waited for data."""
+        is_long = seconds > LEAST_INTERVAL and share > MOST_DATA_WAIT
+        if is_long and self.was_long and not self.is_reported:
+            self.is_reported = True
+            say(
+                f"note: waiting for data: {share:.0%} of the time; raise dataloader_num_workers, or prepare the data on"
+                " a faster disk (data_cache)"
             )
-        elif is_long and network > MOST_NETWORK:
-            seen["network"] = (
-                f"note: the network: {network:.0%} of the time; more accumulation, a lower ZeRO stage or hpZ send less;"
-                " dsft doctor measures the links"
-            )
-        for cause, message in seen.items():
-            if cause in self._before - self._reported:
-                say(message)
-        self._reported |= seen.keys() & self._before
-        self._before = {*seen}
+        self.was_long = is_long
 
 
 def gather(work: Work | None = None) -> Line:
-    """Gather peaks of memory and, of `work`, sums and what ranks waited for. Collective."""
-    mine = None
-    if work is not None:
-        # A product of small matrices, a millisecond or less, shows a throttled device: the least of five counts.
-        width, products = 1024 if has_gpu() else 256, []
-        matrix = torch.ones(width, width, device=device())
-        for _ in range(5):
-            start = mark()
-            matrix @ matrix
-            end = mark()
-            if not isinstance(end, float):
-                end.synchronize()
-            products.append(seconds_between(start, end))
-        mine = dataclasses.replace(work.times, gpu=gpu_utilization(), product=min(products))
-    peaks, ranks = zip(*from_all([(peak_memory_bytes(), mine)]), strict=True)
+    """Gather peaks of memory and, of `work`, sums and how long ranks waited for data. Collective."""
+    waited = None if work is None else work.data_seconds
+    ranks = from_all([(peak_memory_bytes(), waited, gpu_utilization() if work else None)])
+    peaks = [peak for peak, _, _ in ranks]
     peak_gib = {name: round(max(peak[name] for peak in peaks) / GiB, 3) for name in peaks[0]}
     if work is None or not work.line.sums.positions:
         return Line(peak_gib=peak_gib)
-    return dataclasses.replace(work.line, peak_gib=peak_gib, seconds=time.perf_counter() - work.begun, ranks=ranks)
+    return dataclasses.replace(
+        work.line,
+        peak_gib=peak_gib,
+        seconds=time.perf_counter() - work.begun,
+        data_seconds=max(seconds for _, seconds, _ in ranks),
+        gpu_utilization=min((share for _, _, share in ranks if share is not None), default=None),
+    )
 
 
 @dataclass(frozen=True)
@@ -445,11 +273,6 @@ METRICS = (
             else None
         ),
     ),
-    Metric(
-        "expert_load",
-        lambda line: float((line.by_expert.max(1) / line.by_expert.mean(1)).mean()) if line.by_expert.any() else None,
-    ),
-    Metric("unused_experts", lambda line: int((line.by_expert == 0).sum()) if line.by_expert.any() else None),
     Metric("learning_rate", on_screen="lr"),
     Metric(
         "grad_norm",
@@ -490,35 +313,9 @@ METRICS = (
     Metric("eval_tokens", on_screen="eval_tokens"),
     Metric("num_trained_tokens", lambda line: line.trained_tokens),
     Metric("padding_share", lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
-    Metric(
-        "data_wait_seconds",
-        lambda line: max((rank.data for rank in line.ranks), default=None),
-    ),
-    Metric(
-        "data_wait_share",
-        lambda line: max(rank.data for rank in line.ranks) / line.seconds if line.ranks else None,
-    ),
-    Metric(
-        "network_share",
-        lambda line: min(1.0, min(rank.network for rank in line.ranks) / line.seconds) if len(line.ranks) > 1 else None,
-    ),
-    Metric(
-        "gpu_utilization", lambda line: min((rank.gpu for rank in line.ranks if rank.gpu is not None), default=None)
-    ),
-    Metric(
-        "rank_skew",
-        lambda line: (
-            max(seconds := [rank.data + rank.forward for rank in line.ranks]) / min(seconds)
-            if len(line.ranks) > 1
-            else None
-        ),
-    ),
-    Metric(
-        "slowest_rank",
-        lambda line: (
-            (waits := [rank.network for rank in line.ranks]).index(min(waits)) if len(line.ranks) > 1 else None
-        ),
-    ),
+    Metric("data_wait_seconds", lambda line: line.data_seconds),
+    Metric("data_wait_share", lambda line: None if line.data_seconds is None else line.data_seconds / line.seconds),
+    Metric("gpu_utilization", lambda line: line.gpu_utilization),
     Metric("save_seconds", lambda line: line.save_seconds),
 )
 """In the order of the screen's line, of which a narrow terminal leaves out the last, and so that each is computed after
@@ -526,22 +323,18 @@ those that it is made of. The report draws loss and perplexity by itself, with w
 """
 
 
-PART = re.compile(r"(source|eval)_(.+)_(loss|perplexity|tokens)")
-"""Metrics of one source of what is trained, or of one set of what is held out; `eval_macro_*` are means over sets."""
+PART = re.compile(r"eval_(.+)_(loss|perplexity)")
+"""Metrics of one set of what is held out; `eval_macro_*` are means over sets."""
 
 
-def complete(line: Line, sources: Sequence[str] = ()) -> dict[str, float]:
-    """Compute every metric of a line, beside what the Trainer logs; `sources` are the names of `line.by_source`."""
+def complete(line: Line) -> dict[str, float]:
+    """Compute every metric of a line, beside what the Trainer logs."""
     logs = line.logs
-    if line.sums and not line.sums.trained:  # the Trainer's is 0, and no loss
+    if line.sums and not line.sums.trained:  # the Trainer's is 0, which is not a loss
         logs.pop("loss", None)
     for metric in METRICS:
         if metric.of and (value := metric.of(line)) is not None:
             logs[metric.name] = value
-    for source, tokens, nats in zip(sources, *line.by_source.tolist(), strict=False):
-        logs[f"source_{source}_tokens"] = int(tokens)
-        if tokens and not math.isnan(nats):
-            logs[f"source_{source}_loss"] = nats / tokens
     return logs
 
 
@@ -551,8 +344,8 @@ def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, bool]]:
         if metric.on_screen and (value := logs.get(metric.name)) is not None:
             yield f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}", metric.in_bar
     for name, value in logs.items():
-        if (part := PART.fullmatch(name)) and part[3] != "tokens":
-            yield f"{part[2]} {part[3]} {in_digits(value)}", False
+        if part := PART.fullmatch(name):
+            yield f"{part[1]} {part[2]} {in_digits(value)}", False
 
 
 def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:

@@ -37,7 +37,7 @@ from dsft.models.build import build_model
 from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
 from dsft.models.sequence_parallel import team_of
-from dsft.models.tiles import tile_feed_forwards, tile_loss
+from dsft.models.tiles import tile_loss
 from dsft.models.tokenizer import stop_at
 from dsft.models.trained import unwrapped
 from dsft.models.trials import length_limits
@@ -59,8 +59,6 @@ from dsft.runtime.hardware import (
     wait_for_freed_gpu,
 )
 from dsft.runtime.software import git_commit, versions
-from dsft.training.callbacks import compiling_limited
-from dsft.training.metrics import TimedCollectives
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
 from dsft.watchdog import client as watchdog
@@ -177,8 +175,6 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         )
     if options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
-    if options.tiled_mlp:
-        tile_feed_forwards(model)
     if frozen := run.model.size.other_params:
         names = ", ".join(name.removesuffix(".") for name in unreached(inner))
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
@@ -344,9 +340,9 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
                 f" is {trainer.args.learning_rate:.3g}. What was right there is, for Adam, right here"
                 f" {(now / then) ** 0.5:.3g} times as large"
             )
-    timed = patches.replaced("timed_collectives", lambda backend: backend and TimedCollectives(backend, trainer.work))
-    compiling = compiling_limited(run.options.compile_timeout, trainer.args.torch_compile, note=trainer.work.leave_out)
-    with distributed.signals_save(), timed, compiling:
+    if trainer.args.torch_compile:
+        watchdog.set_phase("compiling")  # the first step; later ones have a longer step_timeout
+    with distributed.signals_save():
         trainer.train(resume_from_checkpoint=run.checkpoint)
     if not trainer.is_stopping:
         return

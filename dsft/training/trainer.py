@@ -56,22 +56,12 @@ from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.run_setup.resolve import TrainingRun
-from dsft.runtime import distributed, patches
+from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
-from dsft.training.engine import answers_to, averaged_weights, import_muon, patch_engine, swap_in
+from dsft.training.engine import answers_to, patch_engine
 from dsft.training.loss import TokenLoss
-from dsft.training.metrics import (
-    Bottlenecks,
-    Compute,
-    Line,
-    Work,
-    complete,
-    gather,
-    mark,
-    of_sets,
-    routers_of,
-)
+from dsft.training.metrics import Compute, DataWait, Line, Work, complete, gather, of_sets
 from dsft.units import Batch, in_digits, padded_width
 from dsft.watchdog import client as watchdog
 
@@ -81,11 +71,8 @@ STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of the learning rate, which they change by what they see."""
 ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
 """Fields of an adapter's config that change what its tensors mean, and not their shapes."""
-HYPERPARAMETERS = (
-    *("initial_lr", "weight_decay", "betas", "eps", "momentum"),
-    *("warmup_steps", "r", "weight_lr_power"),  # of schedule-free ones
-)
-"""Of an optimizer's groups: what options set. Whatever else is there may be a state (schedule-free, Prodigy)."""
+HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
+"""Of an optimizer's groups: what options set. Whatever else is there may be a state (Prodigy)."""
 LEAST_SCALE = "loss scale already at minimum"
 """What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
 STATES = {
@@ -137,7 +124,6 @@ class PerplexityTrainer(Trainer):
         self.token_loss = TokenLoss(
             model,
             label_smoothing=args.label_smoothing_factor,
-            num_sources=len(data.sources),
             compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
         )
         for printer in (PrinterCallback, ProgressCallback):
@@ -156,9 +142,7 @@ class PerplexityTrainer(Trainer):
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
-        routers, experts = routers_of(model)
-        self.work, self.line = Work(args.device, len(data.sources), routers, experts), Line()
-        self.bottlenecks = Bottlenecks(waits_in_forward=is_deepspeed_zero3_enabled() or team.size > 1)
+        self.work, self.line, self.data_wait = Work(args.device), Line(), DataWait()
 
         deepspeed_config = args.hf_deepspeed_config.config
         zero_stage = stage(deepspeed_config)
@@ -275,8 +259,6 @@ class PerplexityTrainer(Trainer):
         """Prepares as the Trainer; `resume.py` reads a checkpoint that DeepSpeed cannot. Collective."""
         checkpoint = resume_from_checkpoint
         is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
-        deepspeed_config = self.args.hf_deepspeed_config.config
-        import_muon(deepspeed_config)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
         # What options set now: a checkpoint brings the values of those that saved it.
@@ -308,16 +290,13 @@ class PerplexityTrainer(Trainer):
                 scheduler._last_lr = rates
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
-        swap_in(engine, "train")  # a checkpoint holds the average
         self.skipped_steps.number = engine.skipped_steps
-        self.work.collectives.clear()  # those of preparing
         self.work.begin_interval()
         return prepared
 
     def _restore(self, checkpoint: str) -> None:
         """Reads a checkpoint of other ranks or another stage."""
         engine = self.model_wrapped
-        swap_in(engine, "train")  # it takes a step
         restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
 
     # Steps.
@@ -340,7 +319,7 @@ class PerplexityTrainer(Trainer):
         """Counts the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
         counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)
         if batch_samples:
-            self.work.add_over_ranks(counts)
+            distributed.add_over_ranks(counts)
         return counts
 
     def compute_loss(
@@ -350,21 +329,10 @@ class PerplexityTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes a micro batch's part of the step's loss (loss.py), timed and counted for all ranks."""
-        num_tokens, started, compiled = inputs.pop("num_tokens"), mark(), self.work.compiled_seconds
-        # Shares have a mask of their own (`training_step`), which transformers cannot make of their positions.
-        is_packed = "position_ids" in inputs and self.team.size == 1
-
-        def sequence_numbers(position_ids_BT: torch.Tensor) -> torch.Tensor | None:
-            # Of each packed row: a sequence begins where a position does not follow the one before.
-            steps_BT = torch.diff(position_ids_BT, prepend=position_ids_BT[:, :1] - 1, dim=-1)
-            return (steps_BT != 1).cumsum(-1) if is_packed else None
-
-        with patches.replaced("positions_on_gpu", lambda _: sequence_numbers):
-            loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
-        done = mark()
-        self.work.times.forward -= self.work.compiled_seconds - compiled
-        self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens, started=started, done=done)
+        """Computes a micro batch's part of the step's loss (loss.py), and counts it for all ranks."""
+        num_tokens = inputs.pop("num_tokens")
+        loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
+        self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
     def _get_learning_rate(self) -> float:
@@ -427,7 +395,7 @@ class PerplexityTrainer(Trainer):
         control, unread = self.control, self.work.unread
         due = ("should_log", "should_evaluate", "should_save", "should_training_stop")
         while unread and (len(unread) > 1 or any(getattr(control, name) for name in due)):
-            step, sums, by_source = self.work.read()
+            step, sums = self.work.read()
             if sums.bad:
                 saved = checkpoints(self.args.output_dir)
                 kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
@@ -440,13 +408,6 @@ class PerplexityTrainer(Trainer):
                 self.state.num_input_tokens_seen += int(sums.tokens)
             self.totals["trained_tokens"] += int(sums.trained)
             self.totals["nats"] += sums.nats
-            of_sources = self.totals.setdefault("sources", {}) if self.data.sources else {}
-            for source, tokens, nats in zip(self.data.sources, *by_source.tolist(), strict=True):
-                if math.isnan(nats):  # Liger's loss tells none of them apart
-                    continue
-                total = of_sources.setdefault(source, {"trained_tokens": 0, "nats": 0.0})
-                total["trained_tokens"] += int(tokens)
-                total["nats"] += nats
             if sums.due:
                 control.should_save = True
             if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
@@ -468,9 +429,9 @@ class PerplexityTrainer(Trainer):
             logs |= speed_metrics("train", start_time, num_tokens=tokens)
         save_seconds = self.saves.seconds if self.saves.number else None
         line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
-        logs = complete(line, self.data.sources)
-        if line.ranks:
-            self.bottlenecks.note(logs, line.ranks, interval=line.seconds)
+        logs = complete(line)
+        if "data_wait_share" in logs:
+            self.data_wait.note(logs["data_wait_share"], line.seconds)
         super().log(logs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -497,7 +458,6 @@ class PerplexityTrainer(Trainer):
             **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
             "best_checkpoint": self.state.best_model_checkpoint,
             **({"stopped_early": self.early_stopping.stopped} if self.early_stopping else {}),
-            **({"sources": self.totals.get("sources", {})} if self.data.sources else {}),
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
@@ -518,7 +478,7 @@ class PerplexityTrainer(Trainer):
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
         # Intervals are over documents, which a window of training may hold several of, or a part of one.
         windows = windows_of_sequences(held_out, held_out.document_ends)
-        with watchdog.phase("evaluating"), self.work.paused(), averaged_weights(self.model_wrapped):
+        with watchdog.phase("evaluating"), self.work.paused():
             result = evaluate_windows(
                 self.model,
                 windows,
@@ -594,7 +554,7 @@ class PerplexityTrainer(Trainer):
             "options": self.taken_options,
             "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
         }
-        with watchdog.phase("saving"), self.work.paused(), averaged_weights(self.model_wrapped):
+        with watchdog.phase("saving"), self.work.paused():
             save.run(write, check, facts=facts, needed_bytes=self._disk.checkpoint_bytes)
             if self.is_world_process_zero():
                 best, limit = state.best_model_checkpoint, self.save_total_limit
@@ -610,7 +570,6 @@ class PerplexityTrainer(Trainer):
             Unsaved: it could not be written.
         """
         save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL, self.final_save)
-        swap_in(self.model_wrapped, "eval")
         with watchdog.phase("saving"):
             save.run(
                 functools.partial(self.save_model, str(save.staged)),

@@ -19,8 +19,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.models.tiles import tile_loss
-from dsft.models.trials import RowRules, architecture_problems, needs_mask, small_model, trains_the_same
+from dsft.models.trials import RowRules, architecture_problems, small_model, trains_in_tiles
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.run_setup.resolve import TrainingRun, decide_run, job_of
@@ -46,8 +45,7 @@ def loss_and_gradients(model, batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", grid(ARCHITECTURES, QUICK))
-def test_loss_and_gradients_of_padded_rows_are_the_same_without_a_mask(architecture, tmp_path):
-    assert not needs_mask(facts_of(architecture, tmp_path).config, "sdpa")
+def test_loss_and_gradients_of_padded_rows_are_the_same_without_a_mask(architecture):
     cls, values = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).train()
@@ -61,10 +59,11 @@ def test_loss_and_gradients_of_padded_rows_are_the_same_without_a_mask(architect
             torch.testing.assert_close(tensor, with_mask, rtol=0, atol=1e-5 * with_mask.abs().max().item())
 
 
-def test_the_mask_is_kept_where_the_loss_counts_padding_or_attention_is_not_sdpa(tmp_path):
+def test_the_mask_is_kept_where_the_loss_of_a_router_counts_padding(tmp_path):
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    assert needs_mask(facts_of("mixtral", tmp_path, **balanced).config, "sdpa")
-    assert needs_mask(facts_of("llama", tmp_path).config, "flash_attention_2")
+    options, facts = TrainConfig(seq_len=64, dtype="float32"), facts_of("mixtral", tmp_path, **balanced)
+    decide_run(run := TrainingRun(options=options, machine=this_machine(), model=facts))
+    assert run.masked
 
 
 def test_the_plan_of_padded_rows_has_no_mask_where_training_has_none(tmp_path):
@@ -250,11 +249,10 @@ def test_a_batch_is_a_multiple_wide_holds_its_longest_row_and_lies_on_one_side_o
 
 @pytest.mark.parametrize("architecture", ["kimi_linear", "bailing_hybrid", "qwen3_next", "zamba", "zamba2"])
 def test_linear_attention_and_shared_layers_are_tried_at_small_sizes(architecture):
-    """Where a size is not known, the trial fails, and its answer costs memory: a mask, and all logits."""
+    """Where a size is not known, the trial fails, and its answer costs the memory of all logits."""
     config = CONFIG_MAPPING[architecture]()
     assert sum(weight.numel() for weight in small_model(config).parameters()) < 1_000_000
-    assert trains_the_same(tile_loss, config)
-    assert not needs_mask(config, "sdpa")
+    assert trains_in_tiles(config)
 
 
 @pytest.mark.parametrize("architecture", ["apertus", "deepseek_v4", "diffllama", "opt"])
@@ -266,11 +264,11 @@ def test_a_trial_is_not_answered_by_rounding(architecture):
     for seed in range(3):
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        answers.append(trains_the_same(tile_loss, CONFIG_MAPPING[architecture]()))
+        answers.append(trains_in_tiles(CONFIG_MAPPING[architecture]()))
         assert torch.equal(torch.get_rng_state(), state)
     assert answers == [True] * 3
 
 
 def test_experts_that_a_token_reaches_in_one_pass_alone_end_no_trial():
     config = CONFIG_MAPPING["longcat_flash"]()
-    assert not needs_mask(config, "sdpa") and trains_the_same(tile_loss, config)
+    assert trains_in_tiles(config)

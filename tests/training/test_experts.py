@@ -13,7 +13,6 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.size import measure_model
-from dsft.training.metrics import routers_of
 
 pytestmark = pytest.mark.launch
 LISTED = """
@@ -111,25 +110,15 @@ def test_a_block_of_listed_experts_is_gathered_at_once_in_a_step_and_not_while_w
     assert size.largest_module_params == embedding
 
 
-def test_the_load_of_the_experts_and_the_loss_of_their_router_are_logged(options, tiny, tmp_path):
-    """A token of this model goes to 2 of 4 experts of each of 2 layers; the busiest has at most twice the mean."""
+def test_the_loss_of_the_router_is_logged(options, tiny, tmp_path):
     model = str(write_model(tmp_path / "model", "mixtral"))
     cases = {name: {"router_aux_loss": value} for name, value in {"none": None, "off": 0.0, "on": 0.1}.items()}
     runs = [options(tmp_path / name, model=model, logging_steps=1, **changes) for name, changes in cases.items()]
     output = train_all(1, runs, tmp_path / "log")
     lines = {name: read_json(tmp_path / name / "run.json")["results"]["log"][0] for name in cases}
-    assert all(1 <= line["expert_load"] <= 2 and line["unused_experts"] < 8 for line in lines.values()), output
-    assert "aux_loss" not in lines["none"] and "aux_loss" not in lines["off"]
+    assert "aux_loss" not in lines["none"] and "aux_loss" not in lines["off"], output
     assert 0.1 < lines["on"]["aux_loss"] < 0.4, "at an even load the loss is the number of experts that a token takes"
     assert lines["on"]["loss"] == pytest.approx(lines["off"]["loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize(("model_type", "routers"), [("mixtral", 2), ("jetmoe", 0), ("aria_text", 2)])
-def test_routers_are_counted_where_there_is_one_class_of_them_and_a_number_of_experts(model_type, routers):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=64, **sizes))
-    assert len(routers_of(model)[0]) == routers
 
 
 def test_a_model_without_a_router_has_no_auxiliary_loss(options, tmp_path):

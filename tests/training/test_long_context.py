@@ -29,7 +29,7 @@ EVERY_OTHER = {"every_n_layers": 2, "offload": True}
 KINDS = {
     "padded": {},
     "packed": {"packing": True},
-    "tiled": {"tiled_loss": True, "tiled_mlp": True},
+    "tiled": {"tiled_loss": True},
     "checkpointed": {"activation_checkpointing": True, "packing": True},
     "offloaded": {"activation_checkpointing": True, "activation_checkpointing_kwargs": EVERY_OTHER},
     "lora": {"method": "lora", "lora_r": 4},
@@ -162,6 +162,7 @@ def test_what_cannot_share_sequences_is_refused_before_weights_load(options, tin
         "must divide the number of ranks, which is 2; use 1 or 2": {"sequence_parallel": 3},
         "use sdpa or flash_attention_2": {"attn_implementation": "eager"},
         "torch_compile cannot be combined": {"torch_compile": True},
+        "neftune_noise_alpha cannot be combined": {"neftune_noise_alpha": 5.0},
         "outside of attention": {
             "model": str(tmp_path / "mamba" / "config.json"),
             "tokenizer": str(tmp_path / "mamba"),

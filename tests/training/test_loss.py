@@ -139,50 +139,21 @@ def test_a_router_s_auxiliary_loss_counts_once_as_the_mean_over_micro_batches(ar
         assert step(model, rows, blank=2)[0] == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_term_that_is_linear_in_tokens_does_not_depend_on_micro_batches():
-    class Penalised(transformers.LlamaForCausalLM):
-        def forward(self, input_ids=None, labels=None, **kwargs):
-            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
-            if labels is not None:
-                outputs["loss"] = outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean()
-            return outputs
-
-    torch.manual_seed(0)
-    model = Penalised(transformers.LlamaConfig(**GATED)).eval()
-    (whole, nats, gradients), (cut, _, others) = step(model, ROWS), step(model, 2)
-    assert cut == pytest.approx(whole, rel=1e-5) and whole > nats + 1
-    assert same(gradients, others, rel=1e-4)
-
-
 WEIGHTS_BT = torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(1)) * 3
 WEIGHTS_BT[:2] = 1
 
 
-class OfLiger(transformers.MixtralForCausalLM):
-    """Computes what Liger's forward does: in training no logits where there are labels, and then a loss of its own."""
-
-    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, skip_logits=None, **kwargs):
-        outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
-        if labels is not None and skip_logits is not False:
-            logits_NV, targets_N = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-            nats = functional.cross_entropy(logits_NV, targets_N, reduction="sum")
-            outputs["loss"] = nats / num_items_in_batch + self.router_aux_loss_coef * outputs.aux_loss
-            outputs["logits"] = None
-        return outputs
-
-
 @one_thread()
-@pytest.mark.parametrize("form", ["logits", "smoothed", "tiled", "tiled adapters", "own loss", "router", "liger"])
-def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, capsys):
+@pytest.mark.parametrize("form", ["logits", "smoothed", "tiled", "tiled adapters", "own loss", "router"])
+def test_weights_multiply_nats_in_every_form_of_the_loss(form):
     """Loss and gradients as by hand, with what a router adds; blank and unweighted micro batches beside the others."""
     torch.manual_seed(0)
     cls, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**GATED)
     if form == "own loss":
         cls, config = transformers.MarianForCausalLM, CONFIG_MAPPING["marian"](**OWN_LOSSES["marian"])
-    has_router = form in ("router", "liger")
+    has_router = form == "router"
     if has_router:
-        monkeypatch.setattr(OfLiger.forward, "__module__", "liger_kernel.transformers.model.mixtral")
-        cls = OfLiger if form == "liger" else transformers.MixtralForCausalLM
+        cls = transformers.MixtralForCausalLM
         config = transformers.MixtralConfig(**WITH_ROUTERS["mixtral"][1], output_router_logits=True)
     model = cls(config).eval()
     if form == "tiled adapters":
@@ -211,20 +182,16 @@ def test_weights_multiply_nats_in_every_form_of_the_loss(form, monkeypatch, caps
     for rows, blank in ((ROWS, 0), (2, 1)):
         loss, nats, gradients = step(model, rows, blank=blank, weights_BT=WEIGHTS_BT, label_smoothing=smoothing)
         assert loss == pytest.approx(expected[rows][0], rel=1e-6)
-        if form != "liger":  # the router's is in its nats of batches without weights
-            assert nats == pytest.approx(expected[rows][1], rel=1e-6)
+        assert nats == pytest.approx(expected[rows][1], rel=1e-6)
         assert same(expected[rows][2], gradients, rel=1e-5)
-        if form != "liger":  # refused over shares
-            options = {"weights_BT": WEIGHTS_BT, "label_smoothing": smoothing}
-            as_shares = step(model, rows, blank=blank, are_shares=True, **options)
-            assert as_shares[:2] == (loss, nats) and same(gradients, as_shares[2], rel=1e-5)
+        options = {"weights_BT": WEIGHTS_BT, "label_smoothing": smoothing}
+        as_shares = step(model, rows, blank=blank, are_shares=True, **options)
+        assert as_shares[:2] == (loss, nats) and same(gradients, as_shares[2], rel=1e-5)
     assert abs(loss - nats) > 0.1
-    assert capsys.readouterr().out.count("Liger's loss takes no weights") == (2 if form == "liger" else 0)
 
 
 @one_thread()
-@pytest.mark.parametrize("are_shares", [False, True])
-def test_a_loss_of_one_s_own_is_summed_by_source_too_over_rows_and_shares_of_rows(are_shares):
+def test_a_loss_of_one_s_own_that_is_the_usual_one_trains_as_the_usual_one():
     """Blank micro batches have zeros of all."""
 
     def usual(logits, labels):
@@ -232,26 +199,8 @@ def test_a_loss_of_one_s_own_is_summed_by_source_too_over_rows_and_shares_of_row
 
     torch.manual_seed(0)
     model = small_model(CONFIG_MAPPING["llama"]()).eval()
-    before = "shift_" if are_shares else ""
-    counts = torch.tensor([IDS_BT.numel(), (LABELS_BT != IGNORED).sum()])
-    of_labels = {"sources": torch.arange(ROWS)[:, None].expand(ROWS, LENGTH) % 3}
-    of_labels["weights"] = 0.5 + of_labels["sources"]
-    for labels_BT, tokens in ((LABELS_BT, counts), (torch.full_like(LABELS_BT, IGNORED), torch.tensor([0, 0]))):
-        results = []
-        for compute_loss in (None, usual):
-            token_loss = TokenLoss(model, num_sources=3, compute_loss=compute_loss)
-            inputs = {"labels": labels_BT, **of_labels}
-            if are_shares:
-                inputs = {name: next_tokens(each, IGNORED * (name == "labels")) for name, each in inputs.items()}
-            inputs = {f"{before}{name}": each for name, each in inputs.items()}
-            model.zero_grad()
-            loss, nats = token_loss(model, {"input_ids": IDS_BT, "use_cache": False} | inputs, tokens, counts)
-            loss.backward()
-            results.append((loss.item(), nats, [p.grad.clone() for p in model.parameters()]))
-        (loss, nats, gradients), (own_loss, own_nats, own_gradients) = results
-        assert own_loss == pytest.approx(loss, rel=1e-6) and torch.allclose(own_nats, nats, rtol=1e-6)
-        assert nats[1].item() == pytest.approx(nats[2:].sum().item(), rel=1e-6)
-        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(gradients, own_gradients, strict=True))
+    plain, own = (step(model, 2, blank=1, weights_BT=WEIGHTS_BT, compute_loss=each) for each in (None, usual))
+    assert own[:2] == pytest.approx(plain[:2], rel=1e-6) and same(plain[2], own[2], rel=1e-6)
 
 
 def test_label_smoothing_is_that_of_transformers():
@@ -264,23 +213,3 @@ def test_label_smoothing_is_that_of_transformers():
     loss, nats, _ = step(model, 2, label_smoothing=0.2)
     assert loss == pytest.approx(smoothed, rel=1e-5)
     assert nats == pytest.approx(step(model, 2)[1], rel=1e-6) and abs(loss - nats) > 1e-3
-
-
-def test_a_model_with_a_loss_of_its_own_is_told_and_asked_for_it_no_more(capsys):
-    config = transformers.BartConfig(
-        vocab_size=384, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
-    )
-    model = transformers.BartForCausalLM(config).eval()
-    given = []
-    model.register_forward_pre_hook(lambda module, args, inputs: given.append("labels" in inputs), with_kwargs=True)
-    step(model, 2)
-    assert given == [True, False, False, False]
-    assert capsys.readouterr().out.count("BartForCausalLM has a loss of its own") == 1
-
-
-def test_outside_of_training_a_model_s_loss_is_what_transformers_makes_it():
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED)).eval()
-    before = model(input_ids=IDS_BT, labels=LABELS_BT).loss.item()
-    step(model, 2)
-    assert model(input_ids=IDS_BT, labels=LABELS_BT).loss.item() == before

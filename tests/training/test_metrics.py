@@ -1,18 +1,11 @@
 """Losses by source of what is trained and by name of what is held out: on any ranks those of the data itself."""
 
-import json
-import socket
-import time
-
 import pytest
-import torch
-import torch.distributed as dist
-from conftest import grid, read_json
-from ranks import on_ranks, train, train_all
+from conftest import read_json
+from ranks import train_all
 from tiny import sentences, write_jsonl, write_model
 
-from dsft.data.epoch import Collator
-from dsft.training.metrics import Bottlenecks, RankTimes, Work
+from dsft.training.metrics import DataWait
 
 pytestmark = pytest.mark.launch
 RUNS = ("files-1", "files-2", "resumed-1", "logits-2")
@@ -104,51 +97,8 @@ def test_a_training_ends_early_by_any_metric_and_counts_on_after_a_resume(option
     assert best == min(perplexities), "the smallest perplexity is the best"
 
 
-def test_an_evaluation_that_compiles_leaves_no_seconds_and_no_collectives_in_the_interval():
-    work = Work(torch.device("cpu"))
-    work.collectives.append((1.0, 2.0))
-    begun = work.begun
-    with work.paused():
-        time.sleep(0.01)
-        work.leave_out(100.0)
-        work.collectives.append((3.0, 9.0))
-    assert begun + 0.01 <= work.begun < begun + 100 and work.times.forward == 0
-    assert work.collectives == [(1.0, 2.0)]
-
-
-def training_that_waits(options: dict) -> list[int]:
-    """Rank 1 waits for each batch; returns the collectives of each step that were timed."""
-    collate, send, timed = Collator.__call__, Work.send, []
-
-    def slow_on_rank_1(*args):
-        time.sleep(0.3 * dist.get_rank())
-        return collate(*args)
-
-    def sending(work, *args, **kwargs):
-        send(work, *args, **kwargs)
-        timed.append(len(work.collectives))
-
-    Collator.__call__, Work.send = slow_on_rank_1, sending
-    train(options)
-    return timed
-
-
-@pytest.mark.parametrize(("zero", "least"), grid([("1", 4), ("3", 10)], [("3", 10)]))
-def test_ranks_report_what_they_wait_for_in_collectives(options, tmp_path, zero, least):
-    """Those of DeepSpeed beside the two of a step. The rank that is slow waits for no other, and its host is named."""
-    case = options(tmp_path / "run", zero=zero, max_steps=4, logging_steps=1, seq_len=32, max_skipped_steps=2)
-    counts = on_ranks(2, training_that_waits, case, log=tmp_path / "log")
-    assert min(map(min, counts)) >= least
-    screen = (tmp_path / "log").read_text()
-    assert screen.count(f"% of the time (longest on {socket.gethostname()}); raise dataloader_num_workers") == 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "loss" in line][-1]
-    assert last["slowest_rank"] == 1 and last["data_wait_share"] > 0.5 > last["network_share"] > 0
-
-
-def test_the_network_is_named_where_two_lines_in_a_row_are_mostly_its(capsys):
-    ranks = [RankTimes(host="a", data=0.0, forward=1.0, product=1.0)]
-    bottlenecks = Bottlenecks(waits_in_forward=True)
+def test_waiting_for_data_is_reported_once_if_two_lines_in_a_row_show_it(capsys):
+    data_wait = DataWait()
     for share in (0.7, 0.1, 0.7, 0.7, 0.7):
-        bottlenecks.note({"network_share": share, "data_wait_share": 0.0}, ranks, interval=1.0)
-    assert capsys.readouterr().out.count("the network: 70% of the time") == 1
+        data_wait.note(share, 1.0)
+    assert capsys.readouterr().out.count("waiting for data: 70% of the time") == 1

@@ -1,0 +1,77 @@
+"""Which optimizer is right at which ZeRO stage: its losses beside those of the plain optimizer on the whole model."""
+
+import json
+
+import pytest
+import torch
+from conftest import grid
+from ranks import on_ranks, trained
+from tiny import write_texts
+from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM
+
+STEPS, SEQUENCES, RATE = 4, 4, 1e-2
+PLAIN = {
+    "adamw_torch": lambda weights: torch.optim.AdamW(weights, lr=RATE, weight_decay=0.0),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=RATE),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=RATE),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=RATE),
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=RATE),
+    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=RATE, weight_decay=0.0),
+}
+"""Value of `optim`, or type in a DeepSpeed JSON -> the same over whole weights."""
+
+
+def plain_losses(seen: dict) -> dict[str, list[float]]:
+    """The losses of plain PyTorch on what a dsft training saw, all of it in each step."""
+    trainer = trained(seen)
+    batch = trainer.data_collator([trainer.train_dataset[row] for row in range(SEQUENCES)])
+    batch.pop("num_tokens")
+    losses = {}
+    for name, make in PLAIN.items():
+        model = AutoModelForCausalLM.from_pretrained(seen["model"])
+        optimizer = make(list(model.parameters()))
+        losses[name] = []
+        for _ in range(STEPS):
+            loss = model(**batch).loss
+            losses[name].append(loss.item())
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def logged_losses(cases: list[dict]) -> list[list[float]]:
+    return [[entry["loss"] for entry in trained(case).state.log_history if "loss" in entry] for case in cases]
+
+
+@pytest.fixture(scope="module")
+def case(options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizers")
+    texts = str(write_texts(folder / "texts.jsonl", SEQUENCES, seed=3))
+
+    def make(name: str, stage: str, world: int = 2, **changes) -> dict:
+        words = {"max_steps": STEPS, "lr_scheduler_type": "constant", "learning_rate": RATE, "logging_steps": 1}
+        words |= {"data": texts, "per_device_train_batch_size": SEQUENCES // world}
+        if name[0].isupper():
+            file = folder / f"{name}-{stage}.json"
+            content = {
+                "zero_optimization": {"stage": int(stage)},
+                "optimizer": {"type": name, "params": {"torch_adam": True} if name == "AdamW" else {}},
+            }
+            file.write_text(json.dumps(content | {"zero_allow_untested_optimizer": True}))
+            words["zero"] = str(file)
+        else:
+            words |= {"zero": stage, "optim": name}
+        return options(folder / f"{name}-{stage}-{world}", **words | changes)
+
+    return make
+
+
+@pytest.mark.parametrize("stage", grid(["0", "1", "2", "3"], quick=["2"]))
+def test_optimizers_step_as_over_whole_weights(case, stage):
+    (plain,) = on_ranks(1, plain_losses, case("sgd", "0", 1, max_steps=1))
+    losses, _ = on_ranks(2, logged_losses, [case(name, stage) for name in PLAIN])
+    for name, of_run in zip(PLAIN, losses, strict=True):
+        assert of_run == pytest.approx(plain[name], rel=1e-5), name
