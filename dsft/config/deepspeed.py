@@ -64,10 +64,14 @@ NS_METHODS = ("gram", "standard")
 NOT_FOR_SHARDS = {
     "lamb": "it scales steps by the norms of whole weights, and ZeRO's shards are flat pieces of them; use stage 0, or"
     " AdamW",
+    "adafactor": "it factors the moments of whole weights, and ZeRO's shards are flat pieces of them; use stage 0, or"
+    " AdamW",
     "lbfgs": "it computes the loss several times in a step, which no Trainer does; use AdamW",
     "sparseadam": "it takes sparse gradients, and those of these models are dense; use AdamW",
 }
-"""Types of optimizers, in small letters, that mean nothing here -> why. Lamb does under stage 0."""
+"""Types of optimizers, in small letters, that mean nothing over shards -> why."""
+RIGHT_IN_STAGE_0 = ("lamb", "adafactor")
+"""Of these, those that do under stage 0."""
 REFUSED = {
     "zero_optimization.zenflow": "DeepSpeed copies the weights transposed, and trains and saves a scrambled model",
     "expert_parallel.enabled": "DeepSpeed 0.19.8's AutoEP does not start with transformers 5.23, and saves the experts"
@@ -265,14 +269,15 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     own_adam = optimizer in ("adam", "adamw") and not at("optimizer.params.torch_adam")
     if own_adam and at("optimizer.params.amsgrad"):  # fused_adam.py and cpu_adam.py, once the model is loaded
         problems.append("optimizer.params.amsgrad: DeepSpeed's own Adam has none; add torch_adam=true, or leave it out")
-    if optimizer in NOT_FOR_SHARDS and (zero_stage or optimizer != "lamb"):
+    if optimizer in NOT_FOR_SHARDS and (zero_stage or optimizer not in RIGHT_IN_STAGE_0):
         problems.append(f"optimizer.type {at('optimizer.type')}: {NOT_FOR_SHARDS[optimizer]}")
     if zero_stage and isinstance(at("optimizer.type"), str) and not at("zero_allow_untested_optimizer"):
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
         tested = {each.__name__.lower() for each in ZERO_SUPPORTED_OPTIMIZERS} | {"muon", *NOT_FOR_SHARDS}
-        # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
-        if not any(name.endswith(optimizer) for name in tested):
+        # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded; without offload Adagrad is torch's
+        is_torchs = optimizer == "adagrad" and not at("zero_optimization.offload_optimizer.device")
+        if is_torchs or not any(name.endswith(optimizer) for name in tested):
             problems.append(
                 f"optimizer.type {at('optimizer.type')}: DeepSpeed has not tested it over ZeRO's shards; add"
                 " zero_allow_untested_optimizer=true, or take AdamW"

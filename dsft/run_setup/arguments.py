@@ -297,6 +297,13 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             f"optim={optim} cannot be combined with zero={zero}: DeepSpeed's CPUAdam would take its place on the host;"
             f" choose from {', '.join(ON_HOST)}, or name an optimizer in the DeepSpeed JSON"
         )
+    kind, clipping = str(get_value(zero_file, "optimizer.type")).lower(), options.training.get("max_grad_norm", 1.0)
+    if kind == "muon" and stage(zero_file) and clipping:  # it is clipped after it has made updates orthogonal
+        problems.append(
+            f"zero={zero}: Muon's updates would be clipped by max_grad_norm={clipping}; set max_grad_norm: 0"
+        )
+    if kind == "lion" and machine.measured and not has_gpu() and not is_offloaded:
+        problems.append(f"zero={zero}: DeepSpeed's Lion needs a GPU or an offload; use optim lion_32bit, or AdamW")
     if get_value(zero_file, "compile.deepcompile") and not options.training.get("torch_compile"):
         # accelerate's prepare calls engine.compile, which DeepCompile is a part of, with torch_compile alone.
         problems.append(
@@ -308,7 +315,6 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             f"zero={zero}: DeepSpeed's own {parts[0]} has one learning rate; with learning_rates and loraplus_lr_ratio"
             " use one without, such as zero 2 or 3"
         )
-    clipping = options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
     super_offload = get_value(zero_file, "zero_optimization.offload_optimizer.super_offload")
     if super_offload and machine.measured and not has_gpu():  # it asserts CUDA, once the model is loaded
         problems.append(f"zero={zero}: offload_optimizer.super_offload needs a GPU; leave it out")
@@ -322,6 +328,19 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"
             " different sequences, and would save no model (docs/gpus.md); leave it out, ZeRO-3 shards the weights too"
+        )
+    return problems
+
+
+def check_stage(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
+    """Lists what is wrong in some stages alone; without an explicit `zero` the plan may choose any."""
+    problems, zero_stage = [], None if zero_file is None else stage(zero_file)
+    if options.dtype == "float16" and zero_stage == 0:
+        problems.append(f"dtype=float16 cannot be combined with zero={options.zero}; use zero 1, 2 or 3, or bfloat16")
+    if options.training.get("optim") == "adafactor" and zero_stage != 0 and "optimizer" not in (zero_file or {}):
+        problems.append(
+            "optim=adafactor: it factors the moments of whole weights, and ZeRO's shards are flat pieces of them; add"
+            " zero: 0, or use adamw_torch or adamw_8bit"
         )
     return problems
 

@@ -349,6 +349,7 @@ def check_run(
     is_reported = any("global_batch_size" in problem for problem in run.problems)
     run.apply(decisions, [] if is_reported else not_divisible)
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
+    run.problems += arguments.check_stage(run.options, run.zero_file)
     options, training = run.options, run.options.training
     run.problems += user_code.problems(options)
     run.problems += arguments.check_machine(options, machine)

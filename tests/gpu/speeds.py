@@ -8,7 +8,7 @@ from transformers import AutoConfig, GptOssConfig
 from transformers.utils import is_flash_attn_2_available
 
 from dsft.models.build import DTYPES, resolve_dtype
-from dsft.models.trials import KERNELS, is_like_eager, isolation_problem, needs_mask
+from dsft.models.trials import KERNELS, is_like_eager, isolation_problem
 from dsft.planner.speed import CARDS, card_of, cards_named
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, ask_gpu, this_machine
@@ -64,12 +64,6 @@ def masks(setting: Setting) -> Iterator[Row]:
         problem = isolation_problem(config, attn_implementation=kernel, device=place, dtype=dtype)
         claim = f"packed samples do not see each other ({kernel})"
         yield Row(claim=claim, measured=problem or "they do not", ok=problem is None)
-    same = not needs_mask(config, "sdpa", device=place, dtype=dtype)
-    yield Row(
-        claim="loss and gradients without a mask are those with it (sdpa)",
-        measured="the same" if same else "they differ",
-        ok=same,
-    )
     without_sdpa = GptOssConfig(num_hidden_layers=2)
     for kernel in usable_kernels() if setting.has_gpu else []:
         same = is_like_eager(without_sdpa, kernel, device=place, dtype=dtype)
