@@ -91,10 +91,8 @@ class Patch:
 
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_TORCH_CHECKPOINTS = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
-_ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 PATCHES = {
     # The launch.
@@ -124,6 +122,11 @@ PATCHES = {
         code=(f"{_UNFUSED}.initialize_optimizer_states", f"{_FUSED}.initialize_optimizer_states"),
         seen={"0.19.8": "3b56e521847a"},
         if_changed="refuse",
+    ),
+    "kept_norm": Patch(
+        target=f"{_ENGINE}.clip_fp32_gradients",
+        why="in fp32 of ZeRO 0 it forgets the norm of the gradients, which the log and its warnings need",
+        seen={"0.19.8": "56e474852f4e"},
     ),
 }
 """Name -> patch."""

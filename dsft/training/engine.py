@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -27,13 +28,25 @@ MAX_NEW_TOKENS = 64
 
 
 def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
-    """Take back the step that ZeRO 0 has made its states in bfloat16 by: with zero gradients, which decays the float32
-    copies of weights and which Adam counts. `resumes`: the optimizer has the states of a checkpoint.
+    """Patch ZeRO 0: in float32 it keeps the norm of the gradients. In bfloat16 it takes back the step that DeepSpeed
+    has made the states by: with zero gradients, which decays the float32 copies of weights and which Adam counts.
+    `resumes`: the optimizer has the states of a checkpoint.
     Raises UserError if the installed DeepSpeed differs so that results could be wrong.
     """
-    optimizer = engine.optimizer
-    if resumes or not isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
+    if engine.zero_optimization_stage() != 0:
         return
+    optimizer, parameters = engine.optimizer, list(engine.module.parameters())
+
+    def clip() -> None:  # every rank has the same gradients
+        engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())
+
+    patches.replace("kept_norm", lambda _: clip, on=engine)
+    if isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer) and not resumes:
+        take_back_first_step(optimizer)
+
+
+def take_back_first_step(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer) -> None:
+    """Make the states of ZeRO 0's optimizer, and its float32 copies of weights, new."""
     if not patches.fits("first_step_of_zeros"):
         return
     optimizer.optimizer.state.clear()

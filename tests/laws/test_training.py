@@ -37,10 +37,9 @@ VARIANTS = [
     "own-file",
     "offload",
     "offload-param",
-    "offload-partial",
     "chat",
 ]
-STAGES = VARIANTS[4:10]
+STAGES = VARIANTS[4:9]
 OF_OTHERS = ["stage-1", "offload", "checkpointing", "own-file", "chat"]
 """What other quick cases hold too: resharding trains in stage 1, offload-param offloads the optimizer as well, dora
 recomputes activations, test_resume_groups.py goes on from the runs of two files with the stages that they are of, and
@@ -99,7 +98,6 @@ def runs(request, tiny, options, tmp_path_factory):
         "own-file": {"zero": str(ROOT / "ds_configs" / "zero2.json")},
         "offload": {"zero": "3-offload"},
         "offload-param": {"zero": "3-offload-param"},
-        "offload-partial": {"zero": "3-offload-partial"},
         "chat": {"model": str(tiny / "chat"), "data": str(_chats(folder / "chats.jsonl"))},
     }
     for name, source in CONTINUES.items():

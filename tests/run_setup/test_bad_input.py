@@ -152,7 +152,6 @@ def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_pat
         ),
         ({"accelerator_config": "nowhere.json"}, "nowhere.json"),
         ({"torch_compile": True, "torch_compile_backend": "inductr"}, "did you mean 'inductor'?"),
-        ({"torch_compile": True, "tiled_mlp": True}, "tiled_mlp and torch_compile cannot be combined"),
     ],
     ids=str,
 )
@@ -503,13 +502,6 @@ def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of
     for size, part in (("auto", "nothing fills this in"), ("2", "must be a whole number")):
         file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": size}}))
         assert [part in problem for problem in problems_of(zero=str(file))] == [True]
-
-
-def test_liger_s_own_loss_is_refused_where_zero_3_shards_the_head(problems_of):
-    expected = "use_liger_kernel cannot be combined with zero=3"
-    assert any(expected in problem for problem in problems_of(use_liger_kernel=True, zero="3", tiled_loss=False))
-    for options in ({"zero": "3"}, {"zero": "2", "tiled_loss": False}):
-        assert not any(expected in problem for problem in problems_of(use_liger_kernel=True, **options))
 
 
 def test_a_model_quantised_on_disk_trains_adapters_unsharded(problems_of, tiny, tmp_path):

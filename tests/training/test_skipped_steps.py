@@ -1,8 +1,4 @@
-"""DeepSpeed skips steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many. Under
-ZeRO 0 dsft scales the loss of fp16.
-"""
-
-import itertools
+"""DeepSpeed skips steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many."""
 
 import pytest
 import torch
@@ -54,13 +50,12 @@ def train_each(cases: list[tuple[dict, list[int]]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(options, tmp_path_factory):
-    """The folder of five trainings of one rank: one that skips steps 1 and 2, and two stages in two types."""
+    """The folder of three trainings of one rank: one that skips steps 1 and 2, and two types."""
     folder = tmp_path_factory.mktemp("skipped")
     cases = [(options(folder / "run", dtype="bfloat16", zero="1", max_steps=4), [1, 2])]
-    for zero, dtype in itertools.product("01", ("float32", "float16")):
-        case = options(folder / f"{dtype} {zero}", dtype=dtype, zero=zero, max_steps=4, logging_steps=1)
-        cases.append((case, []))
-    assert on_ranks(1, train_each, cases, log=folder / "log") == [["done"] * 5]
+    for dtype in ("float32", "float16"):
+        cases.append((options(folder / dtype, dtype=dtype, zero="1", max_steps=4, logging_steps=1), []))
+    assert on_ranks(1, train_each, cases, log=folder / "log") == [["done"] * 3]
     return folder
 
 
@@ -79,21 +74,19 @@ def test_training_that_leaves_out_every_step_stops(options, tmp_path, zero):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("zero", ["0", "2", "3"])
+@pytest.mark.parametrize("zero", ["2", "3"])
 def test_fp16_training_that_finds_no_scale_stops_with_the_cause(options, tmp_path, zero):
     """Under ZeRO DeepSpeed ends by itself, at the least scale."""
     case = options(tmp_path / "run", dtype="float16", zero=zero, max_steps=MOST_SKIPPED_IN_FP16 + 5)
     (outcome,) = on_ranks(1, train_with_infinite_gradients, case, [*range(100)], log=tmp_path / "log")
-    steps = MOST_SKIPPED_IN_FP16 if zero == "0" else 18
-    assert f"in {steps} steps in a row, up to step {steps}:" in outcome and "beyond what float16 holds" in outcome
+    assert "in 18 steps in a row, up to step 18:" in outcome and "beyond what float16 holds" in outcome
     assert "skips this optimizer step" not in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("zero", ["0", "1"])
-def test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32(runs, tiny, zero):
+def test_a_training_in_fp16_takes_the_steps_and_logs_the_norms_of_fp32(runs, tiny):
     norms, trained = {}, {}
     for dtype in ("float32", "float16"):
-        run = runs / f"{dtype} {zero}"
+        run = runs / dtype
         results = read_json(run / "run.json")["results"]
         norms[dtype] = [entry["grad_norm"] for entry in results["log"] if "grad_norm" in entry]
         weights = load_file(run / "final" / "model.safetensors")

@@ -1,7 +1,6 @@
 """What DeepSpeed does in ZeRO 0 beside the training itself."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from dsft.checkpoints.export import export
 from dsft.models.build import load_weights
-from dsft.training.engine import patch_engine
+from dsft.training.engine import take_back_first_step
 
 pytestmark = pytest.mark.launch
 
@@ -36,7 +35,7 @@ def test_nor_does_a_fused_optimizer_keep_the_step_of_zero_gradients():
     adam = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
     optimizer = FP16_Optimizer(adam, low_precision_dtype=torch.bfloat16)
     assert adam.state and not torch.equal(optimizer.fp32_groups_flat[0], weight.float())
-    patch_engine(SimpleNamespace(optimizer=optimizer), resumes=False)
+    take_back_first_step(optimizer)
     assert not adam.state and torch.equal(optimizer.fp32_groups_flat[0], weight.float())
 
 
