@@ -79,8 +79,6 @@ class Sums:
     """Ranks that were asked to stop."""
     due: float = 0.0
     """Ranks for which a save is due."""
-    writing: float = 0.0
-    """Ranks that still write a checkpoint in the background."""
 
 
 @dataclass(kw_only=True)
@@ -151,9 +149,9 @@ class Work:
         """
         self._sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
 
-    def send(self, step: int, *, asked: bool, due: bool, writing: bool = False) -> None:
+    def send(self, step: int, *, asked: bool, due: bool) -> None:
         """Add up over all ranks what was counted since the last step. Collective."""
-        self._sums[7], self._sums[8], self._sums[9] = asked, due, writing
+        self._sums[7], self._sums[8] = asked, due
         add_over_ranks(self._sums)
         on_host = self._sums.to("cpu", non_blocking=True, copy=True)  # pinned memory, if it comes from a GPU
         copied = torch.cuda.Event() if self._sums.is_cuda else None
