@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import grid
 from ranks import on_ranks, trained
+from test_resume_options import _refusals
 from tiny import write_texts
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
@@ -75,3 +76,22 @@ def test_optimizers_step_as_over_whole_weights(case, stage):
     losses, _ = on_ranks(2, logged_losses, [case(name, stage) for name in PLAIN])
     for name, of_run in zip(PLAIN, losses, strict=True):
         assert of_run == pytest.approx(plain[name], rel=1e-5), name
+
+
+def test_what_looks_at_whole_weights_is_refused_over_shards(case, tmp_path):
+    muon = tmp_path / "muon.json"
+    muon.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Muon", "params": {}}}))
+    adagrad = tmp_path / "adagrad.json"
+    adagrad.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adagrad", "params": {}}}))
+    lion = tmp_path / "lion.json"
+    lion.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "Lion", "params": {}}}))
+    refused = {
+        "factors the moments of whole weights": case("adafactor", "2", 1),
+        "set max_grad_norm: 0": case("sgd", "2", 1, zero=str(muon), optim=None),
+        "zero_allow_untested_optimizer": case("sgd", "2", 1, zero=str(adagrad), optim=None),
+        "Lion needs a GPU": case("sgd", "2", 1, zero=str(lion), optim=None),
+        "dtype=float16 cannot be combined with zero=0": case("sgd", "0", 1, dtype="float16"),
+    }
+    (messages,) = on_ranks(1, _refusals, list(refused.values()))
+    for words, message in zip(refused, messages, strict=True):
+        assert words in message, message
