@@ -153,6 +153,10 @@ def build_model(
         inner = unwrapped(model)
         set_router_loss(inner.config, coefficient)
         inner.router_aux_loss_coef = coefficient  # its constructor has taken it from the config as it was
+    if is_deepspeed_zero3_enabled() and model.config.model_type == "recurrent_gemma":
+        # transformers rounds it to bfloat16, but zero.Init makes such buffers of the model's dtype.
+        normalizer = unwrapped(model).model.normalizer
+        normalizer.copy_(normalizer.bfloat16())
     for name, module in model.named_modules():
         # Every rank takes part in what ranks do with each expert, whichever its tokens reach. Experts in fused
         # parameters are all reached anyhow.

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+import transformers
 from conftest import grid
 from ranks import on_ranks, trained
 from test_resume_options import _refusals
-from tiny import write_texts
+from tiny import ARCHITECTURES, COMMON, write_model, write_texts
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
@@ -95,3 +96,13 @@ def test_what_looks_at_whole_weights_is_refused_over_shards(case, tmp_path):
     (messages,) = on_ranks(1, _refusals, list(refused.values()))
     for words, message in zip(refused, messages, strict=True):
         assert words in message, message
+
+
+def test_recurrent_gemma_has_the_same_normalizer_under_zero_3(options, tmp_path, monkeypatch):
+    config = {"lru_width": 48, "head_dim": 12, "num_key_value_heads": 1, "attention_window_size": 64}
+    sizes = COMMON | {"hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 96}
+    monkeypatch.setitem(ARCHITECTURES, "recurrent_gemma", (transformers.RecurrentGemmaConfig, sizes | config))
+    model = str(write_model(tmp_path / "model", "recurrent_gemma"))
+    cases = [options(tmp_path / zero, model=model, zero=zero, logging_steps=1) for zero in "03"]
+    (losses,) = on_ranks(1, logged_losses, cases)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
