@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from conftest import ROOT
-from transformers import LlamaConfig, masking_utils
+from deepspeed import DeepSpeedEngine
+from transformers import LlamaConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
@@ -47,27 +48,27 @@ def test_patches_are_listed_without_an_import_of_a_library():
 class Counter:
     """In the place of a library's class."""
 
-    def find_packed_sequence_indices(self) -> int:
+    def clip_fp32_gradients(self) -> int:
         return 1
 
 
 def test_applied_twice_a_patch_is_as_applied_once():
     counter = Counter()
     for _ in range(2):
-        patches.replace("positions_on_gpu", lambda count: lambda: count() + 1, on=counter)
-    assert counter.find_packed_sequence_indices() == 2
+        patches.replace("kept_norm", lambda count: lambda: count() + 1, on=counter)
+    assert counter.clip_fp32_gradients() == 2
 
 
 def test_after_its_with_a_patch_is_gone_where_it_was_nested_too():
-    original, counter = masking_utils.find_packed_sequence_indices, Counter()
-    with patches.replaced("positions_on_gpu", lambda _: "outer"):
-        with patches.replaced("positions_on_gpu", lambda search: "inner" if search is original else search):
-            assert masking_utils.find_packed_sequence_indices == "inner"
-        assert masking_utils.find_packed_sequence_indices == "outer"
-    assert masking_utils.find_packed_sequence_indices is original
-    with patches.replaced("positions_on_gpu", lambda count: lambda: count() + 1, on=counter):
-        assert counter.find_packed_sequence_indices() == 2
-    assert counter.find_packed_sequence_indices() == 1
+    original, counter = DeepSpeedEngine.clip_fp32_gradients, Counter()
+    with patches.replaced("kept_norm", lambda _: "outer"):
+        with patches.replaced("kept_norm", lambda search: "inner" if search is original else search):
+            assert DeepSpeedEngine.clip_fp32_gradients == "inner"
+        assert DeepSpeedEngine.clip_fp32_gradients == "outer"
+    assert DeepSpeedEngine.clip_fp32_gradients is original
+    with patches.replaced("kept_norm", lambda count: lambda: count() + 1, on=counter):
+        assert counter.clip_fp32_gradients() == 2
+    assert counter.clip_fp32_gradients() == 1
 
 
 @pytest.fixture(params=["changed", "gone"])
@@ -85,22 +86,22 @@ def changed(request, monkeypatch):
 
 
 def test_a_changed_library_whose_results_could_be_wrong_is_refused_in_one_line(changed):
-    how = changed("fp16_norm")
+    how = changed("first_step_of_zeros")
     with pytest.raises(UserError) as refused:
-        patches.fits("fp16_norm")
+        patches.fits("first_step_of_zeros")
     (line,) = refused.value.problems
     version = importlib.metadata.version("deepspeed")
     assert line.startswith(f"deepspeed {version} {how} ")
-    assert PATCHES["fp16_norm"].why in line
+    assert PATCHES["first_step_of_zeros"].why in line
     assert line.endswith("pip install deepspeed==0.0.1")
 
 
 def test_a_patch_that_saves_time_is_left_out_where_the_library_changed(changed):
-    changed("positions_on_gpu")
-    original = masking_utils.find_packed_sequence_indices
-    with patches.replaced("positions_on_gpu", lambda _: None):
-        assert masking_utils.find_packed_sequence_indices is original
-    assert "left out" in PATCHES["positions_on_gpu"].change
+    changed("kept_norm")
+    original = DeepSpeedEngine.clip_fp32_gradients
+    with patches.replaced("kept_norm", lambda _: None):
+        assert DeepSpeedEngine.clip_fp32_gradients is original
+    assert "left out" in PATCHES["kept_norm"].change
 
 
 def test_a_model_of_one_rank_is_whole_while_a_training_shards():

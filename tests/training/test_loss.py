@@ -199,8 +199,8 @@ def test_a_loss_of_one_s_own_that_is_the_usual_one_trains_as_the_usual_one():
 
     torch.manual_seed(0)
     model = small_model(CONFIG_MAPPING["llama"]()).eval()
-    plain, own = (step(model, 2, blank=1, weights_BT=WEIGHTS_BT, compute_loss=each) for each in (None, usual))
-    assert own[:2] == pytest.approx(plain[:2], rel=1e-6) and same(plain[2], own[2], rel=1e-6)
+    plain, changed = (step(model, 2, blank=1, weights_BT=WEIGHTS_BT, compute_loss=each) for each in (None, usual))
+    assert changed[:2] == pytest.approx(plain[:2], rel=1e-6) and same(plain[2], changed[2], rel=1e-6)
 
 
 def test_label_smoothing_is_that_of_transformers():
