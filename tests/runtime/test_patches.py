@@ -39,7 +39,7 @@ def test_each_test_that_fails_without_a_patch_exists(place):
 def test_patches_are_listed_without_an_import_of_a_library():
     code = (
         "import sys; from dsft.runtime.patches import active_patches; patches = active_patches();"
-        " assert all(patch.change == '' and patch.digest() for patch in patches.values()) and len(patches) > 20;"
+        " assert all(patch.change == '' and patch.digest() for patch in patches.values()) and patches;"
         " assert not {'torch', 'transformers', 'deepspeed', 'peft'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
