@@ -1,7 +1,7 @@
-"""What trainings and evaluations ran, from the files that they wrote; makes docs/support.md of it.
+"""What trainings and evaluations ran, from the files that they wrote; makes benchmarks/support.md of it.
 
     scripts/test --support cpu_py311                 after the tests, where all passed: benchmarks/results/support/
-    python scripts/support.py > docs/support.md      the page, from all sessions that are kept
+    python scripts/support.py > benchmarks/support.md      the page, from all sessions that are kept
 
 A fact is read from run.json of a training that is done, and from perplexity.json of an evaluation: nobody writes one
 down. A fault that tests cause on purpose leaves no run that is done. What is not in the page was not tried.
@@ -148,7 +148,7 @@ def crossed(facts: list[dict[str, Any]], row: str, column: str, title: str) -> s
 
 
 def page() -> str:
-    """Returns the text of docs/support.md."""
+    """Returns the text of benchmarks/support.md."""
     sessions = {path.stem: read_json(path) for path in sorted(SESSIONS.glob("*.json"))}
     facts = [fact for session in sessions.values() for fact in session["facts"] if fact["architecture"]]
     for fact in facts:

@@ -1,4 +1,4 @@
-"""docs/support.md is what the kept sessions hold, and a session holds what its runs wrote."""
+"""benchmarks/support.md is what the kept sessions hold, and a session holds what its runs wrote."""
 
 import json
 import sys

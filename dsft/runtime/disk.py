@@ -33,6 +33,10 @@ def free_bytes(folder: str | Path) -> int | None:
         return None
 
 
+PROBE = ".probe-"
+"""How the names of files begin by which a folder is tried."""
+
+
 def check_writable(output_dir: str, problems: list[str]) -> None:
     """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
     path = Path(output_dir)
@@ -40,7 +44,7 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
         problems.append(f"output_dir={path}: is {'a file' if path.exists() else 'a link to nowhere'}, not a folder")
         return
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=existing_parent(path))
+        descriptor, name = tempfile.mkstemp(prefix=PROBE, dir=existing_parent(path))
         with os.fdopen(descriptor, "wb") as probe:
             probe.write(bytes(4096))
             probe.flush()

@@ -233,7 +233,7 @@ RUNS = {
         counts="reserved",
     ),
     "own-8b-lora-h200": Published(
-        source="docs/gpus.md, one H200",
+        source="benchmarks/gpus.md, one H200",
         model=LlamaConfig(**LLAMA3_8B),
         zero={"stage": 1},
         lora={"lora_r": 16},
@@ -244,7 +244,7 @@ RUNS = {
         measured=61.6 * GiB,
     ),
     "own-8b-qlora-h200": Published(
-        source="docs/gpus.md, one H200",
+        source="benchmarks/gpus.md, one H200",
         model=LlamaConfig(**LLAMA3_8B),
         zero={"stage": 1},
         method="qlora",
@@ -256,7 +256,7 @@ RUNS = {
         measured=52.0 * GiB,
     ),
     "own-3b-full-h200": Published(
-        source="docs/gpus.md, one H200",
+        source="benchmarks/gpus.md, one H200",
         model=LlamaConfig(**LLAMA32_3B),
         zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000},
         micro_batch=2,
@@ -266,7 +266,7 @@ RUNS = {
         measured=71.8 * GiB,
     ),
     "own-1b-full-h200": Published(
-        source="docs/gpus.md, one H200",
+        source="benchmarks/gpus.md, one H200",
         model=LlamaConfig(**LLAMA32_1B),
         zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000},
         micro_batch=4,
@@ -276,7 +276,7 @@ RUNS = {
         measured=45.2 * GiB,
     ),
     "own-1b-offload-h200": Published(
-        source="docs/gpus.md, one H200",
+        source="benchmarks/gpus.md, one H200",
         model=LlamaConfig(**LLAMA32_1B),
         zero={"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 200_000_000},
         micro_batch=4,
