@@ -2,7 +2,7 @@
 
 The task has one right answer per sentence, so nobody has to judge: the fields of an order as JSON. Names, goods and
 towns of the held-out sentences do not occur in training. Each step is a `dsft` command on 2 CPU ranks or all GPUs.
-Its tables are written to results.md of its folder; benchmarks/a_real_model.md shows those of one run. What was interrupted
+Its tables are written to results.md of its folder; benchmarks/a_real_model.md shows one run. What was interrupted
 goes on where it stopped: steps.json has the seconds of each step, and what it printed where a table needs that.
 """
 

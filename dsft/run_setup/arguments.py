@@ -327,7 +327,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"
-            " different sequences, and would save no model (benchmarks/gpus.md); leave it out, ZeRO-3 shards the weights too"
+            " different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too"
         )
     return problems
 
