@@ -19,7 +19,7 @@ from dsft.units import in_columns
 EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_NOT_STARTED = 2, 3, 4, 5
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
-RANK_0_SECONDS = 5  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
+RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
 
 
 class UserError(ValueError):

@@ -24,11 +24,6 @@ TESTS = {
         "weights_later",
         "adapters_later",
     ),
-    "launch/test_words.py::test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh": (
-        "pdsh_quotes",
-    ),
-    "runtime/test_disk.py::test_torch_builds_with_this_lock": ("operator_lock",),
-    "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
     "training/test_zero_1_2.py::test_a_training_imports_inductor_for_muon_alone": ("muon_kernels",),
     "training/test_zero_0.py::test_a_micro_batch_walks_through_no_modules": ("quick_zero_grad", "quick_train"),

@@ -23,6 +23,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped
+from dsft.job import beat as watchdog
 from dsft.planner.choose import Plan
 from dsft.planner.memory import FRAGMENTATION, FULL_TRAINING, peak_bytes
 from dsft.runtime.console import say
@@ -30,7 +31,6 @@ from dsft.runtime.distributed import from_all, this_node
 from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, set_back_peaks
 from dsft.training.metrics import mark, on_screen, seconds_between
 from dsft.units import GiB, in_digits, plural
-from dsft.watchdog import client as watchdog
 
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""

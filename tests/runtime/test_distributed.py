@@ -52,18 +52,16 @@ def test_a_restart_in_the_same_store_is_a_new_meeting(monkeypatch):
     [
         ({}, "output_dir=runs/a"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "output_dir=runs/a"),
-        ({"TORCHELASTIC_RUN_ID": "17"}, "launch 17"),
-        ({"TORCHELASTIC_RUN_ID": "17", "DSFT_JOB": "ab"}, "launch ab"),
+        ({"TORCHELASTIC_RUN_ID": "17"}, "rdzv_id=17"),
     ],
 )
 def test_a_job_is_known_by_its_launch_or_else_by_its_folder(monkeypatch, variables, known_as):
-    for name in ("DSFT_JOB", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     store = HashStore()
     check_job(store, "another", 0)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"that is output_dir=another, this is {known_as};"):
+    with pytest.raises(UserError, match=f"another job, output_dir=another, and this is {known_as};"):
         check_job(store, "runs/a", 1)
 
 

@@ -7,9 +7,9 @@ import torch
 from conftest import read_json
 from ranks import on_ranks, train
 
+from dsft.job import beat
 from dsft.runtime import distributed
 from dsft.training import callbacks, metrics
-from dsft.watchdog import client
 
 pytestmark = pytest.mark.launch
 
@@ -31,7 +31,7 @@ def trainings_with_phases(cases: list[dict]) -> list[tuple[list[str], list[float
 
 def training_with_phases(options: dict, patches: pytest.MonkeyPatch) -> tuple[list[str], list[float]]:
     phases, left_out = [], []
-    set_phase, leave_out = client.set_phase, metrics.Work.leave_out
+    set_phase, leave_out = beat.set_phase, metrics.Work.leave_out
 
     def noting(phase: str) -> None:
         phases.append(phase)
@@ -41,7 +41,7 @@ def training_with_phases(options: dict, patches: pytest.MonkeyPatch) -> tuple[li
         left_out.append(seconds)
         leave_out(work, seconds)
 
-    patches.setattr(client, "set_phase", noting)
+    patches.setattr(beat, "set_phase", noting)
     patches.setattr(metrics.Work, "leave_out", leaving)
     patches.setattr(callbacks, "AGAIN_SECONDS", 0.05)
     train(options)
