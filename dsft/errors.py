@@ -115,10 +115,11 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             lines = error.problems if isinstance(error, UserError) else [str(error)]
             if isinstance(error, KeyboardInterrupt):
                 lines = ["interrupted (Ctrl-C)"]
-            is_passed_on = any([hook(code, lines) for hook in _exit_hooks])
+            is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
+            passed_on = [f"error: {line}" if is_error else line for line in lines]
+            is_passed_on = any([hook(code, passed_on) for hook in _exit_hooks])
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
-                is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
                 head = plain = "dsft: error: " if is_error else "dsft: "
                 if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
                     head = f"\033[31m{head}\033[0m"

@@ -147,9 +147,9 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     if removed in REMOVED_OPTIONS:
         problems.append(f"--{removed}: removed; {REMOVED_OPTIONS[removed]}")
     elif not words or words[0] not in MODULES:
-        found = repr(words[0]) if words else "nothing"
+        word = repr(words[0]) if words else "nothing"
         names = ", ".join(f"--{field.name}" for field in dataclasses.fields(LaunchOptions))
-        problems.append(f"dsft launch: expected train or eval, got {found}; the options before them are {names}")
+        problems.append(f"dsft launch: expected train or eval, got {word}; the options before them are {names}")
     for name, value in vars(options).items():
         if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
             problems.append(f"--{name}: needs a value")

@@ -31,7 +31,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dsft.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from dsft.job import guard
 from dsft.job.cause import Cause, is_consequence, record_failure
 
@@ -85,7 +84,7 @@ class _Beat(threading.Thread):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.host = socket.gethostname()
         self.parent = STARTED_BY[1] if STARTED_BY[0] == os.getpid() else os.getppid()
-        self.phase, self.limit = "starting", 2 * timeouts.start_timeout + IMPORT_SECONDS
+        self.phase_name, self.limit = "starting", 2 * timeouts.start_timeout + IMPORT_SECONDS
         self.step = -1
         self.last_progress = time.monotonic()
         self.moved_bytes = 0
@@ -155,7 +154,7 @@ class _Beat(threading.Thread):
     def _look_at_this_rank(self, now: float) -> None:
         if os.getppid() != self.parent:
             self.fail(f"lost its launcher: process {self.parent} exited")
-        if self.phase in MOVES_FILES:
+        if self.phase_name in MOVES_FILES:
             moved = _moved_bytes()
             if moved >= self.moved_bytes + PROGRESS_BYTES:
                 self.last_progress, self.moved_bytes = now, moved
@@ -291,15 +290,14 @@ class _Beat(threading.Thread):
             if self.is_leaving:
                 return
         if self.store is None or cause.printed_by == self.rank:
-            head = "" if cause.exit_code in (EXIT_REQUEUE, EXIT_INTERRUPTED) else "error: "
-            for line in cause.lines or (cause.sentence(),):
-                self._print(head + line)
+            for line in cause.lines or (f"error: {cause.sentence()}",):
+                self._print(line)
             if cause.traceback:
                 self._print(cause.traceback.rstrip())
             if self.log is not None:
                 self._print(f"logs of all ranks, each on its node: {self.log.parent}")
             if self.run_file:
-                record_failure(self.run_file, "\n".join(cause.lines) or cause.sentence())
+                record_failure(self.run_file, "\n".join(cause.lines).replace("error: ", "") or cause.sentence())
         self._write_log(cause)
         if self.store is not None:
             time.sleep(SPREAD_SECONDS)
@@ -323,7 +321,7 @@ class _Beat(threading.Thread):
         os._exit(code)
 
     def place(self) -> str:
-        return f"in phase {self.phase}" + (f", step {self.step}" if self.step >= 0 else "")
+        return f"in phase {self.phase_name}" + (f", step {self.step}" if self.step >= 0 else "")
 
 
 def _moved_bytes() -> int:
@@ -400,13 +398,13 @@ def set_limits(timeouts: Any) -> None:
         _beat.timeouts = timeouts
 
 
-def set_phase(phase: str) -> None:
-    """Let the limit of `phase` hold from now on."""
+def set_phase(name: str) -> None:
+    """Let the limit of phase `name` hold from now on."""
     global current_phase
-    current_phase = phase
+    current_phase = name
     if _beat is not None:
         _beat.last_progress = time.monotonic()
-        _beat.phase, _beat.limit = phase, getattr(_beat.timeouts, PHASE_LIMITS[phase])
+        _beat.phase_name, _beat.limit = name, getattr(_beat.timeouts, PHASE_LIMITS[name])
 
 
 @contextlib.contextmanager

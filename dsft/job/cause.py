@@ -29,7 +29,7 @@ class Cause:
     printed_by: int = 0
     """The rank that prints it."""
     lines: tuple[str, ...] = ()
-    """The whole messages of a rank that exits with an error of dsft's own; printed instead of the sentence."""
+    """What a rank that exits with an error of dsft's own has to say; printed instead of the sentence."""
     traceback: str = ""
 
     def sentence(self) -> str:
