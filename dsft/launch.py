@@ -534,9 +534,11 @@ class _Job:
             return cause.exit_code
         if self.failure:
             return 1
-        if code < 0:
-            return 128 - code
-        return 1 if code > 128 else code  # 247 of DeepSpeed's launcher for a child that was killed, 255 of pdsh
+        if 0 <= code <= 128:
+            return code
+        # 247 of DeepSpeed's launcher for a child that was killed, 255 of pdsh
+        show_text("dsft: error: a rank was killed, or crashed in native code", file=sys.stderr)
+        return 128 - code if code < 0 else 1
 
     def _show_errors(self) -> None:
         """Pass on what pdsh prints. A host whose ssh ends before the ranks have met ends the start."""
