@@ -19,7 +19,7 @@ from dsft.units import in_columns
 EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_NOT_STARTED = 2, 3, 4, 5
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
-RANK_0_SECONDS = 5  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
+RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
 
 
 class UserError(ValueError):
@@ -115,10 +115,11 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             lines = error.problems if isinstance(error, UserError) else [str(error)]
             if isinstance(error, KeyboardInterrupt):
                 lines = ["interrupted (Ctrl-C)"]
-            is_passed_on = any([hook(code, lines) for hook in _exit_hooks])
+            is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
+            passed_on = [f"error: {line}" if is_error else line for line in lines]
+            is_passed_on = any([hook(code, passed_on) for hook in _exit_hooks])
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
-                is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
                 head = plain = "dsft: error: " if is_error else "dsft: "
                 if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
                     head = f"\033[31m{head}\033[0m"

@@ -22,7 +22,7 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import print_table, say, set_up_screen
-from dsft.runtime.launcher_env import CHECKS_ALONE, check_words, map_launcher_variables
+from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables
 from dsft.units import plural
 
 
@@ -30,7 +30,7 @@ from dsft.units import plural
 def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK decides who prints
     if argv is None:
-        check_words(argv := sys.argv[1:])
+        argv = sys.argv[1:]
     problems: list[str] = []
     config = read_evaluation(argv, problems)
     check_before_rendezvous(config, problems)

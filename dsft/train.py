@@ -28,11 +28,11 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from dsft.config.options import TrainConfig
 from dsft.config.reader import field_types, make_config, read_config, read_yaml
 from dsft.errors import ends_with_clear_errors, raise_if_any
+from dsft.job import beat as watchdog
 from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import say, set_up_screen
-from dsft.runtime.launcher_env import CHECKS_ALONE, check_words, map_launcher_variables, world_size
-from dsft.watchdog import client as watchdog
+from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables, world_size
 
 if TYPE_CHECKING:
     from dsft.training.trainer import PerplexityTrainer
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK decides who prints
     if argv is None:
-        check_words(argv := sys.argv[1:])
+        argv = sys.argv[1:]
     problems: list[str] = []
     options = read_config(TrainConfig, argv, problems)
     finetune_with(options, problems)

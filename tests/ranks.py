@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import failing_writes
+import psutil
 import torch
 
 from dsft.runtime import distributed
-from dsft.watchdog.processes import descendants
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["imported"])
@@ -225,7 +225,7 @@ def _trainings(cases: list[dict]) -> None:
 def ranks_below(pid: int) -> list[int]:
     """Process ids of the ranks that a `deepspeed` launch started, without the launchers between."""
     ranks = []
-    for child in descendants(pid):
+    for child in [process.pid for process in psutil.Process(pid).children(recursive=True)]:
         try:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:

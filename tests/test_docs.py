@@ -16,7 +16,7 @@ from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config, read_command, read_config, read_options
-from dsft.launch.supervise import launch
+from dsft.launch import launch
 from dsft.perplexity.of_training import read_evaluation
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])

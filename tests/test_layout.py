@@ -96,7 +96,7 @@ def test_every_hostfile_is_read_by_deepspeed_as_its_name_says(path):
 
 FLOORS = {
     "units": 0,
-    "errors": 1, "watchdog": 1,
+    "errors": 1, "job": 1,
     "config": 2, "runtime": 2,
     "models": 3,
     "data": 4, "planner": 4, "checkpoints": 4,
@@ -178,7 +178,7 @@ OWN_OR_PUBLIC = {
     ("models/tiles.py", "head.forward"),
     ("models/tiles.py", "module.forward"),
     ("planner/activations.py", "layer.forward"),  # of a model that only exists to be measured
-    ("watchdog/client.py", "sys.excepthook"),  # Python's own
+    ("job/beat.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),
     ("training/callbacks.py", "config.suppress_errors"),  # a setting of Dynamo's
     ("training/loss.py", "inner.loss_function"),  # transformers has a setter for it

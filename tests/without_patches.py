@@ -20,10 +20,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from dsft.runtime.patches import WITHOUT
 
 TESTS = {
-    "launch/test_words.py::test_folders_that_a_shell_reads_otherwise_reach_the_nodes_through_deepspeeds_pdsh": (
-        "pdsh_quotes",
-    ),
-    "training/test_screen.py::test_without_a_terminal_there_are_plain_lines_and_no_noise": ("quiet_operator",),
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
     "training/test_zero_0.py::test_the_first_step_in_bfloat16_is_the_first_of_adam": ("first_step_of_zeros",),
     "training/test_reports.py::test_a_gradient_of_0_and_a_loss_that_stays_at_guessing_are_said": ("kept_norm",),

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsft.errors import UserError, one_line
+from dsft.job import beat as watchdog
 from dsft.models.model_folder import CHECKPOINT
 from dsft.runtime.console import say
-from dsft.watchdog import client as watchdog
 
 REMOVED = ".removed"
 STAGING = ".saving"

@@ -14,11 +14,11 @@ from torch import nn
 from dsft.checkpoints.manifest import content_errors, files_of, shares_of_ranks
 from dsft.checkpoints.run_folder import sealed_checkpoint
 from dsft.errors import raise_if_any
+from dsft.job import beat as watchdog
 from dsft.models.model_folder import described_in, has_only_shards, is_read_pickle, is_step_folder
 from dsft.models.weight_files import SafetensorsFiles, pickle_errors
 from dsft.runtime import distributed
 from dsft.runtime.console import say
-from dsft.watchdog import client as watchdog
 
 
 class TensorsInMemory:

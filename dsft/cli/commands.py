@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.launch.launchers import HostFields, LaunchOptions
+from dsft.launch import HostFields, LaunchOptions
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,7 @@ from dsft.config.options import EvalConfig
 from dsft.config.reader import field_types, read_file_and_flags, training_types
 from dsft.doctor.run import Report, examine, examine_launched
 from dsft.errors import EXIT_USER_ERROR, UserError, nearest, one_line, raise_if_any
-from dsft.launch.environment import remote_environment
-from dsft.launch.launchers import hosts_of
+from dsft.launch import hosts_of, remote_environment
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.launcher_env import Node, map_launcher_variables
 from dsft.units import GiB, plural

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         print(command_help(launched if name == "launch" else name, everything="all" in words))
         return
     if name in ("train", "eval", "launch"):
-        from dsft.launch.supervise import launch
+        from dsft.launch import launch
 
         is_said, _ = split_flags(words, {"no_preflight": bool})
         words = words if name == "launch" else [name, *words]

@@ -82,6 +82,11 @@ _IGNORED = {
 IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
 REMOVED_OPTIONS: dict[str, str] = {
+    "nodes": "torchrun starts a run on every node: scripts/torchrun/train",
+    "node_rank": "torchrun starts a run on every node: scripts/torchrun/train",
+    "no_ssh": "on every node deepspeed --hostfile HOSTS --no_ssh --node_rank N dsft/train.py --config run.yaml",
+    "slurm": "sbatch scripts/slurm/torchrun.sbatch --config run.yaml",
+    "accelerate": "accelerate launch --config_file FILE dsft/train.py --config run.yaml",
     "streaming": "data is tokenised once, on disk, and kept there (data_cache)",
     "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",
     "data_weights": "name an entry of data several times to train it as often in an epoch",

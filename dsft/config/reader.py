@@ -4,10 +4,8 @@ Every value is checked against its field's type and bounds, and options against 
 A flag given twice is one longer list where its field is a list, and a problem elsewhere; a YAML key given twice always
 is one. What needs the model, the data, the machine or the DeepSpeed JSON is checked by `run_setup`.
 
-Text files are read through `read_text`: one `dsft launch` may have sent them to this node along with its command.
 """
 
-import base64
 import dataclasses
 import json
 import math
@@ -15,9 +13,8 @@ import os
 import re
 import types
 import typing
-import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -568,35 +565,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-SENT_FILES = "DSFT_FILES"
-"""Variable with the files that one `dsft launch` sends to its nodes. Every user of a node can read it there: a file
-with a token in it is not sent."""
-LONGEST_SENT = 60_000
-"""Characters of the variable. The kernel allows 131,072 for the whole command of a node (MAX_ARG_STRLEN)."""
-
-
-def pack_files(paths: Iterable[str]) -> str:
-    """The contents of text files by their paths as the options name them, for the variable."""
-    contents = {path: _read_here(path) for path in paths}
-    return base64.urlsafe_b64encode(zlib.compress(json.dumps(contents).encode())).decode()
-
-
 def read_text(path: str | Path) -> str:
-    """The file as the launch has sent it; else as it is on this node.
-
-    Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-    """
-    sent = sent_files().get(str(path))
-    return _read_here(path) if sent is None else sent
-
-
-def _read_here(path: str | Path) -> str:
+    """The text of a file. Raises OSError, UnicodeDecodeError: it cannot be read."""
     # Without the mark that editors of Windows begin a file with: a chat template would render it in each chat.
     return Path(path).expanduser().read_text(encoding="utf-8-sig")
-
-
-def sent_files() -> dict[str, str]:
-    """What was sent to this process: path -> content."""
-    packed = os.environ.get(SENT_FILES)
-    return json.loads(zlib.decompress(base64.urlsafe_b64decode(packed))) if packed else {}

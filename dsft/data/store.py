@@ -40,10 +40,10 @@ from dsft.data.formats import Chat, FormatRules, FormattedSource
 from dsft.data.sources import Batch
 from dsft.data.tokens import Tokens, encode, tokenise
 from dsft.errors import UserError, one_line
+from dsft.job import beat as watchdog
 from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count, free_host_bytes
-from dsft.watchdog import client as watchdog
 
 FACTS = "facts.json"
 COUNTS = (

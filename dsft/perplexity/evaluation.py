@@ -28,6 +28,7 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
+from dsft.job import beat as watchdog
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
 from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
 from dsft.models.quantization import PACKAGES
@@ -46,7 +47,6 @@ from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, set_back_peaks
 from dsft.runtime.software import versions
 from dsft.units import IGNORED, GiB
-from dsft.watchdog import client as watchdog
 
 TOKENS = "tokens.parquet"  # folder in output_dir
 OTHER_OPTIONS = (

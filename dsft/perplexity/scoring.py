@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from dsft.data.epoch import form_batches
+from dsft.job import beat as watchdog
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
 from dsft.models.trials import RowRules, row_rules
@@ -41,7 +42,6 @@ from dsft.perplexity.windows import Windows, pieces_of
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits
-from dsft.watchdog import client as watchdog
 
 STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
 LEAST = -1e30  # below any logit but -inf, which whole tiles of the vocabulary may be

@@ -62,7 +62,7 @@ from dsft.runtime.console import say
 from dsft.runtime.disk import in_use, is_held
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
-from dsft.runtime.software import fused_optimizer, nvcc_problem, nvme_problems, offload_problems, with_torch_adam
+from dsft.runtime.software import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
 
 NOT_SPREAD = {
     "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",
@@ -200,7 +200,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
     )
     run.plan, run.reason, config = choice.plan, choice.text, choice.plan.deepspeed_config
-    distributed.raise_together(offload_problems(config) + nvme_problems(config))  # every node compiles what it needs
+    distributed.raise_together(offload_problems(config))  # every node compiles what it needs
     run.apply([arguments.step_limit_decision(run.options, run.plan)])
     run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
     distributed.raise_together(arguments.check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])

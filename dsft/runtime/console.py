@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dsft.job import beat as watchdog
 from dsft.runtime.launcher_env import rank, world_size
 from dsft.units import in_columns
-from dsft.watchdog import client as watchdog
 
 if TYPE_CHECKING:
     from rich.table import Table

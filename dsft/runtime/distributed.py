@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -27,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
-from dsft.runtime import patches
-from dsft.runtime.console import say
+from dsft.job import beat as watchdog
+from dsft.runtime.console import say, show_text
 from dsft.runtime.disk import CPU_BUFFER, hold_folder, remove_leftovers
 from dsft.runtime.hardware import (
     Machine,
@@ -40,7 +38,6 @@ from dsft.runtime.hardware import (
     this_machine,
 )
 from dsft.runtime.launcher_env import (
-    JOB,
     SINGLE_PROCESS_ENV,
     choose_interface,
     free_port,
@@ -51,9 +48,6 @@ from dsft.runtime.launcher_env import (
     world_size,
 )
 from dsft.runtime.software import code_hash, numeric_versions, untested_versions
-from dsft.watchdog import client as watchdog
-from dsft.watchdog import messages
-from dsft.watchdog.processes import boot_id
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +69,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         NotStarted: other ranks do not come.
     """
     global _timeout_seconds
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is one line of ours, not frames of C++
     import torch
     import torch.distributed as dist
 
@@ -108,7 +103,6 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
         check_job(store, output_dir, number)
-        patches.replace("quiet_operator", lambda _: lambda *_: None)
         deepspeed.init_distributed(verbose=False, timeout=timeout)
         del store  # it has to live until the process group is made, which takes the same one
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -132,7 +126,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         dist.barrier()
         Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{address}_{port}_{rank()}").unlink(missing_ok=True)
     if timeouts:
-        watchdog.connect(on_rank_0(watchdog.endpoint))
+        watchdog.connect()
 
 
 def extend_timeouts() -> None:
@@ -160,11 +154,10 @@ def stop_ranks() -> None:
 
     if dist.is_initialized():
         wait_for_all()
-        dist.destroy_process_group()
-    is_watched = watchdog.endpoint() is not None
     watchdog.close()
-    # One rank of a launcher too: its watchdog believes the exit code. Without a launcher, the caller goes on.
-    if world_size() > 1 or (is_watched and watchdog.STARTED_BY.launchers):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if world_size() > 1:
         atexit._run_exitfuncs()  # loggers and workers finish as at any exit
         sys.stdout.flush()
         sys.stderr.flush()
@@ -274,7 +267,7 @@ def only_run_in(output_dir: str | None) -> Iterator[None]:
 
 def this_node() -> tuple[str, str]:
     """What tells this node from the job's others, which may have the same host name."""
-    return socket.gethostname(), boot_id()
+    return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def cores_of_node() -> frozenset[int]:
@@ -317,25 +310,21 @@ def max_over_ranks(value: float) -> float:
 
 
 def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
-    """Take this rank's place in the job of the store, which is known by its launcher's id, else by its folder. Raises
-    UserError: it is another job's, or another process has that place.
+    """Compare this rank's job with rank 0's, by torchrun's id or the folder. Raises UserError: another job meets here,
+    or another process has this rank.
     """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    launch = os.environ.get(JOB) or (run_id if run_id != "none" else "")
-    job = f"launch {launch}" if launch else f"output_dir={output_dir}"
+    job = f"output_dir={output_dir}"
+    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        job = f"rdzv_id={os.environ['TORCHELASTIC_RUN_ID']}"
     key = f"dsft/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives a restart
-    mine = json.dumps({"job": job, "number": secrets.token_hex(8)})
-    there = (store.compare_set(key, "", mine) if rank == 0 else store.get(key)).decode()
-    other = json.loads(there)
-    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
-    remedy = "start the second one with another --master_port (`dsft launch` takes a port of its own)"
-    this = f"rank {rank} on {socket.gethostname()}"
-    if other["job"] != job:
-        both = f"that is {other['job']}, this is {job}"
-        raise UserError(f"{this} found another job at {where}: {both}; {remedy}. Or the options of the nodes differ")
-    if store.add(f"{key}/{other['number']}/{rank}", 1) > 1 or (rank == 0 and there != mine):
-        place = f"another process is rank {rank} already at {where}, of the same {job}"
-        raise UserError(f"{this}: {place}; was the command given twice? Else {remedy}")
+    place = f"rank {rank} on {socket.gethostname()}: MASTER_ADDR={os.environ.get('MASTER_ADDR')}"
+    place += f" MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    remedy = "start one of them with another --master_port"
+    other = (store.compare_set(key, "", job) if rank == 0 else store.get(key)).decode()
+    if other != job:
+        raise UserError(f"{place} is used by another job, {other}, and this is {job}; {remedy}")
+    if store.add(f"{key}/{rank}", 1) > 1:
+        raise UserError(f"{place} is used by another process of this rank: was the command given twice? {remedy}")
 
 
 _is_asked, _saves_at_ctrl_c = False, False
@@ -348,7 +337,7 @@ def _note_signal(number: int, frame: object) -> None:
     if number == signal.SIGINT:
         if _is_asked:
             raise KeyboardInterrupt
-        messages.say("Ctrl-C: saves and exits after the next step; a second one exits at once")
+        show_text("dsft: Ctrl-C: saves and exits after the next step; a second one exits at once", file=sys.stderr)
     _is_asked = True
 
 

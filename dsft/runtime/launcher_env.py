@@ -5,9 +5,7 @@ are derived before anything reads RANK, which decides which process prints. No p
 """
 
 import contextlib
-import hashlib
 import ipaddress
-import json
 import os
 import re
 import secrets
@@ -27,8 +25,7 @@ from dsft.units import plural
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
-JOB = "DSFT_JOB"  # the job's id, the same on all nodes: no rank takes a place in another job that meets at its port
-WORDS = "DSFT_WORDS"  # the digest of the words that the launch has read, for its ranks to compare with theirs
+OPTIONS_FILE = "options.yaml"  # in output_dir: the options with which all ranks of a launch start
 CHECKS_ALONE = "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone before all ranks: it checks what needs no other
 
 MPI_NAMES = {
@@ -69,6 +66,13 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
 
 
+def launchers_of(given: Mapping[str, str]) -> list[str]:
+    """The launchers that started this rank, for run.json; empty without one."""
+    signs = {"torchrun": "TORCHELASTIC_RUN_ID", "mpirun": MPI_NAMES["OpenMPI"][0], "srun": "SLURM_STEP_ID"}
+    signs |= {"accelerate": "ACCELERATE_CONFIG_DS_FIELDS", "deepspeed": "CROSS_RANK"}
+    return [name for name, variable in signs.items() if variable in given]
+
+
 def check_environment(given: Mapping[str, str]) -> None:
     """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
     remedy = "unset it, or start dsft through a launcher, which sets it"
@@ -87,26 +91,6 @@ def check_environment(given: Mapping[str, str]) -> None:
         remedy = "unset it to take the GPUs there are"
         problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu; {remedy}")
     raise_if_any(problems)
-
-
-def digest_of_words(words: list[str]) -> str:
-    """What tells these words of a command line from any others."""
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
-
-
-def check_words(words: list[str]) -> None:
-    """Compare this rank's words with those that its `dsft launch` has read: a shell or a launcher on the way may have
-    understood some of them (UserError).
-    """
-    expected = os.environ.pop(WORDS, None)  # what a rank starts has words of its own
-    # DeepSpeed's launcher adds the local rank.
-    received = [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
-    if expected not in (None, digest_of_words(received)):
-        raise UserError(
-            f"{socket.gethostname()}: this rank was started with other words than `dsft launch` has read; it got"
-            f" {shown_command(received)}. A shell on the way has changed them: put these values into the file of"
-            " --config"
-        )
 
 
 def unset_single_process_env() -> None:

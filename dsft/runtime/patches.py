@@ -95,20 +95,6 @@ _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _FUSED = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
 
 PATCHES = {
-    # The launch.
-    "pdsh_quotes": Patch(
-        target="deepspeed.launcher.runner:PDSHRunner",
-        why="it writes the folder and Python's path unquoted, so that `cd my runs;` stays in the home folder",
-        code=("deepspeed.launcher.multinode_runner:PDSHRunner.get_cmd",),
-        seen={"0.19.8": "f68c0238f961"},
-        if_changed="keep",  # it asserts that it finds the words that it quotes
-    ),
-    "quiet_operator": Patch(
-        target="deepspeed.comm.torch:print",
-        why="its only use says on every rank that an operator was built",
-        code=("deepspeed.comm.torch:build_shm_op",),
-        seen={"0.19.8": "d9cf7876360d"},
-    ),
     # Models.
     "token_rows": Patch(
         target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",

@@ -152,28 +152,6 @@ def offload_problems(deepspeed_config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def nvme_problems(deepspeed_config: Mapping[str, Any]) -> list[str]:
-    """Say why DeepSpeed's transfers to NVMe, which it compiles at their first use, cannot be compiled here."""
-    zero = deepspeed_config.get("zero_optimization") or {}
-    parts = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
-    if not any(part.get("device") == "nvme" for part in parts):
-        return []
-    import torch
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import installed_ops
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if installed_ops.get("async_io"):
-        return []
-    reason, builder = "", get_accelerator().create_op_builder("AsyncIOBuilder")
-    if not builder.is_compatible(verbose=False):
-        reason = "libaio or its header is missing: apt-get install libaio-dev"
-    elif get_accelerator().device_name() == "cuda" and CUDA_HOME is None and not torch.version.hip:
-        reason = "CUDA's toolkit is missing: install it, or set CUDA_HOME to its folder"
-    cannot = f"zero: DeepSpeed compiles its transfers to NVMe, which {socket.gethostname()} cannot"
-    return [f"{cannot}; {reason}; or take a zero without NVMe"] if reason else []
-
-
 FUSED = ("adam", "adamw", "lamb", "lion")
 OF_FUSED_ADAM_ALONE = {"bias_correction": True, "set_grad_none": None}
 """Parameters that torch's Adam does not have, with the value by which it works; None for any."""

@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.data.training_data import Prompt
+from dsft.job import beat as watchdog
 from dsft.models.tokenizer import generate
 from dsft.runtime import distributed, patches
-from dsft.watchdog import client as watchdog
 
 MAX_NEW_TOKENS = 64
 """Of an answer to a prompt, which is greedy."""

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import os
 import shlex
 import socket
 import time
@@ -33,6 +34,8 @@ from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_se
 from dsft.data.epoch import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
+from dsft.job import beat as watchdog
+from dsft.job.cause import record_failure
 from dsft.models.build import build_model
 from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
@@ -58,11 +61,10 @@ from dsft.runtime.hardware import (
     set_back_peaks,
     wait_for_freed_gpu,
 )
+from dsft.runtime.launcher_env import launchers_of
 from dsft.runtime.software import git_commit, versions
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
-from dsft.watchdog import client as watchdog
-from dsft.watchdog.coordinator import record_failure
 
 
 def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
@@ -234,7 +236,7 @@ def recorded(
             decisions=[vars(decision) for decision in run.decisions],
             plan=plan_as_dict(run.plan) | {"reason": run.reason},
             machine=str(run.machine),
-            launchers=watchdog.STARTED_BY.programs,
+            launchers=launchers_of(os.environ),
             deepspeed=run.plan.deepspeed_config,
             versions=versions(),
             git_commit=git_commit(),
@@ -258,7 +260,7 @@ def recorded(
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
     except BaseException as error:
-        # On the rank that failed, whichever it is: rank 0 is about to be ended. The coordinator of the watchdog does it
+        # On the rank that failed, whichever it is: rank 0 is about to be ended. Rank 0's thread of job/beat.py does it
         # for a rank that is killed, or whose disk is not rank 0's.
         if is_recorded:
             text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"

@@ -49,6 +49,7 @@ from dsft.config.options import shuffle_seed
 from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped, Unsaved
+from dsft.job import beat as watchdog
 from dsft.models.sequence_parallel import team_of
 from dsft.models.trained import learning_rates, rate_factors
 from dsft.models.weight_files import SafetensorsFiles
@@ -63,7 +64,6 @@ from dsft.training.engine import answers_to, patch_engine
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, DataWait, Line, Work, complete, gather, of_sets
 from dsft.units import Batch, in_digits, padded_width
-from dsft.watchdog import client as watchdog
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
 """Sampling strategies that give steps other items than a random order does -> words for the run's identity."""

@@ -108,15 +108,14 @@ class Job:
         return errors[0]
 
 
-@pytest.mark.exhaustive  # on one machine: watchdog/test_watchdog.py, and launch/test_supervise.py of the launch
+@pytest.mark.exhaustive  # on one machine: job/test_beat.py
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_rank_ends_both_hosts_and_is_named(hosts, folder, number):
     job = Job(hosts, folder, f"killed-{number}", DEEPSPEED if number == 0 else LAUNCH)
     job.hosts[number].kill(job.rank(number))
     code, _ = job.ended()
-    assert code != 0 and f"error: rank {number} on node-{number} was killed from outside" in job.only_error()
+    assert code != 0 and f"error: rank {number} on node-{number} " in job.only_error()
     assert hosts[0].port_is_free(PORT)
-    assert "rank_1.log on node-1" in job.screen() if number else (job.output_dir / "logs" / "rank_0.log").is_file()
 
 
 @pytest.mark.exhaustive
@@ -125,10 +124,6 @@ def test_a_cut_link_ends_both_sides(hosts, folder):
     hosts[1].cut()
     code, _ = job.ended()
     assert code == 1 and "rank 1 on node-1 gave no heartbeat for 10 s" in job.only_error()
-    assert re.search(r"without node-1: dsft launch --hostfile \S+ --exclude node-1 train ", job.screen())
-    assert (
-        "has lost rank 0's node" not in job.screen()
-    )  # that is said where it is, and nothing comes from there any more
 
 
 @pytest.mark.exhaustive
@@ -156,22 +151,6 @@ def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
 
 
 @pytest.mark.exhaustive
-def test_a_cut_link_without_ssh_is_followed_by_the_command_that_goes_on(hosts, folder):
-    launch = [*LAUNCH[:4], "--no_preflight", "--nodes", "2", "--num_gpus", "1", "--master_addr", "node-0"]
-    launch += ["--master_port", str(PORT), "train"]
-    before = {pid for host in (hosts[0], hosts[1]) for pid, _ in host.processes()}
-    words = ["--config", folder / "run.yaml", "--output_dir", folder / "no-ssh"]
-    other = hosts[1].start([*launch, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, NODE_RANK="1")
-    job = Job(hosts, folder, "no-ssh", ["env", "NODE_RANK=0", *launch])
-    job.before = before
-    hosts[1].cut()
-    code, _ = job.ended()
-    assert code == 1 and other.wait(60) != 0, job.screen()
-    assert "without node-1: dsft launch --nodes 1 --num_gpus 1 --master_addr node-0 train " in job.screen()
-    assert "--resume_from_checkpoint auto (on each node that is left" in job.screen()
-
-
-@pytest.mark.exhaustive
 def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws(hosts, folder):
     job = Job(hosts, folder, "frozen", LAUNCH)
     hosts[1].freeze()
@@ -186,7 +165,7 @@ def test_a_frozen_rank_is_named(hosts, folder):
     job = Job(hosts, folder, "stopped", DEEPSPEED)
     hosts[1].kill(job.rank(1), signal.SIGSTOP)
     code, _ = job.ended()
-    assert code != 0 and "rank 1 on node-1 is stopped (SIGSTOP)" in job.only_error()
+    assert code != 0 and "rank 1 on node-1 gave no heartbeat" in job.only_error()
 
 
 @pytest.mark.exhaustive
@@ -194,7 +173,7 @@ def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
     job = Job(hosts, folder, "launch-killed", LAUNCH)
     job.process.kill()
     job.ended()
-    assert "dsft launch is gone" in job.screen()
+    assert "lost dsft launch" in job.screen()
 
 
 @pytest.mark.exhaustive
@@ -202,7 +181,7 @@ def test_a_second_ctrl_c_ends_all_hosts(hosts, folder):
     job = Job(hosts, folder, "interrupted", LAUNCH)
     hosts[1].kill(job.rank(1), signal.SIGSTOP)  # so that the first one cannot be followed
     job.process.send_signal(signal.SIGINT)
-    wait_until(lambda: "a second one terminates them at once" in job.screen(), job.screen)
+    wait_until(lambda: "a second one ends them at once" in job.screen(), job.screen)
     job.process.send_signal(signal.SIGINT)
     code, _ = job.ended()
     assert code == 130
@@ -214,56 +193,6 @@ def test_sigusr1_to_the_launch_saves_on_all_hosts_and_a_restart_goes_on(hosts, f
     job.process.send_signal(signal.SIGUSR1)
     code, _ = job.ended()
     assert code == 75 and read_json(job.output_dir / "run.json")["status"] == "preempted"
-
-
-@pytest.mark.exhaustive  # on one machine: launch/test_supervise.py
-def test_a_launch_that_is_killed_before_the_ranks_have_met_leaves_nothing_on_any_host(hosts, folder):
-    """Over IPv6 alone, from a host that is not in the host file."""
-    head, nodes = hosts[2], [hosts[0], hosts[1]]
-    before = {host: host.etc_hosts.read_text() for host in hosts}
-    for number, host in enumerate(hosts):
-        address(host, "flush", "dev", "eth0", "scope", "global")
-        address(host, "add", f"fd77::{number + 1}/64", "dev", "eth0", "nodad")
-        names = "".join(f"fd77::{other + 1} node-{other}\n" for other in range(len(hosts)))
-        host.etc_hosts.write_text(f"127.0.0.1 localhost\n{names}")
-    rule = ["ip6tables", "INPUT", "-p", "tcp", "--dport", str(PORT), "-j", "DROP"]
-    assert nodes[0].run([rule[0], "-I", *rule[1:]]).returncode == 0  # the ranks cannot meet
-    try:
-        (folder / "hosts-v6").write_text("first slots=1\nsecond slots=1\n")
-        alias = "Host {}\n  HostName {}\n  StrictHostKeyChecking no\n"
-        (head.home / ".ssh/config").write_text(alias.format("first", "fd77::1") + alias.format("second", "fd77::2"))
-        words = ["--hostfile", folder / "hosts-v6", "--master_addr", "fd77::1", "--master_port", PORT]
-        launch = head.start(
-            [*LAUNCH[:5], *words, "train", "--config", folder / "run.yaml", "--output_dir", folder / "never"],
-            stdout=(folder / "v6.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        wait_until(lambda: all(sidecars(host) for host in nodes), lambda: (folder / "v6.log").read_text())
-        assert all("=fd77::3:" in launcher_variable(host) for host in nodes)
-        launch.kill()
-        wait_until(lambda: not any(host.processes() for host in (head, *nodes)), lambda: left_on(head, *nodes))
-    finally:
-        nodes[0].run([rule[0], "-D", *rule[1:]])
-        for host, text in before.items():
-            host.etc_hosts.write_text(text)
-            address(host, "flush", "dev", "eth0", "scope", "global")
-            address(host, "add", f"{host.address}/24", "dev", "eth0")
-        (head.home / ".ssh/config").unlink()
-
-
-def address(host, *words: str) -> None:
-    result = host.run(["ip", "address", *words])
-    assert result.returncode == 0, result.stderr
-
-
-def sidecars(host) -> list[int]:
-    return [pid for pid, command in host.processes() if "dsft.watchdog.sidecar" in command]
-
-
-def launcher_variable(host) -> str:
-    """Where the ranks of this host look for their launch."""
-    variables = Path(f"/proc/{sidecars(host)[0]}/environ").read_text().split("\0")
-    return next(variable for variable in variables if variable.startswith("DSFT_LAUNCHER="))
 
 
 def left_on(*hosts) -> str:
@@ -288,16 +217,6 @@ def test_a_host_whose_ssh_fails_ends_the_start_at_once_and_is_named(hosts, folde
         keys.write_text(trusted)
     assert result.returncode == 1 and "node-1: ssh exited with code 255" in result.stderr, result.stderr
     assert hosts[0].is_idle() and "start_timeout" not in result.stderr
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_is_done_though_an_ssh_session_died_has_exit_code_0(hosts, folder):
-    job = Job(hosts, folder, "ssh-died", [*LAUNCH, "--max_steps", "60"])
-    for process in hosts[1].all_processes():
-        if "@notty" in " ".join(process.cmdline()):  # sshd's end of the session: ssh ends with 255
-            hosts[1].kill(process.pid)
-    code, _ = job.ended()
-    assert code == 0 and "node-1: ssh exited with exit code" in job.screen(), job.screen()
 
 
 @pytest.mark.exhaustive

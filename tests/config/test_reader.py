@@ -18,26 +18,22 @@ from dsft.config.elsewhere import HINTS, OURS
 from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
 from dsft.config.reader import (
     BOUNDS,
-    SENT_FILES,
     DuplicateKey,
     check_config,
     check_values,
     convert,
     field_types,
     make_config,
-    pack_files,
     read_command,
     read_config,
     read_flags,
-    read_text,
     read_yaml,
-    sent_files,
     split_flags,
     training_types,
     unique_keys,
 )
 from dsft.errors import UserError
-from dsft.launch.launchers import LaunchOptions
+from dsft.launch import LaunchOptions
 from dsft.models.chat_template import load_template
 
 
@@ -412,20 +408,6 @@ def test_words_are_split_among_two_readers_without_a_loss_and_in_order(seed):
     assert not flags_of & {word[2:].partition("=")[0].replace("-", "_") for word in left}
 
 
-def test_files_that_a_launch_sends_are_read_in_place_of_those_of_the_node(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    texts = {"run.yaml": "model: ü\n", "sub/zero.json": "{}", "empty": ""}
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert sent_files() == {}
-    monkeypatch.setenv(SENT_FILES, pack_files(texts))
-    (tmp_path / "run.yaml").write_text("model: of this node\n")
-    (tmp_path / "other").write_text("of this node")
-    assert sent_files() == texts
-    assert [read_text(name) for name in texts] == [*texts.values()] and read_text("other") == "of this node"
-
-
 @pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": 2, "c": 3}}', '{"a": 1, "b": 2, "a": 1}'])
 def test_a_key_that_stands_twice_in_json_is_named_however_deep(text):
     with pytest.raises(DuplicateKey, match=f"'{'c' if 'c' in text else 'a'}'"):
@@ -598,17 +580,14 @@ def test_an_evaluation_that_contradicts_itself_is_refused_and_its_neighbour_is_n
     assert (problems_of(EvalConfig, **changes) == []) == is_fine
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     files = {name: tmp_path / name for name in ("run.yaml", "ds.json", "chat.jinja")}
     for file, text in zip(files.values(), ("model: m\n", '{"steps_per_print": 1}', "{{ bos_token }}"), strict=True):
         file.write_text(text, encoding="utf-8-sig")
-    for sent in (False, True):
-        if sent:
-            monkeypatch.setenv(SENT_FILES, pack_files(map(str, files.values())))
-        problems: list[str] = []
-        assert read_yaml(str(files["run.yaml"]), problems) == {"model": "m"}
-        assert read_zero_file(str(files["ds.json"]), problems) == {"steps_per_print": 1}
-        assert load_template(str(files["chat.jinja"])) == "{{ bos_token }}" and problems == []
+    problems: list[str] = []
+    assert read_yaml(str(files["run.yaml"]), problems) == {"model": "m"}
+    assert read_zero_file(str(files["ds.json"]), problems) == {"steps_per_print": 1}
+    assert load_template(str(files["chat.jinja"])) == "{{ bos_token }}" and problems == []
 
 
 def test_none_is_a_text_where_texts_are_taken_and_null_leaves_an_option_unset():

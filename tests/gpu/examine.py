@@ -1,17 +1,18 @@
 """Runs the checks one after the other, each in a process of its own with its own limit."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from dsft.watchdog.processes import Process, descendants, end
+import psutil
+
 from gpu.check import SLOWER, Check, Row, Setting
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -71,8 +72,14 @@ def worker_command(setting: Setting) -> list[str]:
 
 def end_all(worker: subprocess.Popen) -> None:
     """End a check's process with all that it started, where they still run."""
-    family = [Process.of(pid) for pid in (*descendants(worker.pid), worker.pid)]
-    end(family, [(signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)] if worker.poll() is None else [])
+    if worker.poll() is not None:
+        return
+    family = [*psutil.Process(worker.pid).children(recursive=True), psutil.Process(worker.pid)]
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            member.terminate()
+    for member in psutil.wait_procs(family, END_SECONDS)[1]:
+        member.kill()
     worker.wait()
 
 

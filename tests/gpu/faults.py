@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 
+import psutil
+
 from dsft.checkpoints.run_folder import METRICS
 from dsft.errors import EXIT_REQUEUE, EXIT_STOPPED, EXIT_USER_ERROR
-from dsft.watchdog.processes import Process, descendants, end
 from gpu.check import Failed, Row, Setting, command, launch
 from gpu.ranks import ranks_below
 from gpu.trainings import options
@@ -86,7 +87,7 @@ def last_error(text: str) -> str:
 
 
 @contextlib.contextmanager
-def endless_training(setting: Setting) -> Iterator[tuple[subprocess.Popen, list[Process]]]:
+def endless_training(setting: Setting) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
     """Start a training of the small model that does not end by itself; gives it and its processes after its first step.
 
     Raises:
@@ -100,15 +101,17 @@ def endless_training(setting: Setting) -> Iterator[tuple[subprocess.Popen, list[
         if process.poll() is not None:
             raise Failed(f"the training ended with exit code {process.returncode} before its first step")
         time.sleep(0.1)
-    family = [Process.of(pid) for pid in (*descendants(process.pid), process.pid)]
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     try:
         yield process, family
     finally:
-        end(family, [(signal.SIGKILL, 1)])
+        for member in family:
+            with contextlib.suppress(psutil.Error):
+                member.kill()
 
 
-def nothing_left(family: list[Process]) -> Row:
+def nothing_left(family: list[psutil.Process]) -> Row:
     deadline = time.monotonic() + LEFT_SECONDS
-    while (alive := sum(process.is_alive() for process in family)) and time.monotonic() < deadline:
+    while (alive := sum(process.is_running() for process in family)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return Row(claim="no process of the run is left", measured=f"{alive} of {len(family)}", ok=not alive)

@@ -5,8 +5,9 @@ import os
 import threading
 from pathlib import Path
 
+import psutil
+
 from dsft.units import KiB
-from dsft.watchdog.processes import descendants
 
 SAMPLE_SECONDS = 0.2
 MODULES = (b"dsft.train", b"dsft.eval_ppl")
@@ -16,7 +17,7 @@ MODULES = (b"dsft.train", b"dsft.eval_ppl")
 def ranks_below(pid: int) -> list[int]:
     """Find the processes below one that compute. A launcher's words name their module too, but after its own."""
     ranks = []
-    for descendant in descendants(pid):
+    for descendant in [process.pid for process in psutil.Process(pid).children(recursive=True)]:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{descendant}/cmdline").read_bytes().split(b"\0")
             if b"-m" in words and words[words.index(b"-m") + 1] in MODULES:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, grid, read_json
@@ -16,7 +17,6 @@ from dsft.models.size import measure_model
 from dsft.run_setup.resolve import job_of, plan_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB
-from dsft.watchdog.processes import Process
 from gpu import __main__ as command
 from gpu import examine, faults, files, perplexities
 from gpu.check import Check, Row, Setting
@@ -167,10 +167,10 @@ def test_a_check_that_hangs_is_ended_at_its_limit_and_the_next_one_runs(setting,
 
 def test_the_end_of_a_check_ends_all_that_it_started():
     worker = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
-    child = Process.of(int(worker.stdout.readline()))
-    assert child.is_alive()
+    child = psutil.Process(int(worker.stdout.readline()))
+    assert child.is_running()
     examine.end_all(worker)
-    assert not child.is_alive() and worker.poll() is not None
+    assert not child.is_running() and worker.poll() is not None
 
 
 def test_a_check_that_fails_keeps_its_rows_and_its_last_lines(setting, monkeypatch):

@@ -12,7 +12,7 @@ from dsft.models.chat_template import PRESETS, load_template
 STARTS = """
 import json, sys
 from dsft import eval_ppl, train
-from dsft.launch.supervise import launch
+from dsft.launch import launch
 from dsft.errors import UserError
 for name, *words in json.load(sys.stdin):
     for start in launch, {"train": train, "eval": eval_ppl}[name].main.__wrapped__:

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from dsft.errors import UserError
-from dsft.launch.environment import write_env_file
+from dsft.launch import write_env_file
 from dsft.runtime.disk import CPU_BUFFER, ENV_FILE, LOCK, hold_folder, is_held, remove_leftovers
 
 HOLD = """

@@ -25,7 +25,9 @@ def test_a_rank_of_another_job_is_told_and_takes_no_place(rank, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     store = HashStore()
     check_job(store, "a", 0)
-    with pytest.raises(UserError, match="another job at node-0 port 29500: that is output_dir=a, this is output_dir=b"):
+    with pytest.raises(
+        UserError, match="MASTER_PORT=29500 is used by another job, output_dir=a, and this is output_dir=b"
+    ):
         check_job(store, "b", rank)
     check_job(store, "a", 1)
 
@@ -35,7 +37,7 @@ def test_a_command_given_twice_is_told_so(rank):
     store = HashStore()
     for number in (0, 1):
         check_job(store, "a", number)
-    with pytest.raises(UserError, match=f"another process is rank {rank} already"):
+    with pytest.raises(UserError, match="is used by another process of this rank"):
         check_job(store, "a", rank)
 
 
@@ -52,18 +54,16 @@ def test_a_restart_in_the_same_store_is_a_new_meeting(monkeypatch):
     [
         ({}, "output_dir=runs/a"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "output_dir=runs/a"),
-        ({"TORCHELASTIC_RUN_ID": "17"}, "launch 17"),
-        ({"TORCHELASTIC_RUN_ID": "17", "DSFT_JOB": "ab"}, "launch ab"),
+        ({"TORCHELASTIC_RUN_ID": "17"}, "rdzv_id=17"),
     ],
 )
 def test_a_job_is_known_by_its_launch_or_else_by_its_folder(monkeypatch, variables, known_as):
-    for name in ("DSFT_JOB", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     store = HashStore()
     check_job(store, "another", 0)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"that is output_dir=another, this is {known_as};"):
+    with pytest.raises(UserError, match=f"another job, output_dir=another, and this is {known_as};"):
         check_job(store, "runs/a", 1)
 
 

@@ -16,7 +16,7 @@ from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.launch.environment import accelerator
+from dsft.launch import accelerator
 from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     ask_gpu,

@@ -8,7 +8,6 @@ import tomllib
 
 import pytest
 from conftest import ROOT
-from deepspeed.accelerator import get_accelerator
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -16,7 +15,7 @@ from dsft.errors import UserError
 from dsft.run_setup import resolve
 from dsft.runtime import distributed, software
 from dsft.runtime.hardware import Machine
-from dsft.runtime.software import TESTED_PACKAGES, nvcc_problem, nvme_problems, offload_problems, untested_versions
+from dsft.runtime.software import TESTED_PACKAGES, nvcc_problem, offload_problems, untested_versions
 from dsft.units import GB
 
 
@@ -178,13 +177,3 @@ def test_a_toolkit_of_another_cuda_is_named(tmp_path, monkeypatch):
     assert "11.8 does not match the version torch was compiled with 13.0" in nvcc_problem()
     monkeypatch.setattr(torch.version, "cuda", "11.8")
     assert nvcc_problem() == ""
-
-
-def test_transfers_to_nvme_that_cannot_be_compiled_are_refused_with_the_package_to_install(monkeypatch):
-    builder = type(get_accelerator().create_op_builder("AsyncIOBuilder"))
-    on_nvme = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/"}}}
-    for has_library, number in ((False, 1), (True, 0)):
-        monkeypatch.setattr(builder, "has_function", lambda *_, answer=has_library, **how: answer)
-        problems = nvme_problems(on_nvme)
-        assert len(problems) == number and all("apt-get install libaio-dev" in problem for problem in problems)
-        assert nvme_problems(OFFLOAD) == nvme_problems({}) == []

@@ -5,7 +5,7 @@ import torch
 from conftest import read_json
 from ranks import on_ranks, train
 
-from dsft.watchdog import client
+from dsft.job import beat as client
 
 pytestmark = pytest.mark.launch
 

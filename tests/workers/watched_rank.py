@@ -1,5 +1,6 @@
-"""A rank of two that works, or fails in the way named on the command line, watched by its sidecar."""
+"""A rank of two that works, or fails in the way named on the command line, watched by its thread."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,8 +14,7 @@ import torch.distributed as dist
 
 from dsft.config.options import TimeoutFields
 from dsft.errors import UserError, ends_with_clear_errors, on_exit
-from dsft.runtime.distributed import on_rank_0
-from dsft.watchdog import client as watchdog
+from dsft.job import beat as watchdog
 
 TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save_timeout=60, lost_timeout=5)
 
@@ -22,14 +22,10 @@ TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save
 @ends_with_clear_errors
 def main() -> None:
     fault, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
-    if rank == 0 and fault == "stalled beside a full disk":
-        (folder / "stacks.txt").symlink_to("/dev/full")
-    if rank == 0 and fault == "stalled before a full screen":
-        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # the sidecar's too
     watchdog.start(TIMEOUTS)
     on_exit(watchdog.close)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    watchdog.connect(on_rank_0(watchdog.endpoint))
+    watchdog.connect()
     watchdog.set_file("log", folder / f"rank_{rank}.log")
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     for step in range(40 if fault in ("none", "paused") else 400):
@@ -39,6 +35,7 @@ def main() -> None:
         time.sleep(0.05)
         if step == 10:
             fail(fault, rank, folder)
+    dist.barrier()
     watchdog.close()
     os._exit(0)
 
@@ -51,11 +48,13 @@ def fail(fault: str, rank: int, folder: Path) -> None:
         raise UserError(["data=/x: not there"])
     if fault == "user-error" and rank == 1:
         raise UserError(["data=/x: not on this node"])
-    if fault == "killed" and rank == 0:
+    if fault.startswith(f"killed {rank}"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "frozen" and rank == 1:
+    if fault == f"stopped {rank}":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if fault.startswith("stalled") and rank == 1:
+    if fault == "holds the interpreter" and rank == 1:
+        ctypes.PyDLL(None).sleep(1000)
+    if fault == f"stalled {rank}":
         wait_for_nothing()
     if fault == "launcher" and rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
@@ -64,13 +63,16 @@ def fail(fault: str, rank: int, folder: Path) -> None:
 
 
 def pause_job(folder: Path) -> None:
-    """Stop ranks and sidecars for longer than `lost_timeout`, as `docker pause` and `scontrol suspend` do."""
-    ranks = [int(path.read_text()) for path in folder.glob("pid_*")]
+    """Stop the ranks and their guards for longer than `lost_timeout`, as `docker pause` and `scontrol suspend` do."""
+    ranks = [path.read_text() for path in folder.glob("pid_*")]
     assert len(ranks) == 2
-    commands = [(each.pid, " ".join(each.info["cmdline"] or ())) for each in psutil.process_iter(["cmdline"])]
-    sidecars = [pid for pid, command in commands if any(f'"pid": {rank},' in command for rank in ranks)]
-    assert len(sidecars) == 2
-    pids = " ".join(map(str, [*sidecars, *ranks]))
+    guards = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if any("guard.py" in word for word in words) and set(ranks) & set(words):
+            guards.append(str(process.pid))
+    assert len(guards) == 2
+    pids = " ".join([*guards, *ranks])
     subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 12; kill -CONT {pids}"], start_new_session=True)
 
 

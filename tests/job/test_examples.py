@@ -7,24 +7,19 @@ import tomllib
 import yaml
 from conftest import ROOT
 
-from dsft.config.options import TrainConfig
-from dsft.config.reader import read_config
-from dsft.launch.launchers import build_command, read_launch
+from dsft.config.reader import read_flags
 
 EXAMPLES = ROOT / "examples"
 INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV FROM RUN WORKDIR"
 
 
-def check_launch(words: list[str], monkeypatch, nodes: int) -> None:
-    """The launch makes a torchrun command for so many nodes, and the training takes its options."""
-    assert words[:2] == ["dsft", "launch"]
-    monkeypatch.setenv("MASTER_ADDR", "node-0")
-    options, name, script = read_launch(words[2:])
-    command = build_command(options, name, script)
-    assert name == "train" and command[command.index("--nnodes") + 1] == str(nodes)
+def check_training(words: list[str]) -> None:
+    """torchrun starts the training, which takes the words after it."""
     problems: list[str] = []
-    read_config(TrainConfig, script, problems)
-    assert problems == [], problems
+    at = words.index("--module")
+    assert words[at + 1] == "dsft.train"
+    flags = read_flags(words[at + 2 :], problems)
+    assert problems == [] and flags.keys() == {"config", "resume_from_checkpoint"}
 
 
 def test_the_dockerfile_has_known_instructions_and_copies_what_is_there():
@@ -45,35 +40,32 @@ def test_the_dockerfile_has_known_instructions_and_copies_what_is_there():
     assert {name.split("/")[0] for name in needed} <= copied
 
 
-def test_the_kubernetes_example_is_a_job_whose_pods_find_each_other(monkeypatch, tmp_path):
+def test_the_kubernetes_example_is_a_job_whose_pods_find_each_other():
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
-    (tmp_path / "run.yaml").write_text("model: m\ndata: d\noutput_dir: o\n")
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     environment = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert container["command"] == ["torchrun"]
     assert (service["kind"], job["kind"], job["spec"]["completionMode"]) == ("Service", "Job", "Indexed")
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert environment["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert f"--master_addr={job['metadata']['name']}-0.{service['metadata']['name']}" in container["args"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     nodes = job["spec"]["completions"]
-    assert nodes == job["spec"]["parallelism"] and f"--nodes={nodes}" in container["args"]
+    assert nodes == job["spec"]["parallelism"] and f"--nnodes={nodes}" in container["args"]
     assert "--node_rank=$(JOB_COMPLETION_INDEX)" in container["args"] and "JOB_COMPLETION_INDEX" in environment
-    words = [
-        word.replace("$(JOB_COMPLETION_INDEX)", "1").replace("/config/run.yaml", str(tmp_path / "run.yaml"))
-        for word in container["args"]
-    ]
-    check_launch(["dsft", *words], monkeypatch, nodes)
+    check_training(container["args"])
 
 
-def test_the_skypilot_example_launches_on_its_nodes(monkeypatch, tmp_path):
+def test_the_skypilot_example_launches_on_its_nodes():
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
-    (tmp_path / "run.yaml").write_text("model: m\ndata: d\noutput_dir: o\n")
     values = {"NUM_NODES": task["num_nodes"], "NODE_RANK": 1, "NUM_GPUS_PER_NODE": 8}
-    text = task["run"].replace("\\\n", " ").replace("$CONFIG", str(tmp_path / "run.yaml"))
+    text = task["run"].replace("\\\n", " ").replace("$CONFIG", "run.yaml")
     for name, value in values.items():
         text = text.replace(f"$SKYPILOT_{name}", str(value))
-    (line,) = (line for line in text.splitlines() if line.startswith("dsft launch"))
-    check_launch(shlex.split(line), monkeypatch, task["num_nodes"])
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("torchrun"))
+    words = shlex.split(line)
+    assert words[words.index("--nnodes") + 1] == str(task["num_nodes"])
+    check_training(words)
     assert (ROOT / task["workdir"]).is_dir() and set(task["envs"]) == {"CONFIG"}
     assert (ROOT / re.search(r"scripts/\w+", task["setup"])[0]).is_file()

@@ -1,0 +1,467 @@
+"""Ends a job on all nodes when one of its ranks fails, hangs or is lost, and names that rank.
+
+Each rank has one thread. Once a second it writes the rank's entry into torch's TCPStore and reads there whether the job
+has failed. Rank 0 compares the ages of all entries by its own clock, the others that of rank 0. A thread of a stopped
+process does nothing, and one that waits for a store behind a cut link neither: the rank's guard (guard.py) kills it.
+
+    watchdog.start(options)                 before the process group, if a launcher started this process
+    watchdog.connect()                      after it, on every rank
+    with watchdog.phase("saving"): ...
+    watchdog.heartbeat(step)                at each step
+    watchdog.close()                        at the end
+
+Without a launcher all of this does nothing.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dsft.job import guard
+from dsft.job.cause import Cause, is_consequence, record_failure
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+BEAT_SECONDS = 1.0
+IMPORT_SECONDS = 60.0  # beside the rendezvous, which has a limit and a message of its own
+STORE_SECONDS = 20.0  # for an answer of the store
+COLLECT_SECONDS = 3.0  # from the first stalled rank to the choice among all
+LEAVE_SECONDS = 3.0  # for a rank to exit by itself with the same error as another
+SPREAD_SECONDS = 2.5  # for all ranks to read the cause, and one to print it, before the first exit
+PROGRESS_BYTES = 1 << 20  # read or written: so much is progress of a phase in MOVES_FILES
+MOVES_FILES = ("loading", "saving")
+COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")  # in the path of a frame's file
+LONGEST_TRACEBACK = 20_000  # characters, from its end
+PHASE_LIMITS = {
+    "starting": "start_timeout",
+    "loading": "load_timeout",
+    "compiling": "compile_timeout",
+    "training": "step_timeout",
+    "evaluating": "step_timeout",
+    "saving": "save_timeout",
+}
+"""Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
+LAUNCHER_BEAT, SAVE = "launcher", "save"  # keys of the store that `dsft launch` writes
+CAUSE, CONSEQUENCE = "cause", "consequence"
+STARTED_BY = os.getpid(), os.getppid()  # the launcher, or the shell of one; a forked rank has another
+BYE = b"bye"
+KILLED = (
+    "exited without an error of its own: it was killed from outside (out of memory, kill -9) or crashed in native code"
+)
+
+
+@dataclass
+class _Entry:
+    """What a rank has last written, and when that was seen to change."""
+
+    text: bytes
+    changed: float
+
+
+class _Beat(threading.Thread):
+    """The thread of one rank. The main thread sets the phase and the step; everything else is the thread's."""
+
+    def __init__(self, timeouts: Any):
+        super().__init__(name="dsft-beat", daemon=True)
+        self.timeouts = timeouts
+        self.lost_timeout: float = timeouts.lost_timeout
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.host = socket.gethostname()
+        self.parent = STARTED_BY[1] if STARTED_BY[0] == os.getpid() else os.getppid()
+        self.phase_name, self.limit = "starting", 2 * timeouts.start_timeout + IMPORT_SECONDS
+        self.step = -1
+        self.last_progress = time.monotonic()
+        self.moved_bytes = 0
+        self.screen = os.dup(2)  # what standard error is before it goes to the log; torch replaces sys.stderr too
+        self.log: Path | None = None
+        self.run_file: Path | None = None
+        self.store: Store | None = None
+        self.hosts: list[str] = []
+        self.beats = 0
+        self.entries: dict[str, _Entry] = {}
+        self.siblings = select.poll()  # ranks of this node: readable when they exit
+        self.rank_of_sibling: dict[int, int] = {}
+        self.stalled_since: float | None = None
+        self.consequence_since: float | None = None
+        self.has_asked_to_save = False
+        self.is_closed = threading.Event()
+        self.is_leaving = False  # the main thread prints an error of its own and exits
+        self.guard = self._start_guard() if self.world_size > 1 else None
+
+    def _start_guard(self) -> subprocess.Popen:
+        name = f"dsft: error: rank {self.rank} on {self.host}"
+        seconds = f"for {self.lost_timeout:.0f} s"
+        stopped, lost = "", ""
+        if self.rank == 0:  # which reports all others
+            stopped = lost = f"{name} was stopped (SIGSTOP), or hung in native code, {seconds}"
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
+            address = os.environ.get("MASTER_ADDR", "")
+            lost = f"{name} has lost rank 0 at {address} {seconds}: it was stopped, or its node is down or cut off"
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        launcher = self.parent if "TORCHELASTIC_RUN_ID" in os.environ and not restarts else 0
+        words = [os.getpid(), launcher, self.lost_timeout + 2 * BEAT_SECONDS, stopped, lost]
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", guard.__file__, *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        process.wait()  # it has forked
+        os.set_blocking(process.stdin.fileno(), False)
+        return process
+
+    def tell_guard(self, word: bytes) -> None:
+        if self.guard is not None:
+            with contextlib.suppress(OSError):
+                os.write(self.guard.stdin.fileno(), word)
+
+    # The thread
+
+    def run(self) -> None:
+        last_pass = time.monotonic()
+        while not self.is_closed.is_set():
+            now = time.monotonic()
+            if now - last_pass > self.lost_timeout / 2:  # this process was stopped, perhaps with all others
+                self.last_progress = now
+                for entry in self.entries.values():
+                    entry.changed = now
+            last_pass = now
+            try:
+                self._look_at_this_rank(now)
+                if self.store is not None:
+                    self._look_at_job(now)
+            except RuntimeError:  # torch's errors of the store
+                self._lose_store()
+            self.tell_guard(b".")
+            self._wait_for_siblings()
+
+    def _look_at_this_rank(self, now: float) -> None:
+        if os.getppid() != self.parent:
+            self.fail(f"lost its launcher: process {self.parent} exited")
+        if self.phase_name in MOVES_FILES:
+            moved = _moved_bytes()
+            if moved >= self.moved_bytes + PROGRESS_BYTES:
+                self.last_progress, self.moved_bytes = now, moved
+        is_stalled = now - self.last_progress > self.limit
+        if is_stalled and self.store is None:
+            self.fail(f"made no progress for {self.limit:.0f} s, {self.place()}", shows_stacks=True)
+
+    def _look_at_job(self, now: float) -> None:
+        self.beats += 1
+        idle = now - self.last_progress
+        entry = {
+            "beat": self.beats,
+            "step": self.step,
+            "place": self.place(),
+            "idle": idle,
+            "limit": self.limit,
+            "waits": idle > self.limit and _waits_for_others(),
+        }
+        self.store.set(f"rank {self.rank}", json.dumps(entry))
+        if self.store.check([CAUSE]):
+            self._end(Cause.from_json(self.store.get(CAUSE)))
+        if self.store.check([CONSEQUENCE]):
+            # What caused it may still show: an entry that does not change any more.
+            self.consequence_since = self.consequence_since or now
+            if now - self.consequence_since > self.lost_timeout + COLLECT_SECONDS:
+                self._end(Cause.from_json(self.store.get(CONSEQUENCE)))
+        if not self.has_asked_to_save and self.store.check([SAVE]):
+            self.has_asked_to_save = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+        self._look_at_entries(now)
+
+    def _look_at_entries(self, now: float) -> None:
+        """Rank 0 reads all entries and that of `dsft launch`, every other rank that of rank 0."""
+        keys = [f"rank {rank}" for rank in (range(self.world_size) if self.rank == 0 else [0])]
+        if self.rank == 0 and self.store.check([LAUNCHER_BEAT]):
+            keys.append(LAUNCHER_BEAT)
+        for key, text in zip(keys, self.store.multi_get(keys), strict=True):
+            entry = self.entries.get(key)
+            if entry is None or entry.text != text:
+                self.entries[key] = _Entry(text, now)
+            elif text != BYE and now - entry.changed > self.lost_timeout:
+                if key == LAUNCHER_BEAT:
+                    self.fail("lost dsft launch, which exited or is cut off")
+                elif self._is_cut_off(now):
+                    self.fail("has lost all other nodes: its node is cut off")
+                else:
+                    causes = "it was killed or stopped, or its node is down or cut off"
+                    rank = int(key.removeprefix("rank "))
+                    self.fail(f"gave no heartbeat for {self.lost_timeout:.0f} s: {causes}", rank=rank)
+        if self.rank == 0:
+            self._look_for_stall(now)
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Whether the ranks of all other nodes, of at least two, are silent."""
+        hosts, heard = set(), set()
+        for rank, host in enumerate(self.hosts):
+            entry = self.entries.get(f"rank {rank}")
+            if host != self.host and entry is not None:
+                hosts.add(host)
+                if now - entry.changed < self.lost_timeout / 2:
+                    heard.add(host)
+        return len(hosts) > 1 and not heard
+
+    def _look_for_stall(self, now: float) -> None:
+        """All ranks wait for one that hangs, and reach their limits together: the one that came least far is named."""
+        states = {}
+        for rank in range(self.world_size):
+            entry = self.entries[f"rank {rank}"]
+            if entry.text != BYE:
+                states[rank] = json.loads(entry.text) | {"silent": now - entry.changed}
+        if not any(state["idle"] > state["limit"] for state in states.values()):
+            self.stalled_since = None
+            return
+        self.stalled_since = self.stalled_since or now
+        if now - self.stalled_since < COLLECT_SECONDS:
+            return
+
+        def progress(rank: int) -> tuple:
+            state = states[rank]
+            is_silent = state["silent"] > COLLECT_SECONDS
+            return state["step"], not is_silent, state["waits"], -state["idle"]
+
+        rank = min(states, key=progress)
+        state = states[rank]
+        idle = state["idle"] + state["silent"]
+        self.fail(f"made no progress for {idle:.0f} s, {state['place']}", rank=rank, shows_stacks=True)
+
+    def _wait_for_siblings(self) -> None:
+        """The pause between two passes; it ends when another rank of this node exits."""
+        for pidfd, _ in self.siblings.poll(BEAT_SECONDS * 1000):
+            self.siblings.unregister(pidfd)
+            rank = self.rank_of_sibling[pidfd]
+            try:
+                if self.store.get(f"rank {rank}") != BYE:
+                    self.fail(KILLED, rank=rank)
+            except RuntimeError:
+                self._lose_store()
+
+    def _lose_store(self) -> None:
+        """The process that holds the store has exited without a word: rank 0, or the agent of torchrun."""
+        if self.is_leaving:
+            return
+        if os.environ.get("LOCAL_RANK", "0") == "0" or self.rank == 1:  # one of each node
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                self._print(f"error: torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed")
+            else:
+                self._print(f"error: rank 0 on {self.hosts[0]} {KILLED}")
+        self._exit(1)
+
+    def fail(
+        self, text: str, *, rank: int | None = None, shows_stacks: bool = False, is_later: bool = False, **details: Any
+    ) -> None:
+        """Pass on that a rank has failed, this one by default. The first cause counts; one that `is_later` than what
+        caused it counts if no cause is found.
+        """
+        rank = self.rank if rank is None else rank
+        # Rank 0 prints, whose screen is looked at; for a rank 0 that cannot, the one that noticed.
+        printed_by = self.rank if rank == 0 else 0
+        host = self.hosts[rank] if self.hosts else self.host
+        if shows_stacks:
+            text += "; the stacks of all ranks are in their logs"
+        cause = Cause(rank=rank, host=host, text=text, printed_by=printed_by, **details)
+        if self.store is None:
+            self._end(cause)
+        self.store.compare_set(CONSEQUENCE if is_later else CAUSE, "", cause.to_json())
+
+    def _end(self, cause: Cause) -> None:
+        """Print the cause, on one rank, and exit."""
+        if self.is_leaving:
+            return
+        if cause.lines and threading.main_thread().is_alive():
+            self.is_closed.wait(LEAVE_SECONDS)  # this rank may have found the same error
+            if self.is_leaving:
+                return
+        if self.store is None or cause.printed_by == self.rank:
+            for line in cause.lines or (f"error: {cause.sentence()}",):
+                self._print(line)
+            if cause.traceback:
+                self._print(cause.traceback.rstrip())
+            if self.log is not None:
+                self._print(f"logs of all ranks, each on its node: {self.log.parent}")
+            if self.run_file:
+                record_failure(self.run_file, "\n".join(cause.lines).replace("error: ", "") or cause.sentence())
+        self._write_log(cause)
+        if self.store is not None:
+            time.sleep(SPREAD_SECONDS)
+        self._exit(cause.exit_code)
+
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.screen, f"dsft: {line}\n".encode())
+
+    def _write_log(self, cause: Cause) -> None:
+        """Write the cause and the stacks of all threads into this rank's log."""
+        if self.log is not None:
+            with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as file:
+                print(f"dsft: ended by: {cause.sentence()}", file=file, flush=True)
+                faulthandler.dump_traceback(file)
+
+    def _exit(self, code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a full disk, a closed terminal
+                stream.flush()
+        os._exit(code)
+
+    def place(self) -> str:
+        return f"in phase {self.phase_name}" + (f", step {self.step}" if self.step >= 0 else "")
+
+
+def _moved_bytes() -> int:
+    """Bytes that this process has read and written so far."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines[:2])
+    return 0
+
+
+def _waits_for_others() -> bool:
+    """Whether the main thread is inside a collective."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None:
+        if any(folder in frame.f_code.co_filename for folder in COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_beat: _Beat | None = None
+current_phase = "starting"  # of this rank, also without a launcher
+
+
+def start(timeouts: Any) -> None:
+    """Start the thread of this rank, with the limits of `config.TimeoutFields`, and report errors nobody catches."""
+    global _beat
+    if "RANK" not in os.environ or _beat is not None:
+        return
+    faulthandler.enable()
+    _beat = _Beat(timeouts)
+    _beat.start()
+    sys.excepthook = _report_error
+
+
+def connect() -> None:
+    """Let this rank's thread meet those of the others. The phase is "loading". Collective."""
+    if _beat is None:
+        return
+    if _beat.world_size > 1:
+        import torch.distributed as dist
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A client of its own: the process group's may wait, and lets nobody else in meanwhile.
+        client = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+        store = dist.PrefixStore(f"dsft/beat/{restart}", client)
+        store.set(f"rank {_beat.rank}", json.dumps({"beat": 0, "step": -1, "idle": 0, "limit": 1, "waits": False}))
+        node = [_beat.host, os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text()]
+        places: list[Any] = [None] * _beat.world_size
+        dist.all_gather_object(places, [node, os.getpid()])
+        _beat.hosts = [place[0] for place, _ in places]
+        for rank, (place, pid) in enumerate(places):
+            if place == node and rank != _beat.rank:
+                with contextlib.suppress(ProcessLookupError):
+                    pidfd = os.pidfd_open(pid)
+                    _beat.rank_of_sibling[pidfd] = rank
+                    _beat.siblings.register(pidfd, select.POLLIN)
+        _beat.store = store
+    set_phase("loading")
+
+
+def heartbeat(step: int | None = None) -> None:
+    """Report that progress was made, of training after step number `step`."""
+    if _beat is not None:
+        _beat.last_progress = time.monotonic()
+        if step is not None:
+            _beat.step = step
+
+
+def set_limits(timeouts: Any) -> None:
+    """Let these limits hold from the next phase on: a run that is planned may need longer steps."""
+    if _beat is not None:
+        _beat.timeouts = timeouts
+
+
+def set_phase(name: str) -> None:
+    """Let the limit of phase `name` hold from now on."""
+    global current_phase
+    current_phase = name
+    if _beat is not None:
+        _beat.last_progress = time.monotonic()
+        _beat.phase_name, _beat.limit = name, getattr(_beat.timeouts, PHASE_LIMITS[name])
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Let the limit of phase `name` hold inside a `with`, then the earlier one again; after an error it stays."""
+    before = current_phase
+    set_phase(name)
+    yield
+    set_phase(before)
+
+
+def set_file(kind: Literal["log", "run"], path: Path) -> None:
+    """Name the file that this rank logs to; or, on rank 0, the run.json in which a failure is recorded."""
+    if _beat is not None and kind == "log":
+        _beat.log = path.resolve()
+    elif _beat is not None:
+        _beat.run_file = path.resolve()
+
+
+def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
+    """Report that this rank is about to exit with `exit_code` and these messages; returns whether rank 0 will print
+    them.
+    """
+    global _beat
+    if _beat is None:
+        return False
+    beat, _beat = _beat, None
+    beat.is_leaving = True
+    is_passed_on = beat.store is not None
+    if is_passed_on:
+        with contextlib.suppress(RuntimeError):
+            if exit_code:
+                beat.fail("exited", exit_code=exit_code, lines=tuple(lines or []))
+            beat.store.set(f"rank {beat.rank}", BYE)
+            if beat.rank == 0:  # which may hold the store: the others read first how the job has ended
+                until = time.monotonic() + SPREAD_SECONDS
+                keys = [f"rank {rank}" for rank in range(beat.world_size)]
+                while time.monotonic() < until and any(text != BYE for text in beat.store.multi_get(keys)):
+                    time.sleep(0.02)
+    beat.is_closed.set()
+    beat.tell_guard(BYE)
+    return is_passed_on
+
+
+def _report_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    beat = _beat
+    if beat is None or beat.store is None:
+        sys.stderr.write(text)
+        return
+    if beat.log:
+        with contextlib.suppress(OSError), beat.log.open("a", encoding="utf-8") as file:
+            file.write(text)
+    last_line = text.strip().splitlines()[-1]
+    with contextlib.suppress(RuntimeError):
+        if is_consequence(text):
+            beat.fail(f"failed: {last_line}", is_later=True)
+        else:
+            beat.fail(f"failed: {last_line}", traceback=text[-LONGEST_TRACEBACK:])
+    beat.join(beat.lost_timeout + 2 * COLLECT_SECONDS)  # the thread ends this process

@@ -1,0 +1,610 @@
+"""`dsft launch`: examines the nodes, writes the options of the job into one file, starts its ranks on this machine or
+on the hosts of a file, and starts them again after a failure. Other launchers start a job by commands of their own
+(scripts/, docs/multinode.md).
+
+    dsft launch [--hostfile HOSTS] [options] train|eval [options of the run]
+
+One rank is a process of this one, several are DeepSpeed's launcher's. This process is a client of their store, where it
+reads how the job ended, since DeepSpeed's exit code is 0 if its child is killed, and where it asks the ranks to save.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from dsft.checkpoints.manifest import checkpoints
+from dsft.config.options import REMOVED_OPTIONS, EvalConfig, TrainConfig
+from dsft.config.reader import field_types, read_config, read_file_and_flags, read_options
+from dsft.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    EXIT_STOPPED,
+    EXIT_UNSAVED,
+    EXIT_USER_ERROR,
+    UserError,
+    raise_if_any,
+    shown_command,
+    without_second_errors,
+)
+from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE
+from dsft.job.cause import Cause
+from dsft.perplexity.of_training import read_evaluation
+from dsft.run_setup.named_files import check_named_files
+from dsft.runtime.console import OPERATOR_LOG, show_text
+from dsft.runtime.disk import ENV_FILE, remove_leftovers
+from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
+from dsft.runtime.launcher_env import (
+    CHECKS_ALONE,
+    LAUNCH,
+    LOOPBACK,
+    OPTIONS_FILE,
+    SINGLE_PROCESS_ENV,
+    SSH,
+    Node,
+    free_port,
+    launcher_variables,
+    read_hosts,
+)
+from dsft.units import plural
+
+MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
+DEEPSPEED = "deepspeed.launcher.runner"
+SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+"""No prompt that nobody sees, and an end within a minute if a link is cut; ssh alone would wait for hours."""
+SESSION_ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
+PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")  # a path that a shell leaves as it is without quotes
+END_SECONDS = 4.0  # for the launcher to exit by itself after a failure or a signal; then it is killed
+KILL_SECONDS = 5.0
+LAST_WORDS_SECONDS = 5.0  # for the store to name the cause after the launcher has exited
+SEND_SECONDS = 30.0
+WAIT_SECONDS = 10.0  # between two examinations of nodes that are away
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+FORWARDED = re.compile(
+    r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
+    r"OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
+)
+SECRET = re.compile(r"TOKEN(?!IZERS)|(?<!IB_P)KEY|SECRET|PASSW|CREDENTIAL")  # NCCL_IB_PKEY numbers a partition
+"""In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
+PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
+
+
+@dataclass(kw_only=True)
+class HostFields:
+    """Hosts: those of a host file; without one this machine."""
+
+    hostfile: str | None = None
+    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
+    include: str | None = None
+    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
+    exclude: str | None = None
+    """Hosts and GPUs of the host file to leave out, in the same form."""
+    num_nodes: int | None = None
+    """Number of hosts of the host file to use, the first ones."""
+    num_gpus: int | None = None
+    """Ranks on each node; by default its GPUs, without GPUs 2."""
+    master_addr: str | None = None
+    """Address of the first node, to which all ranks connect; by default that of the first host."""
+    master_port: int | None = None
+    """By default a free port."""
+
+
+@dataclass(kw_only=True)
+class LaunchOptions(HostFields):
+    """Launch: how the ranks are started; without a host file on all GPUs of this machine."""
+
+    bind_cores_to_rank: bool = False
+    """DeepSpeed's launcher ties each rank to cores of its own and the memory beside them, for offload (numactl)."""
+    dry_run: bool = False
+    """Print the command and stop."""
+    no_preflight: bool = False
+    """Start without examining the nodes first (see `dsft doctor`)."""
+    max_restarts: int = 0
+    """Number of times that a job is restarted after a fault, a training from its last checkpoint; not after exit codes
+    2, 3, 4 and 75, nor after Ctrl-C."""
+    wait_for_nodes: float = 900
+    """With a host file: seconds that a restart waits until the preflight finds no error any more."""
+
+
+def hosts_of(options: HostFields) -> list[Node]:
+    """The nodes that take part, the first (rank 0's) first. Raises as `read_hosts`."""
+    return read_hosts(
+        options.hostfile,
+        include=options.include or "",
+        exclude=options.exclude or "",
+        num_nodes=-1 if options.num_nodes is None else options.num_nodes,
+        num_gpus=-1 if options.num_gpus is None else options.num_gpus,
+    )
+
+
+def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
+    """(options, "train" or "eval", words of the run) from `[options] train|eval [words]`; options may also be among the
+    words. The first words of an evaluation are its models. Raises UserError.
+    """
+    problems: list[str] = []
+    values, words = read_options(LaunchOptions, argv, problems)
+    options = LaunchOptions(**values)
+    removed = words[0].removeprefix("--") if words else ""
+    if removed in REMOVED_OPTIONS:
+        problems.append(f"--{removed}: removed; {REMOVED_OPTIONS[removed]}")
+    elif not words or words[0] not in MODULES:
+        word = repr(words[0]) if words else "nothing"
+        names = ", ".join(f"--{field.name}" for field in dataclasses.fields(LaunchOptions))
+        problems.append(f"dsft launch: expected train or eval, got {word}; the options before them are {names}")
+    for name, value in vars(options).items():
+        if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
+            problems.append(f"--{name}: needs a value")
+    if options.hostfile and not os.path.isfile(options.hostfile):
+        problems.append(f"--hostfile {options.hostfile}: there is no such file")
+    if not options.hostfile:
+        for name in ("include", "exclude", "num_nodes"):
+            if getattr(options, name):
+                problems.append(f"--{name}: chooses from a host file; name one with --hostfile")
+    if options.bind_cores_to_rank and not shutil.which("numactl"):
+        problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
+    raise_if_any(problems)
+    name, *words = words
+    if name == "eval" and words and not words[0].startswith("--"):
+        words = ["--model", *words]
+    return options, name, words
+
+
+def launch(argv: list[str]) -> int:
+    """Start the job of `[options] train|eval [words]`, again after a failure up to `max_restarts` times; returns the
+    exit code. Raises UserError: an option is wrong, or the preflight found an error.
+    """
+    options, name, words = read_launch(argv)
+    if not options.hostfile and launcher_variables(os.environ):
+        # One of several tasks of srun or mpirun: this process becomes that rank.
+        os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *words])
+    problems: list[str] = []
+    if name == "train":
+        config = read_config(TrainConfig, words, problems, also=LaunchOptions)
+        output_dir = config.training.get("output_dir")
+    else:
+        config = read_evaluation(words, problems, also=LaunchOptions)
+        output_dir = config.output_dir
+    if not options.hostfile and not options.dry_run:  # files of a run on other nodes may be there alone
+        problems += without_second_errors(check_named_files(config), problems)
+    raise_if_any(problems)
+
+    nodes = hosts_of(options) if options.hostfile else []
+    num_ranks = sum(node.slots or 0 for node in nodes) or _local_ranks(options)
+    options.master_port = options.master_port or free_port()  # chosen here: the preflight looks at the one that is used
+    folder = Path(output_dir) if output_dir else Path(tempfile.gettempdir(), f"dsft-{uuid.uuid4().hex[:8]}")
+    file = folder.absolute() / OPTIONS_FILE
+    command = _command(options, nodes, num_ranks, name, file)
+    if options.dry_run:
+        show_text("dsft: " + shown_command(command), is_command=True)
+        return 0
+    os.environ.update({} if nodes else accelerator())
+    remove_leftovers()
+    # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
+    if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
+        return code
+    if not options.no_preflight and not _examine(options, output_dir):
+        raise UserError("the preflight found errors (above; docs/doctor.md); --no_preflight starts all the same")
+
+    values = _values(name, words, config)
+    if name == "train" and "resume_from_checkpoint" not in values:
+        os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
+    try:
+        for attempt in range(options.max_restarts + 1):
+            if attempt and name == "train" and not _names_checkpoint_of_other_run(values, output_dir):
+                values["resume_from_checkpoint"] = "auto"  # an evaluation resumes by itself
+            if attempt and nodes and not options.no_preflight:
+                _wait_for_nodes(options, output_dir)
+            _write_options(file, values, nodes)
+            show_text("dsft: " + shown_command(command), is_command=True)
+            job = _Job(options, command, nodes, num_ranks, name == "train", config.lost_timeout)
+            code = job.run()
+            ends = (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
+            if code in ends or job.interrupted:
+                return code
+            if attempt < options.max_restarts:
+                restart = f"restart {attempt + 1} of {options.max_restarts}, from the last checkpoint"
+                show_text(f"dsft: exit code {code}: {restart}", file=sys.stderr)
+        return code
+    finally:
+        os.environ.pop(LAUNCH, None)
+        if not output_dir:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _local_ranks(options: LaunchOptions) -> int:
+    """Ranks on this machine: the user's number, or one for each GPU that CUDA_VISIBLE_DEVICES leaves."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
+    available = len(visible.split(",")) if visible else default_ranks()
+    if has_gpu() and (options.num_gpus or 0) > available:
+        raise UserError(f"--num_gpus {options.num_gpus}: this machine has {plural(available, 'GPU')}; lower it")
+    return options.num_gpus or available
+
+
+def _command(options: LaunchOptions, nodes: list[Node], num_ranks: int, name: str, file: Path) -> list[str]:
+    """The words that start all ranks with the options in `file`. Raises UserError: pdsh is missing, or a path cannot
+    go through it.
+    """
+    words = ["--config", str(file)]
+    if not nodes and num_ranks == 1:  # DeepSpeed's launcher would take as much CPU time as the rank's own start
+        return [sys.executable, "-u", "-m", MODULES[name], *words]
+    # As critical, DeepSpeed does not repeat the command of each rank that failed; the ranks report their errors.
+    flags: dict[str, Any] = {"master_port": options.master_port, "log_level": "critical"}
+    flags["bind_cores_to_rank"] = options.bind_cores_to_rank
+    if nodes:
+        if not shutil.which("pdsh"):
+            raise UserError(
+                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here: apt-get install pdsh"
+            )
+        paths = {"the working folder": os.getcwd(), "Python": sys.executable, "output_dir": str(file.parent)}
+        raise_if_any(
+            [
+                f"{place} {path!r}: DeepSpeed hands it to the nodes' shells unquoted; use a path of letters, digits and"
+                " _ + = : , . / - alone"
+                for place, path in paths.items()
+                if not PLAIN_PATH.fullmatch(path)
+            ]
+        )
+        for key in ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr"):
+            flags[key] = getattr(options, key)
+        flags["force_multi"] = len(nodes) == 1  # else DeepSpeed starts the ranks of one node here
+    elif visible := has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        # DeepSpeed takes the first GPUs of the machine if it is given --num_gpus.
+        flags["include"] = "localhost:" + ",".join(visible.split(",")[:num_ranks])
+    else:
+        flags["num_gpus"] = num_ranks
+    return [sys.executable, "-m", DEEPSPEED, *flag_words(flags), "--module", MODULES[name], *words]
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """The words of a command line; True is a flag without a value, None and False are flags that are not given."""
+    words = []
+    for flag, value in flags.items():
+        if value is True:
+            words.append(f"--{flag}")
+        elif value is not None and value is not False:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> dict[str, Any]:
+    """The options of the job by name, as its ranks read them."""
+    if name == "train":
+        values = read_file_and_flags(words, []) or {}
+    else:  # a training's file means something else beside the flags of an evaluation
+        defaults = EvalConfig()
+        names = field_types(EvalConfig)
+        values = {key: getattr(config, key) for key in names if getattr(config, key) != getattr(defaults, key)}
+        if config.has_seq_len:
+            values["seq_len"] = config.seq_len
+        else:
+            values.pop("seq_len", None)
+    return {key: list(value) if isinstance(value, (list, tuple)) else value for key, value in values.items()}
+
+
+def _names_checkpoint_of_other_run(values: Mapping[str, Any], output_dir: str) -> bool:
+    """Whether the training began from a named checkpoint, and has none of its own yet."""
+    return values.get("resume_from_checkpoint", "auto") not in ("auto", True) and not checkpoints(output_dir)
+
+
+def _write_options(file: Path, values: dict[str, Any], nodes: list[Node]) -> None:
+    """Write the options into the job's folder, here and on every node, which need not share it."""
+    text = yaml.safe_dump(values, allow_unicode=True, sort_keys=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it may contain a token
+    with open(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(text)
+    script = f"umask 077; mkdir -p {file.parent} && cat > {file}"
+
+    def send(node: Node) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the start says what is wrong with the node
+            subprocess.run([*SSH, node.name, script], input=text.encode(), capture_output=True, timeout=SEND_SECONDS)
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        list(pool.map(send, nodes))
+
+
+def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
+    """Let the entry of the ranks check what needs no other rank, in a process whose memory, on a GPU too, is free again
+    when ranks start; returns its exit code.
+    """
+    show_text("dsft: checking options, data and models before ranks start")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks)}
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}  # the ranks warn
+    result = subprocess.run(
+        [sys.executable, "-m", MODULES[name], *words],
+        env=os.environ | place | quiet | {CHECKS_ALONE: "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    if result.returncode < 0:
+        raise UserError(f"the check before the start was killed by signal {-result.returncode} (9: out of memory)")
+    return result.returncode
+
+
+def accelerator() -> dict[str, str]:
+    """The variables by which DeepSpeed knows that there is no GPU, and torch that this is no news. Raises UserError:
+    there are GPUs that torch does not see.
+    """
+    require_seen_gpus()
+    if has_gpu():
+        return {}
+    # A build of torch for CUDA would say in each of the launcher's processes that no CUDA runtime is found.
+    logs = ",".join(filter(None, [os.environ.get("TORCH_LOGS"), f"-{OPERATOR_LOG}"]))
+    return {"DS_ACCELERATOR": "cpu", "TORCH_LOGS": logs}
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the nodes get beside those that DeepSpeed hands on by itself; none with a secret."""
+    variables = {}
+    for name, value in environment.items():
+        is_secret = SECRET.search(name) or PASSWORD_IN_URL.search(value)
+        if FORWARDED.fullmatch(name) and value and "\n" not in value and not is_secret:
+            variables[name] = value
+    paths = [os.getcwd(), environment.get("PYTHONPATH")]
+    return variables | {"PYTHONPATH": ":".join(filter(None, paths))}
+
+
+def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that `dsft doctor --hostfile` sets on the other nodes, between double quotes: those that
+    `dsft launch` hands on, and the user's own lines of `.deepspeed_env`, in the order in which DeepSpeed reads them.
+    """
+    variables = {}
+    for name, value in forwarded(environment).items():
+        variables[name] = re.sub(r"([\\\"$`])", r"\\\1", value)
+    for folder in (Path.home(), Path.cwd()):
+        file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+        if file.is_file():
+            lines = [line.strip() for line in file.read_text().splitlines() if "=" in line]
+            variables |= dict(line.split("=", 1) for line in lines)
+    return variables
+
+
+def write_env_file(variables: Mapping[str, str]) -> Path:
+    """A temporary file for DeepSpeed's DS_ENV_FILE. It stays open as long as this process: later launches leave it."""
+    descriptor, path = tempfile.mkstemp(prefix=ENV_FILE)
+    with open(descriptor, "w", closefd=False) as file:
+        for name, value in variables.items():
+            value = value.replace("%", "%%")  # pdsh writes the host for %h
+            file.write(f"{name}={value}\n")
+    return Path(path)
+
+
+def _examine(options: LaunchOptions, output_dir: str | None) -> bool:
+    """Run `dsft doctor --quick` on the nodes; returns whether it found no error."""
+    flags = {field.name: getattr(options, field.name) for field in dataclasses.fields(HostFields)}
+    flags |= {"quick": True, "only_findings": True, "output_dir": output_dir}
+    command = [sys.executable, "-m", "dsft.cli.doctor", *flag_words(flags)]
+    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
+
+
+def _wait_for_nodes(options: LaunchOptions, output_dir: str | None) -> None:
+    """Before a restart: examine the nodes until no error is found. Raises UserError after `wait_for_nodes` seconds."""
+    deadline = time.monotonic() + options.wait_for_nodes
+    while not _examine(options, output_dir):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"--wait_for_nodes {options.wait_for_nodes:g}: the nodes are still not ready (above); the last"
+                " checkpoint is complete: --resume_from_checkpoint auto continues, --exclude HOST without a node"
+            )
+        show_text("dsft: the restart waits for the nodes", file=sys.stderr)
+        time.sleep(WAIT_SECONDS)
+
+
+class _Store(threading.Thread):
+    """Follows the job in the store of its ranks, once they have made it."""
+
+    def __init__(self, address: str, port: int):
+        super().__init__(daemon=True)
+        self.address, self.port = address, port
+        self.cause: Cause | None = None
+        self.has_met = False
+        self.is_closed = False
+        self.last_answer = time.monotonic()
+        self._orders: dict[str, str] = {}
+
+    def order(self, key: str, value: str) -> None:
+        """Write a key as soon as the ranks can read it."""
+        self._orders[key] = value
+
+    def run(self) -> None:
+        while not self.is_closed and not self._listens():
+            time.sleep(1)
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the end of the store is the end of the job, and no news
+        from torch.distributed import PrefixStore, TCPStore  # here: seconds
+
+        number = 0
+        try:
+            client = TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=60))
+            store = PrefixStore("dsft/beat/0", client)
+            while not self.is_closed:
+                self.has_met = self.has_met or store.check(["rank 0"])
+                if store.check([CAUSE]):
+                    self.cause = Cause.from_json(store.get(CAUSE))
+                    return
+                if self.has_met:
+                    number += 1
+                    store.set(LAUNCHER_BEAT, str(number))
+                    for key in list(self._orders):
+                        store.compare_set(key, "", self._orders.pop(key))
+                self.last_answer = time.monotonic()
+                time.sleep(1)
+        except RuntimeError:  # torch's errors: the job has ended
+            return
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=5):
+            return True
+        return False
+
+
+class _Job:
+    """One start of the job. After `run`, `interrupted` is the signal that ended it (0: none)."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        command: list[str],
+        nodes: list[Node],
+        num_ranks: int,
+        saves: bool,
+        lost_timeout: float,
+    ):
+        self.command, self.nodes, self.saves, self.lost_timeout = command, nodes, saves, lost_timeout
+        self.is_one_process = not nodes and num_ranks == 1
+        self.interrupted = 0
+        self.failure = ""
+        self.end_at: float | None = None
+        self.is_asked = False
+        address = options.master_addr or (nodes[0].name if nodes else LOOPBACK)
+        self.store = None if self.is_one_process else _Store(address, options.master_port)
+        self.process: subprocess.Popen | None = None
+
+    def run(self) -> int:
+        """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and exit; SIGHUP and
+        a second one of them end the ranks on all nodes.
+        """
+        environment = dict(os.environ)
+        env_file = None
+        if self.is_one_process:
+            environment |= SINGLE_PROCESS_ENV | {"LOCAL_SIZE": "1"}
+        if self.nodes:
+            env_file = write_env_file(remote_environment(os.environ))
+            environment["DS_ENV_FILE"] = str(env_file)
+            append = environment.get("PDSH_SSH_ARGS_APPEND", "")
+            environment["PDSH_SSH_ARGS_APPEND"] = f"{append} {SSH_OPTIONS}".strip()
+        libc = ctypes.CDLL(None)
+        self.process = process = subprocess.Popen(
+            self.command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if self.nodes else None,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # if this process is killed
+        )
+        shows = threading.Thread(target=self._show_errors, daemon=True)
+        shows.start()
+        if self.store:
+            self.store.start()
+        handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
+                handlers[number] = signal.signal(number, self._signalled)
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                self._follow()
+            if self.store:
+                self.store.join(LAST_WORDS_SECONDS)
+        finally:
+            self._kill()
+            shows.join(timeout=2)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            if self.store:
+                self.store.is_closed = True
+            if env_file:
+                env_file.unlink(missing_ok=True)
+        return self._exit_code()
+
+    def _exit_code(self) -> int:
+        code = self.process.returncode
+        cause = self.store.cause if self.store else None
+        if self.interrupted:
+            return 128 + self.interrupted
+        if cause:
+            return cause.exit_code
+        if self.failure:
+            return 1
+        if 0 <= code <= 128:
+            return code
+        # 247 of DeepSpeed's launcher for a child that was killed, 255 of pdsh
+        show_text("dsft: error: a rank was killed, or crashed in native code", file=sys.stderr)
+        return 128 - code if code < 0 else 1
+
+    def _show_errors(self) -> None:
+        """Pass on what pdsh prints. A host whose ssh ends before the ranks have met ends the start."""
+        for line in self.process.stderr or ():
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            match = SESSION_ENDED.match(line)
+            if match and int(match[2]) and not self.store.has_met and not self.failure:
+                host, code = match[1].decode(), int(match[2])
+                self.failure = f"{host}: ssh exited with code {code} before its ranks had met the others"
+                if code != EXIT_USER_ERROR:  # which has said what is wrong
+                    show_text(f"dsft: error: {self.failure}", file=sys.stderr)
+
+    def _follow(self) -> None:
+        """End a job that has failed, and whose launcher does not exit."""
+        store, now = self.store, time.monotonic()
+        if store and store.has_met and store.is_alive() and not self.failure:
+            silent_seconds = now - store.last_answer
+            if silent_seconds > self.lost_timeout + KILL_SECONDS:
+                self.failure = f"rank 0 at {store.address} does not answer for {self.lost_timeout:.0f} s"
+                show_text(f"dsft: error: {self.failure}", file=sys.stderr)
+        if (self.failure or (store and store.cause)) and self.end_at is None:
+            self.end_at = now + END_SECONDS * (not self.failure)
+        if self.end_at is not None and now > self.end_at:
+            self._kill()
+
+    def _signalled(self, number: int, _: Any) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        asks = self.saves and number != signal.SIGHUP and not self.is_asked
+        if number == signal.SIGUSR1 or (asks and (self.store is None or self.store.has_met)):
+            self.is_asked = True
+            if self.store:
+                self.store.order(SAVE, "1")
+            else:
+                self.process.send_signal(signal.SIGUSR1)
+            if number != signal.SIGUSR1:
+                text = f"dsft: {name}: asked the ranks to save and exit; a second one ends them at once"
+                show_text(text, file=sys.stderr)
+            return
+        show_text(f"dsft: {name}: ending all ranks", file=sys.stderr)
+        self.interrupted = number
+        if self.store and self.store.has_met:
+            cause = Cause(rank=0, host="dsft launch", text=name, exit_code=EXIT_INTERRUPTED, printed_by=-1)
+            self.store.order(CAUSE, cause.to_json())
+            self.end_at = time.monotonic() + END_SECONDS
+        else:
+            self.end_at = 0.0
+
+    def _kill(self) -> None:
+        """Kill the launcher and what it left here, such as an ssh to a node that does not answer."""
+        process = self.process
+        sessions = []  # of ssh, which pdsh takes out of its group
+        with contextlib.suppress(psutil.Error):
+            sessions = psutil.Process(process.pid).children(recursive=True) if self.nodes else []
+        if process.poll() is None and not self.nodes:
+            # On SIGTERM, DeepSpeed's runner of several nodes ends there whatever has the name of the script.
+            _signal_group(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_SECONDS)
+        _signal_group(process.pid, signal.SIGKILL)
+        for session in sessions:
+            with contextlib.suppress(psutil.Error):
+                session.kill()
+        process.wait()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
