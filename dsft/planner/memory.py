@@ -367,7 +367,7 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     backward = item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
     if any(again):
         backward += max(measured.layers)
-    work = max(tokens * backward + max(measured.layers_fixed) * any(again), head_bytes(job, tokens))
+    work = max(tokens * backward + max(measured.layers_fixed, default=0) * any(again), head_bytes(job, tokens))
     terms = [
         Term(
             "kept by layers",

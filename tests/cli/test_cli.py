@@ -59,7 +59,7 @@ def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeyp
     [
         (["plan", "--model", "./nowhere"], "model=./nowhere"),
         (["plan", "--model", "x", "--gpus", "8x80"], "'80' is not a size"),
-        (["plan", "--model", "x", "--nodes", "0"], "--nodes 0"),
+        (["plan", "--model", "x", "--nodes", "0"], "nodes=0: must be at least 1"),
         (["merge", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere"], "out: missing"),
@@ -127,7 +127,7 @@ MISTYPED = {
     "doctor --hostfil h": "hostfil: unknown key; did you mean 'hostfile'?",
     "doctor --quick --only_finding": "only_finding: unknown key; did you mean 'only_findings'?",
     "doctor hosts": "unexpected argument 'hosts'",
-    "plan --model m --calibrat": "calibrat: unknown key; did you mean 'calibrate'?",
+    "plan --model m --interconnec x": "interconnec: unknown key; did you mean 'interconnect'?",
     "preview --model m --data d --sampels 5": "sampels: unknown key; did you mean 'samples'?",
 }
 

@@ -242,7 +242,10 @@ def test_every_rank_refuses_them_sharded_or_not(tiny, options, tmp_path, kind, z
     training = options(tmp_path / "run", model=str(folder), zero=zero)
     evaluation = {"model": [str(folder)], "data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "zero": zero}
     for trained, evaluated, loaded in on_ranks(2, _refusals, training, evaluation):
-        assert all(DAMAGES[kind][1][0] in text and "\n" not in text for text in (trained, evaluated))
+        assert all(DAMAGES[kind][1][0] in text and "\n" not in text for text in (trained, evaluated)), (
+            trained,
+            evaluated,
+        )
         # Under ZeRO-3 transformers reports no tensors that are left over.
         assert LOST in loaded or kind == "unexpected"
     assert not (tmp_path / "run" / "final").exists()

@@ -224,7 +224,7 @@ def test_a_deepspeed_file_can_say_how_to_shard(tiny, tmp_path):
     assert offloaded.perplexity.nats == plain.perplexity.nats and offloaded.zero == str(path)
     for zero, part in (
         ("2", "not of stage 2"),
-        ("3-nvme", "evaluation does not offload to NVMe; use 3-offload"),
+        ("3-nvme", "name a DeepSpeed JSON of your own"),
         ("4", "zero=4: unknown"),
     ):
         with pytest.raises(UserError, match=part):
