@@ -1,5 +1,6 @@
 """README and docs: every link leads somewhere, and every command is one that its own parser takes, values included."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -102,6 +103,13 @@ def workplace(tmp_path_factory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     (folder / "hosts").write_text("node-0 slots=8\nnode-1 slots=8\n")
     (folder / "run.yaml").write_text("model: base\ndata: train.jsonl\noutput_dir: runs/first\n")
+    for name in ("first", "full"):  # runs whose options an evaluation reads
+        run = folder / "runs" / name / "run.json"
+        run.parent.mkdir(parents=True)
+        config = {"model": "base", "data": ["train.jsonl"], "output_dir": f"runs/{name}", "eval_fraction": 0.1}
+        run.write_text(json.dumps({"config": config}))
+        (run.parent / "final").mkdir()
+        (run.parent / "final" / "config.json").write_text("{}")
     return folder
 
 
