@@ -257,8 +257,9 @@ class _Beat(threading.Thread):
         """The process that holds the store has exited without a word: rank 0, or the agent of torchrun."""
         if self.is_leaving:
             return
-        if os.environ.get("LOCAL_RANK", "0") == "0" or self.rank == 1:  # one of each node
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if os.environ.get("LOCAL_RANK", "0") == "0" or (self.rank == 1 and not is_agents):  # one of each node
+            if is_agents:
                 self._print(f"error: torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed")
             else:
                 self._print(f"error: rank 0 on {self.hosts[0]} {KILLED}")
