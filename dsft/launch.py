@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ import psutil
 import yaml
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.config.options import REMOVED_OPTIONS, EvalConfig, TrainConfig
+from dsft.config.options import REMOVED_OPTIONS, EvalConfig, HostFields, LaunchOptions, TrainConfig
 from dsft.config.reader import field_types, read_config, read_file_and_flags, read_options
 from dsft.errors import (
     EXIT_INTERRUPTED,
@@ -86,43 +85,6 @@ FORWARDED = re.compile(
 SECRET = re.compile(r"TOKEN(?!IZERS)|(?<!IB_P)KEY|SECRET|PASSW|CREDENTIAL")  # NCCL_IB_PKEY numbers a partition
 """In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
 PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
-
-
-@dataclass(kw_only=True)
-class HostFields:
-    """Hosts: those of a host file; without one this machine."""
-
-    hostfile: str | None = None
-    """DeepSpeed's host file: one line per node, `name slots=N`; reached through ssh from here."""
-    include: str | None = None
-    """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
-    exclude: str | None = None
-    """Hosts and GPUs of the host file to leave out, in the same form."""
-    num_nodes: int | None = None
-    """Number of hosts of the host file to use, the first ones."""
-    num_gpus: int | None = None
-    """Ranks on each node; by default its GPUs, without GPUs 2."""
-    master_addr: str | None = None
-    """Address of the first node, to which all ranks connect; by default that of the first host."""
-    master_port: int | None = None
-    """By default a free port."""
-
-
-@dataclass(kw_only=True)
-class LaunchOptions(HostFields):
-    """Launch: how the ranks are started; without a host file on all GPUs of this machine."""
-
-    bind_cores_to_rank: bool = False
-    """DeepSpeed's launcher ties each rank to cores of its own and the memory beside them, for offload (numactl)."""
-    dry_run: bool = False
-    """Print the command and stop."""
-    no_preflight: bool = False
-    """Start without examining the nodes first (see `dsft doctor`)."""
-    max_restarts: int = 0
-    """Number of times that a job is restarted after a fault, a training from its last checkpoint; not after exit codes
-    2, 3, 4 and 75, nor after Ctrl-C."""
-    wait_for_nodes: float = 900
-    """With a host file: seconds that a restart waits until the preflight finds no error any more."""
 
 
 def hosts_of(options: HostFields) -> list[Node]:

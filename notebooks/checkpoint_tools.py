@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import pyarrow.parquet
 import torch
-from dsft.launch.supervise import launch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dsft.checkpoints.manifest import checkpoints, read_trainer_state
@@ -26,6 +25,7 @@ from dsft.config.reader import make_config
 from dsft.data.formats import Chat, Pair
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
+from dsft.launch import launch
 from dsft.models import tokenizer as models_tokenizer
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer

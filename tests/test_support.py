@@ -12,7 +12,7 @@ import support
 
 
 def test_the_page_is_what_the_sessions_hold():
-    assert (ROOT / "docs" / "support.md").read_text() == support.page() + "\n"
+    assert (ROOT / "benchmarks" / "support.md").read_text() == support.page() + "\n"
 
 
 def test_a_fact_is_what_a_run_wrote_of_itself(options, tiny, tmp_path, monkeypatch):

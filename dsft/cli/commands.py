@@ -3,8 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from dsft.config.options import EvalConfig, TrainConfig
-from dsft.launch import HostFields, LaunchOptions
+from dsft.config.options import EvalConfig, HostFields, LaunchOptions, TrainConfig
 
 
 @dataclass(kw_only=True)

@@ -52,11 +52,11 @@ SCALARS = {
 MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
 IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size"""
 AT_LEAST_1 = """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
-    early_stopping_patience max_skipped_steps max_new_tokens nodes"""
+    early_stopping_patience max_skipped_steps max_new_tokens"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
     eval_delay verify generate_samples temperature early_stopping_threshold
-    router_aux_loss node_rank max_restarts wait_for_nodes"""
+    router_aux_loss max_restarts wait_for_nodes"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
     # Lengths and sequences of a step are kept in memory.

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.elsewhere import HINTS, OURS
-from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, TrainConfig
+from dsft.config.options import REFUSED_ARGUMENTS, EvalConfig, LaunchOptions, TrainConfig
 from dsft.config.reader import (
     BOUNDS,
     DuplicateKey,
@@ -33,7 +33,6 @@ from dsft.config.reader import (
     unique_keys,
 )
 from dsft.errors import UserError
-from dsft.launch import LaunchOptions
 from dsft.models.chat_template import load_template
 
 
@@ -196,11 +195,11 @@ def test_a_command_takes_its_own_options_from_among_the_others():
     taken, left = split_flags(
         [
             "train",
-            "--no_ssh",
+            "--no_preflight",
             "--num-gpus",
             "2",
             "--packing",
-            "--slurm",
+            "--bind_cores_to_rank",
             "false",
             "--data",
             "a",
@@ -210,7 +209,15 @@ def test_a_command_takes_its_own_options_from_among_the_others():
         ],
         field_types(LaunchOptions),
     )
-    assert taken == ["--no_ssh", "--num-gpus", "2", "--slurm", "false", "--dry_run=true", "--hostfile"]
+    assert taken == [
+        "--no_preflight",
+        "--num-gpus",
+        "2",
+        "--bind_cores_to_rank",
+        "false",
+        "--dry_run=true",
+        "--hostfile",
+    ]
     assert left == ["train", "--packing", "--data", "a", "b"]
 
 

@@ -11,10 +11,10 @@ import dsft.train
 def main() -> None:
     save = TorchCheckpointEngine.save
 
-    def save_or_fail(engine, content, path, *args, **kwargs):
+    def save_or_fail(engine, state_dict, path, *args, **kwargs):
         if os.environ["RANK"] == "1" and "checkpoint-1/" not in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save(engine, content, path, *args, **kwargs)
+        return save(engine, state_dict, path, *args, **kwargs)
 
     TorchCheckpointEngine.save = save_or_fail
     dsft.train.main()
