@@ -251,20 +251,20 @@ def recorded(
     is_recorded = distributed.on_rank_0(begin)
     try:
         yield
-    except TrainingStopped as error:
+    except BaseException as error:
+        if isinstance(error, Unsaved) or not isinstance(error, TrainingStopped):
+            # On the rank that failed, whichever it is: rank 0 is about to be ended. Rank 0's thread of job/beat.py does
+            # it for a rank that is killed, or whose disk is not rank 0's.
+            if is_recorded:
+                text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
+                record_failure(Path(run.output_dir) / RUN, text)
+            raise
         outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
             _write_results(run, trainer.results(), **outcome)
             if distributed.world_size() > 1:
                 atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
-        raise
-    except BaseException as error:
-        # On the rank that failed, whichever it is: rank 0 is about to be ended. Rank 0's thread of job/beat.py does it
-        # for a rank that is killed, or whose disk is not rank 0's.
-        if is_recorded:
-            text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
-            record_failure(Path(run.output_dir) / RUN, text)
         raise
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, grid
 from ranks import started_entry
 
 from dsft.job.cause import Cause, is_consequence, record_failure
@@ -35,6 +35,7 @@ FAULTS = {
     "launcher": "torchrun's agent at 127.0.0.1 exited or was killed",
 }
 """Fault -> what the message names."""
+QUICK = ("none", "exception", "user-error", "same-error", "killed 1", "killed 0")
 LAUNCHED = ("launcher", "killed 1 under torchrun")
 """By torchrun, which holds the store; the others are forked, and rank 0 holds it."""
 
@@ -76,8 +77,8 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_rank_that_failed_is_named_once_and_no_rank_outlives_it(ended, fault):
+@pytest.mark.parametrize("fault", grid(FAULTS, quick=QUICK))
+def test_the_rank_that_failed_is_named_first_and_no_rank_outlives_it(ended, fault):
     code, screen, left, _ = ended[fault]
     assert left == []
     named = FAULTS[fault].replace("HOST", socket.gethostname())
@@ -86,7 +87,8 @@ def test_the_rank_that_failed_is_named_once_and_no_rank_outlives_it(ended, fault
     elif named:
         lines = [line for line in screen.splitlines() if "dsft: error:" in line]
         assert code != 0 and lines and named in lines[0], screen
-        assert len(lines) == 1, screen
+        # A rank may see the end of the one that was named before it is ended itself, and name that too.
+        assert len(lines) <= 2, screen
     else:
         assert code == 0 and "error" not in screen, screen
 

@@ -116,7 +116,7 @@ def test_a_rank_that_meets_another_job_ends_and_takes_nobodys_place(options, tmp
         other, first = start(1, "other"), start(0, "first")
         ended, _ = other()
         assert ended.returncode == 2, ended.stdout + ended.stderr
-        said = f"found another job at 127.0.0.1 port {port}: that is output_dir={tmp_path / 'first'}"
+        said = f"MASTER_PORT={port} is used by another job, output_dir={tmp_path / 'first'}"
         assert said in ended.stdout + ended.stderr
         results = [wait()[0] for wait in (start(1, "first"), first)]
         assert [result.returncode for result in results] == [0, 0], results

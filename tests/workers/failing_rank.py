@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-import psutil
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -98,14 +97,6 @@ def killed(*_, **__) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_with_watchdog(*_, **__) -> None:
-    mine = f'"pid": {os.getpid()},'
-    for process in psutil.process_iter(["cmdline"]):
-        if mine in " ".join(process.info["cmdline"] or ()):
-            process.kill()
-    killed()
-
-
 def raises(*_, **__) -> None:
     raise RuntimeError("this GPU has had enough")
 
@@ -127,7 +118,6 @@ def killed_while_loading() -> None:
 
 FAULTS = {
     "killed": lambda: in_second_step(killed),
-    "killed with its watchdog": lambda: in_second_step(killed_with_watchdog),
     "killed while loading": killed_while_loading,
     "error": lambda: in_second_step(raises),
     "loading": in_loading,
