@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -17,4 +18,8 @@ def main() -> None:
         return save(engine, state_dict, path, *args, **kwargs)
 
     TorchCheckpointEngine.save = save_or_fail
-    dsft.train.main()
+    try:
+        dsft.train.main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # as at the top of a program; a forked process does not call it
+        os._exit(1)
