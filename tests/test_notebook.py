@@ -132,8 +132,6 @@ def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(tr
     )
     base, finetuned = texts_in(coloured)
     assert base == finetuned and base.startswith(MARKUP)
-    (compared,) = [table for table in tables(outputs) if table[0][0] == "perplexity, ratio"]
-    assert ["95 %" in value for name, value in compared if name == "perplexity, ratio"] == [True] * 3
     documents = next(table for table in tables(outputs) if table[0][1] == "document")
     assert [row[0] for row in documents[1:]] == ["best"] * 3 + ["worst"] * 3
     generated = next(table for table in tables(outputs) if table[0][0] == "prompt")

@@ -59,7 +59,7 @@ def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeyp
     [
         (["plan", "--model", "./nowhere"], "model=./nowhere"),
         (["plan", "--model", "x", "--gpus", "8x80"], "'80' is not a size"),
-        (["plan", "--model", "x", "--nodes", "0"], "nodes=0: must be at least 1"),
+        (["plan", "--model", "x", "--nodes", "0"], "--nodes 0: must be at least 1"),
         (["merge", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere", "out"], "./nowhere: is no folder"),
         (["export", "./nowhere"], "out: missing"),
