@@ -324,7 +324,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             f"zero={zero}: offload_optimizer.super_offload gains nothing while gradients are clipped"
             f" (max_grad_norm={clipping}); set max_grad_norm to 0, or leave super_offload out"
         )
-    if (get_value(zero_file, "tensor_parallel.autotp_size") or 1) > 1:
+    if get_value(zero_file, "tensor_parallel.autotp_size") not in (None, 0, 1):
         problems.append(
             f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"
             " different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too"
@@ -357,6 +357,9 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     if not machine.measured:
         return problems
     needed = {"liger_kernel": "use_liger_kernel"} if options.training.get("use_liger_kernel") else {}
+    optim = str(options.training.get("optim"))
+    if "8bit" in optim or "bnb" in optim:
+        needed["bitsandbytes"] = f"optim={optim}"
     if options.method == "qlora" and machine.has_gpu and options.quantization in FORMATS:
         needed[FORMATS[options.quantization].package] = "method=qlora"
     for package, name in needed.items():

@@ -495,13 +495,8 @@ def resume_decisions(
         return None, [], False
     read_trainer_state(Path(checkpoint))
     if facts:
-        seed, elements = shuffle_seed(training), facts.size.num_trainable
-        # transformers does not tie a head whose weights lie beside the embedding's, with other values (`tie_weights`).
-        untied = elements + facts.size.embedding_params
-        saved = read_manifest(checkpoint).get("run_identity", {})
-        if options.method == "full" and not facts.size.head_params and saved.get(TRAINED_ELEMENTS) == untied:
-            elements = untied
-        check_identity(checkpoint, {TRAINED_ELEMENTS: elements, "seed of the order": seed})
+        now = {TRAINED_ELEMENTS: facts.size.num_trainable, "seed of the order": shuffle_seed(training)}
+        check_identity(checkpoint, now)
     decisions = arguments.keep_global_batch(options, checkpoint, world)
     has_final = (Path(training["output_dir"]) / run_folder.FINAL).is_dir()  # a kill may have come before it
     if has_final and run_folder.is_finished(checkpoint, training, patience=options.early_stopping_patience):

@@ -104,7 +104,6 @@ def answer(plan, reason: str, options: TrainConfig, size) -> dict:
 SCORED = {
     "dtype": ["float32", "bfloat16", "auto"],
     "seq_len": [64, 61, 32, 300],
-    "batch_tokens": [None, 512, 16],
     "attn_implementation": [None, None, "eager"],
     "sequence_parallel": [1, 1, 2, 3],
 }

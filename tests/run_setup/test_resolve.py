@@ -158,7 +158,7 @@ def test_a_checkpoint_whose_weights_are_taken_is_planned_by_its_own_shape(resolv
 
 
 def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_path):
-    """transformers loads it as one, and the model by its config has fewer elements."""
+    """It is loaded and measured untied, as the files have it."""
     model = write_model(tmp_path / "model", tie_word_embeddings=True)
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
@@ -166,7 +166,7 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
     training = {"output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto", "max_steps": 8}
     config = TrainConfig(model=str(model), training=training)
     shapes, facts = trained_shapes(build_model(config, dtype="float32", seed=0)), measure_model(config)
-    assert sum(map(math.prod, shapes.values())) > facts.size.num_trainable
+    assert sum(map(math.prod, shapes.values())) == facts.size.num_trainable
     (tmp_path / "run" / "checkpoint-5" / "global_step5").mkdir(parents=True)
     state = {"trainer_state.json": {"global_step": 5, "epoch": 0.1}}
 
@@ -181,7 +181,7 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
         resumed(another=(3,))
 
 
-def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resolved, monkeypatch, tmp_path):
+def test_a_resume_keeps_its_plan(resolved, monkeypatch, tmp_path):
     plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4, "checkpoint_every": 1}
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -190,8 +190,6 @@ def test_the_plan_that_a_resume_keeps_is_checked_with_options_that_are_new(resol
     (tmp_path / "run" / "run.json").write_text(json.dumps(run))
     monkeypatch.setattr(resolve, "resume_decisions", lambda *_: (str(checkpoint), [], False))
     assert resolved(resume_from_checkpoint="auto").plan.zero == "3"
-    with pytest.raises(UserError, match="use_liger_kernel cannot be combined with zero=3"):
-        resolved(resume_from_checkpoint="auto", use_liger_kernel=True, tiled_loss=False)
 
 
 @pytest.mark.parametrize(
