@@ -28,7 +28,7 @@ from dsft.run_setup.evaluation_checks import check_evaluation
 from dsft.run_setup.resolve import plan_run, resolve_offline
 from dsft.runtime import distributed
 from dsft.runtime.distributed import only_run_in
-from dsft.runtime.hardware import Machine, this_machine, wait_for_freed_gpu
+from dsft.runtime.hardware import Machine, this_machine
 
 __all__ = ["build_model", "compare", "evaluate_perplexity", "load_config", "plan", "read_run"]
 
@@ -97,9 +97,7 @@ def evaluate(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool
             loaded; or where another evaluation, or a training, writes into output_dir now.
         TrainingStopped: where a loss is NaN or infinite.
     """
-    with only_run_in(config.output_dir) as left_lock:
-        if left_lock:
-            wait_for_freed_gpu()
+    with only_run_in(config.output_dir):
         checked = check_evaluation(config, [*problems, *mode_problems(config)])
         yield from evaluate_models(config, *checked, progress=progress)
 

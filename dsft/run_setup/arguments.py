@@ -332,16 +332,21 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     return problems
 
 
+NOT_OVER_SHARDS = {
+    "adafactor": "it factors the moments of whole weights, and ZeRO's shards are flat pieces of them",
+    "adagrad": "DeepSpeed 0.19.8 fails in its first step over shards (IndexError in stage_1_and_2.py)",
+}
+"""Values of `optim` that ZeRO 1 to 3 cannot have -> why."""
+
+
 def check_stage(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
     """Lists what is wrong in some stages alone; without an explicit `zero` the plan may choose any."""
     problems, zero_stage = [], None if zero_file is None else stage(zero_file)
     if options.dtype == "float16" and zero_stage == 0:
         problems.append(f"dtype=float16 cannot be combined with zero={options.zero}; use zero 1, 2 or 3, or bfloat16")
-    if options.training.get("optim") == "adafactor" and zero_stage != 0 and "optimizer" not in (zero_file or {}):
-        problems.append(
-            "optim=adafactor: it factors the moments of whole weights, and ZeRO's shards are flat pieces of them; add"
-            " zero: 0, or use adamw_torch or adamw_8bit"
-        )
+    optim = options.training.get("optim")
+    if optim in NOT_OVER_SHARDS and zero_stage != 0 and "optimizer" not in (zero_file or {}):
+        problems.append(f"optim={optim}: {NOT_OVER_SHARDS[optim]}; add zero: 0, or use adamw_torch or adamw_8bit")
     return problems
 
 

@@ -273,8 +273,10 @@ class PerplexityTrainer(Trainer):
         if is_changed:
             self._restore(checkpoint)
         # Else what the checkpoint holds stays, also what a callback has changed.
-        if checkpoint is not None and (is_changed or changed_options(checkpoint, self.taken_options)):
-            optimizer, scheduler = engine.optimizer, engine.lr_scheduler or self.lr_scheduler
+        scheduler = engine.lr_scheduler or self.lr_scheduler
+        is_other = is_changed or not isinstance(scheduler, LambdaLR)
+        if checkpoint is not None and (is_other or changed_options(checkpoint, self.taken_options)):
+            optimizer = engine.optimizer
             for group, values in zip(optimizer.param_groups, options_now, strict=True):
                 kept = ("betas",) if getattr(scheduler, "cycle_momentum", 0) else ()  # OneCycle changes them with steps
                 group.update({name: value for name, value in values.items() if name not in kept})

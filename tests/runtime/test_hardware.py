@@ -5,7 +5,6 @@ cgroups. A start after a kill waits for the memory of the processes that die, bu
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from conftest import ROOT
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.launch import accelerator
 from dsft.runtime import hardware
@@ -169,19 +168,6 @@ def test_memory_that_comes_back_slowly_is_waited_for_three_minutes(gpu_of):
     assert wait_for_freed_gpu() == 180
 
 
-@pytest.mark.parametrize("left_lock", [True, False])
-def test_a_run_that_was_killed_while_it_loaded_is_waited_for(tmp_path, monkeypatch, left_lock):
-    from dsft.training import run
-
-    waits = []
-    monkeypatch.setattr(run, "only_run_in", lambda output_dir: nullcontext(left_lock))
-    monkeypatch.setattr(run, "wait_for_freed_gpu", lambda: waits.append(1))
-    for name in ("require_same_start", "resolve_run"):
-        monkeypatch.setattr(run, name, lambda *_, **__: None)
-    run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
-    assert waits == [1] * left_lock
-
-
 def test_a_second_training_of_a_process_has_peaks_of_its_own(tmp_path, monkeypatch):
     """As in a notebook. Before its steps the peaks of loading are kept."""
     from dsft.training import run
@@ -194,19 +180,6 @@ def test_a_second_training_of_a_process_has_peaks_of_its_own(tmp_path, monkeypat
         set_back_peaks()
         monkeypatch.setattr(hardware, "peak_resident_bytes", lambda taken=second: taken)
         assert peak_memory_bytes() == {"host": max(first, second)}
-
-
-@pytest.mark.parametrize("left_lock", [True, False])
-def test_an_evaluation_that_was_killed_is_waited_for(tmp_path, monkeypatch, left_lock):
-    from dsft import api
-
-    waits = []
-    monkeypatch.setattr(api, "only_run_in", lambda output_dir: nullcontext(left_lock))
-    monkeypatch.setattr(api, "wait_for_freed_gpu", lambda: waits.append(1))
-    # What comes after the wait, and is refused: there is no model.
-    with pytest.raises(UserError):
-        next(api.evaluate(EvalConfig(output_dir=str(tmp_path)), ["model: missing"]))
-    assert waits == [1] * left_lock
 
 
 def test_pages_that_children_share_count_once_and_a_dead_child_holds_nothing():

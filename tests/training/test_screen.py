@@ -31,7 +31,6 @@ from dsft.training.metrics import Compute, Line, Sums, Work, complete
 from dsft.units import GiB
 
 NOISE = (
-    "built successfully",
     "tokenizer has new PAD",
     "Loading weights",
     "Writing model shards",
@@ -40,7 +39,7 @@ NOISE = (
     "CUDA runtime",
 )
 TOLD = ("loss", "perplexity", "grad_norm", "learning_rate", "peak_host_gib", "num_trained_tokens")
-TOLD += ("data_wait_seconds", "rank_skew", "padding_share")
+TOLD += ("data_wait_seconds", "padding_share")
 LOGS = {"loss": 2.5, "learning_rate": 0.0012345, "grad_norm": 0.61725, "tokens_per_second": 1234.5}
 LOGS |= {"peak_host_gib": 1.0335, "num_input_tokens_seen": 4096}
 
