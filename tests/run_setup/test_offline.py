@@ -30,7 +30,7 @@ BATCH = "per_device_train_batch_size"
 LORA = {"method": "lora", "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4}
 VARIANTS = {
     "no batch": {BATCH: None},
-    "lora": {"activation_checkpointing": True, "optim": "adagrad", **LORA},
+    "lora": {"activation_checkpointing": True, "optim": "rmsprop", **LORA},
     "a stage": {"zero": "3", BATCH: 1, "gradient_accumulation_steps": 2},
     "offload": {"zero": "2-offload", BATCH: None, "global_batch_size": 64},
     "packed": {"data": "PAIRS", "packing": True, BATCH: None},
