@@ -311,6 +311,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = empty_tensors(files)
+        _refuse_integers(tensors)
         info = _load_empty(facts.architecture, copy.deepcopy(facts.config), tensors)
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
@@ -352,6 +353,16 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
     if adapter and Path(adapter).exists() == local:
         problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
     return problems
+
+
+def _refuse_integers(tensors: dict[str, torch.Tensor]) -> None:
+    """Raises UserError for integer weights: without their scales they would be cast to other weights."""
+    names = [name for name, tensor in tensors.items() if name.endswith("weight") and not tensor.is_floating_point()]
+    if names:
+        raise UserError(
+            f"{_tensors(names, 'hold integers')}, and its config has no quantization_config; use the model that it was"
+            " made from, or one whose config.json has it"
+        )
 
 
 def _load_empty(

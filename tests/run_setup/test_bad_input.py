@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import write_jsonl
 
 from dsft.config.options import EvalConfig, TrainConfig, common_options
@@ -168,6 +169,15 @@ def test_code_of_a_model_that_fails_is_one_problem(problems_of, tiny, tmp_path, 
     (folder / "code_of.py").write_text(code)
     problems = problems_of(model=str(folder), trust_remote_code=True)
     assert len(problems) == 1 and f"model={folder}: no causal language model can be built" in problems[0], problems
+
+
+def test_integers_as_weights_are_refused_where_no_format_explains_them(problems_of, tiny, tmp_path):
+    folder = shutil.copytree(tiny / "model", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    (problem,) = problems_of(model=str(folder))
+    assert f"model={folder}: 1 tensor hold integers, {name}" in problem and "quantization_config" in problem
 
 
 def test_a_chat_template_that_counts_without_end_is_one_problem(problems_of, tiny, tmp_path):
