@@ -72,7 +72,7 @@ def case(options, tmp_path_factory):
 
 @pytest.mark.parametrize("stage", grid(["0", "1", "2", "3"], quick=["2"]))
 def test_optimizers_step_as_over_whole_weights(case, stage):
-    (plain,) = on_ranks(1, plain_losses, case("sgd", "0", 1, max_steps=1))
+    (plain,) = on_ranks(1, plain_losses, case("sgd", "0", 1, max_steps=1, overwrite=True))
     losses, _ = on_ranks(2, logged_losses, [case(name, stage) for name in PLAIN])
     for name, of_run in zip(PLAIN, losses, strict=True):
         assert of_run == pytest.approx(plain[name], rel=1e-5), name
