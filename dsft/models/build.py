@@ -195,7 +195,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         model = load_weights(base, **options)
         grow_for(model, name)
         take_generation_config(model, folder)
-        with patches.replaced("token_rows", lambda _: gathered_rows):
+        with patches.replaced("token_rows", gathered_rows):
             return PeftModel.from_pretrained(model, name)
     # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
     name = str(folder.resolve()) if folder.is_dir() else name
@@ -255,7 +255,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     if base := adapter_base(str(checkpoint)):
         adapters, model = saved_lora_config(str(checkpoint)), load_weights(base, **options)
         grow_for(model, str(checkpoint))
-        with patches.replaced("token_rows", lambda _: gathered_rows):
+        with patches.replaced("token_rows", gathered_rows):
             model = get_peft_model(model, adapters)
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     else:

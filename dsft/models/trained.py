@@ -82,7 +82,7 @@ def add_lora(
     """
     # Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
-    with warnings.catch_warnings(), patches.replaced("token_rows", lambda _: gathered_rows):
+    with warnings.catch_warnings(), patches.replaced("token_rows", gathered_rows):
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # peft's own
         if adapter:
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)

@@ -31,7 +31,6 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
     """Patch ZeRO 0: in float32 it keeps the norm of the gradients. In bfloat16 it takes back the step that DeepSpeed
     has made the states by: with zero gradients, which decays the float32 copies of weights and which Adam counts.
     `resumes`: the optimizer has the states of a checkpoint.
-    Raises UserError if the installed DeepSpeed differs so that results could be wrong.
     """
     if engine.zero_optimization_stage() != 0:
         return
@@ -40,14 +39,15 @@ def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
     def clip() -> None:  # every rank has the same gradients
         engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())
 
-    patches.replace("kept_norm", lambda _: clip, on=engine)
+    if patches.is_applied("kept_norm"):
+        engine.clip_fp32_gradients = clip
     if isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer) and not resumes:
         take_back_first_step(optimizer)
 
 
 def take_back_first_step(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer) -> None:
     """Make the states of ZeRO 0's optimizer, and its float32 copies of weights, new."""
-    if not patches.fits("first_step_of_zeros"):
+    if not patches.is_applied("first_step_of_zeros"):
         return
     optimizer.optimizer.state.clear()
     if isinstance(optimizer, FP16_Optimizer):

@@ -49,7 +49,7 @@ from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import checkpointing_flags
 from dsft.run_setup.arguments import training_arguments, with_defaults
 from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
-from dsft.runtime import distributed, patches
+from dsft.runtime import distributed
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
@@ -143,8 +143,6 @@ def describe_plan(run: TrainingRun) -> None:
             f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
             " programs hold the rest, and the kernel may kill a rank"
         )
-    for change in sorted({patch.change for patch in patches.active_patches().values() if patch.change}):
-        say(f"warning: {change}")
     for note in run.notes:
         say(f"note: {note}")
 
