@@ -1,15 +1,17 @@
-"""Finds the format of rows, by their columns or by `data_format`, and brings each row into one form for tokenising.
+"""Finds the format of rows, by their columns or by the options, and brings each row into one form for tokenising.
 
-The forms are text, prompt with completion, and chat. Nothing of a chat is read by guess: a key of a message, or a
-column that changes what a row means, is read or refused by name (`drop_keys` ignores it).
+The forms are text, prompt with completion, and chat. Nothing of a chat is guessed: a key of a message, or a column that
+changes what a row means, is read or refused by name (`drop_keys` ignores it).
 """
 
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
+
+import yaml
 
 from dsft.config.options import DataFields, EvalConfig
 from dsft.data.sources import Batch, HeldOut, Row, Source
@@ -20,12 +22,23 @@ COLUMNS = {
     "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
 }
-"""Format -> the columns that show it, tried in this order; then the text column, see `_columns_of`."""
+"""Format -> the columns that show it, tried in this order; then the text column, see `_needed_columns`."""
+CHAT_PARTS = {
+    "messages": {"messages": "messages"},
+    "sharegpt": {"messages": "conversations"},
+    "alpaca": {"user": ["instruction", "input"], "assistant": "output", "history": "history"},
+}
+"""Format -> part of a chat -> its column, as the option `columns` names them for other tables."""
+PARTS = ("messages", "system", "history", "user", "assistant")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions", "tool_defs", "available_tools")
 CHAT_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS)
 """Read beside the turns of every chat."""
-MORE_COLUMNS = {"alpaca": ("input", "history", *SYSTEM_COLUMNS)}
+TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
+USER_COLUMNS = ("question", "query", "instruction", "prompt", "problem", "input", "user")
+MORE_OF_USER = ("input", "context")
+ASSISTANT_COLUMNS = ("answer", "response", "completion", "output", "solution", "assistant")
+"""Usual names of columns, from which `suggest_columns` proposes `columns`."""
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
@@ -36,23 +49,9 @@ ROLES = {
 """Roles as OpenAI, ShareGPT, LLaMA-Factory and ms-swift name them -> those of chat templates. The content of a
 tool_call is the call as JSON, which becomes `tool_calls` of the assistant's turn.
 """
-FOLLOWS = {
-    "system": ({None, "system", "developer"}, "it must come first"),
-    "developer": ({None, "system", "developer"}, "it must come first"),
-    "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
-    "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
-}
-"""Role -> (the roles that it may follow, None at the beginning; the problem otherwise). Two turns of an assistant in a
-row are two answers.
-"""
 MOST_WEIGHT = 1_000_000  # of a message: beyond it fp32 sums of a step would lose its other tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")
-TURN_FLAGS = (
-    "train",
-    "loss",
-    "training",
-    "label",
-)  # false for a turn that is given and not trained (axolotl, ms-swift)
+TURN_FLAGS = ("train", "loss", "training", "label")  # false: the turn is given and not trained (axolotl, ms-swift)
 MESSAGE_KEYS = {
     *("role", "content", "from", "value", "name", "weight"),
     *("tool_calls", "tool_call_id", "function_call", *TURN_FLAGS, *REASONING),
@@ -105,6 +104,7 @@ class FormatRules:
     text_column: str
     prompt_template: str | None
     completion_template: str | None
+    as_chat: bool
     train_on: str
     seq_len: int
     too_long: str
@@ -113,24 +113,34 @@ class FormatRules:
     drop_unrendered: bool = False
     drop_keys: tuple[str, ...] = ()
     chat_date: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Part of a chat -> its column, or columns."""
+    has_template: bool = True  # whether the tokenizer can render chats
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
     @property
-    def forms(self) -> set[type]:
-        """Text, Pair or Chat, that rows become; several if the tokenizer's chat template decides."""
-        if self.format in ("messages", "sharegpt") or self.has_chat_pairs:
-            return {Chat}
+    def form(self) -> type:
+        """Text, Pair or Chat, that rows become."""
         if self.format == "alpaca":
-            return {Chat, Pair}
-        is_pair = self.format == "prompt_completion" or self.prompt_template
-        return {Pair} if is_pair else {Text}
+            return Chat if self.has_template else Pair
+        if self.columns or self.has_chat_pairs or self.as_chat:
+            return Chat
+        return Pair if self.format == "prompt_completion" or self.prompt_template else Text
 
     @property
     def is_text(self) -> bool:
         """Documents of any length, all trained, to be laid end to end."""
-        return self.forms == {Text}
+        return self.form is Text
+
+    @cached_property
+    def read(self) -> set[str]:
+        """The columns that are read of a row."""
+        read = _needed_columns(self.format, self) | _named_columns(self.columns)
+        if self.form is Chat:
+            return read.union(CHAT_COLUMNS)
+        return read.union(SYSTEM_COLUMNS) - {"history"} if self.format == "alpaca" else read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,43 +161,98 @@ class FormattedSource:
         return f"{self.source.name} ({self.rules.format})"
 
 
-def _columns_of(name: str, config: DataFields | FormatRules) -> set[str]:
-    """Lists the columns that a source of a format has."""
+def _named_columns(parts: Mapping[str, Any]) -> set[str]:
+    """Lists the columns that the values of `columns` name."""
+    names: set[str] = set()
+    for column in parts.values():
+        names.update([column] if isinstance(column, str) else column)
+    return names
+
+
+def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
+    """Lists the columns that a source of a format must have."""
     if name == "template":
         return template_columns(config)
+    if name == "columns":
+        return _named_columns(config.columns)
     return {*COLUMNS.get(name, (config.text_column,))}
 
 
-def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
+def format_rules(rows: list[Row], config: DataFields, *, has_template: bool = True) -> FormatRules:
     """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
     first rows; ValueError lists the columns there are.
     """
-    columns = list(dict.fromkeys(name for row in rows for name, value in row.values.items() if value is not None))
+    present = list(dict.fromkeys(name for row in rows for name, value in row.values.items() if value is not None))
     name = config.data_format
     if name == "auto" and config.completion_template:  # the user's own, whatever other columns there are
         name = "template"
+    if config.columns:
+        name = "columns"
+        parts = config.columns.keys()
+        if not parts <= {*PARTS} or not ("messages" in parts or {"user", "assistant"} <= parts):
+            raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
     if name == "auto":
-        needed = {each: _columns_of(each, config) for each in (*COLUMNS, "text")}
-        name = next((each for each in needed if needed[each] <= {*columns}), None)
-        if name is None:
-            formats = "; ".join(", ".join(sorted(each)) for each in needed.values())
-            raise ValueError(
-                f"columns of no known format ({formats}); there are {', '.join(columns)}. Name the text with"
-                " text_column, or write a completion_template"
-            )
-    elif missing := _columns_of(name, config) - {*columns}:
-        needs = "the template names" if config.data_format == "auto" else f"data_format={name} needs"
-        raise ValueError(f"{needs} the column {', '.join(sorted(missing))}; there are {', '.join(columns)}")
+        name = _find_format(present, config)
+    elif missing := _needed_columns(name, config) - {*present}:
+        option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")
+        raise ValueError(f"{option} the column {', '.join(sorted(missing))}; there are {', '.join(present)}")
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
-    is_evaluation = isinstance(config, EvalConfig)
     values = {option: getattr(config, option) for option in options}
-    read_for_groups = [column for column in columns_of_groups(config) if column in (*UNREADABLE, *VERDICTS)]
-    return FormatRules(
-        **values | {"drop_keys": (*config.drop_keys, *read_for_groups)},
+    values["columns"] = config.columns or CHAT_PARTS.get(name, {})
+    values["drop_keys"] = (*config.drop_keys, *columns_of_groups(config))
+    is_pair = name == "prompt_completion"
+    rules = FormatRules(
+        **values,
         format=name,
-        has_chat_pairs=name == "prompt_completion" and isinstance(rows[0].values.get("completion"), list),
-        keep_all=is_evaluation,
+        has_template=has_template,
+        has_chat_pairs=is_pair and isinstance(rows[0].values.get("completion"), list),
+        keep_all=isinstance(config, EvalConfig),
     )
+    if rules.as_chat and not (is_pair or rules.prompt_template or rules.columns):
+        raise ValueError("as_chat makes chats of prompts with completions, and the rows are text; use columns")
+    return rules
+
+
+def _find_format(present: list[str], config: DataFields) -> str:
+    """Finds the format by the columns. The error for others has the line that reads them, where one can be guessed."""
+    needed = {name: _needed_columns(name, config) for name in (*COLUMNS, "text")}
+    for name in needed:
+        if needed[name] <= {*present}:
+            return name
+    formats = "; ".join(", ".join(sorted(columns)) for columns in needed.values())
+    columns = suggest_columns(present) or {"user": "COLUMN", "assistant": "COLUMN"}
+    raise ValueError(
+        f"columns of no known format ({formats}); there are {', '.join(present)}. Add to the config for chats:"
+        f" {columns_line(columns)} or for text: text_column: COLUMN"
+    )
+
+
+def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
+    """Proposes `columns` for a table by the names of its columns, in any case; empty if they are not usual ones."""
+    by_name = {name.lower(): name for name in present}
+
+    def find(usual: Iterable[str]) -> list[str]:
+        return [by_name[name] for name in usual if name in by_name]
+
+    turns, questions, answers = find(TURN_COLUMNS), find(USER_COLUMNS), find(ASSISTANT_COLUMNS)
+    if turns:
+        parts: dict[str, Any] = {"messages": turns[0]}
+    elif questions and answers:
+        more = [name for name in find(MORE_OF_USER) if name != questions[0]]
+        parts = {"user": [questions[0], *more] if more else questions[0], "assistant": answers[0]}
+        if history := find(["history"]):
+            parts["history"] = history[0]
+    else:
+        return {}
+    if system := find(SYSTEM_COLUMNS):
+        parts["system"] = system[0]
+    return parts
+
+
+def columns_line(columns: Mapping[str, Any]) -> str:
+    """Writes the option `columns` as a line of YAML."""
+    written = yaml.safe_dump({**columns}, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return f"columns: {written.strip()}"
 
 
 def columns_of_groups(config: DataFields) -> tuple[str, ...]:
@@ -195,26 +260,22 @@ def columns_of_groups(config: DataFields) -> tuple[str, ...]:
     return tuple(getattr(config, "group_by", None) or ())
 
 
-def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
+def canonical(row: Row, rules: FormatRules) -> Text | Pair | Chat:
     """Brings a row into its one form.
-
-    Args:
-        has_template: whether the tokenizer can render chats.
 
     Raises:
         EmptyAnswer, ValueError: why the row cannot be used; also a column or key that is not read, and changes what the
             row's text or answer means.
     """
-    ignored = read_columns(rules, has_template=has_template).union(rules.drop_keys)
     refused = PICTURES if rules.is_text else UNREADABLE
     for name, value in row.values.items():
-        if name in ignored or rules.completion_template:  # the user's own names what it means
+        if name in rules.read or name in rules.drop_keys or rules.completion_template:  # whose author says what counts
             continue
         if name in refused and value not in NOTHING:
             raise ValueError(f"column {name!r}: {refused[name]}; {WAY_OUT}")
         if name in VERDICTS and str(value).lower() == "false" and not rules.is_text:
             raise ValueError(f"column {name!r} is false, which marks an answer to be avoided (KTO); {WAY_OUT}")
-    sample = _sample(row.values, rules, has_template=has_template)
+    sample = _sample(row.values, rules)
     try:
         json.dumps(vars(sample), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -222,34 +283,37 @@ def canonical(row: Row, rules: FormatRules, *, has_template: bool) -> Text | Pai
     return sample
 
 
-def _sample(row: dict[str, Any], rules: FormatRules, *, has_template: bool) -> Text | Pair | Chat:
-    match rules.format:
-        case "messages":
-            return _chat(row.get("messages"), row, rules)
-        case "sharegpt":
-            return _chat(row.get("conversations"), row, rules)
-        case "alpaca":
-            return _from_alpaca(row, rules, has_template=has_template)
-        case "prompt_completion":
-            return _from_prompt_completion(row, rules)
-        case "template":
-            return _from_template(row, rules)
-    return Text(text=_column(row, rules.text_column, empty=True))
+def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
+    if rules.format == "text":
+        return Text(text=_column(row, rules.text_column, empty=True))
+    if "messages" in rules.columns:
+        return _chat(row.get(rules.columns["messages"]), row, rules)
+    if rules.columns:
+        return _from_table(row, rules)
+    if rules.has_chat_pairs:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            raise ValueError("prompt and completion must be lists of messages, as in the rows before")
+        return _chat(prompt + completion, row, rules, answers_from=len(prompt))
+    if rules.format == "prompt_completion":
+        prompt, completion = _column(row, "prompt", empty=True), _column(row, "completion", empty=True)
+    else:
+        for name in template_columns(rules):
+            if not isinstance(row.get(name), int | float):
+                _column(row, name)
+        completion = rules.completion_template.format(**row)
+        if not rules.prompt_template:
+            return Text(text=completion)
+        prompt = rules.prompt_template.format(**row)
+    if rules.as_chat:
+        return _chat(_turns(prompt, completion), row, rules)
+    return _pair(prompt, completion)
 
 
-@lru_cache
-def read_columns(rules: FormatRules, *, has_template: bool) -> frozenset[str]:
-    """Returns the columns that are read of a source's rows, by `canonical` and for groups."""
-    is_chat = Chat in rules.forms and (has_template or rules.forms == {Chat})
-    beside = CHAT_COLUMNS if is_chat else ()
-    return frozenset({*_columns_of(rules.format, rules), *MORE_COLUMNS.get(rules.format, ()), *beside})
-
-
-def unused_columns(rows: list[Row], rules: FormatRules, *, has_template: bool) -> tuple[str, ...]:
+def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
     """Lists columns with a value that are read of none of the rows."""
-    read = read_columns(rules, has_template=has_template).union(VERDICTS)
     names = dict.fromkeys(name for row in rows for name, value in row.values.items() if value not in NOTHING)
-    return tuple(name for name in names if name not in read)
+    return tuple(name for name in names if name not in rules.read and name not in VERDICTS)
 
 
 def text_of(sample: Text | Pair | Chat) -> str:
@@ -262,7 +326,7 @@ def text_of(sample: Text | Pair | Chat) -> str:
     return "".join(message["content"] for message in answers)
 
 
-# Texts and pairs
+# Texts, pairs and tables
 
 
 def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
@@ -283,14 +347,8 @@ def _pair(prompt: str, completion: str) -> Pair:
     return Pair(prompt=prompt, completion=completion)
 
 
-def _from_template(row: dict[str, Any], rules: FormatRules) -> Text | Pair:
-    for name in template_columns(rules):
-        if not isinstance(row.get(name), int | float):
-            _column(row, name)
-    completion = rules.completion_template.format(**row)
-    if rules.prompt_template:
-        return _pair(rules.prompt_template.format(**row), completion)
-    return Text(text=completion)
+def _turns(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def template_columns(config: DataFields | FormatRules) -> set[str]:
@@ -308,45 +366,46 @@ def template_columns(config: DataFields | FormatRules) -> set[str]:
     return names
 
 
-def _from_prompt_completion(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
-    if not rules.has_chat_pairs:
-        return _pair(_column(row, "prompt", empty=True), _column(row, "completion", empty=True))
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if not (isinstance(prompt, list) and isinstance(completion, list)):
-        raise ValueError("prompt and completion must be lists of messages, as in the rows before")
-    return _chat(prompt + completion, row, rules, answers_from=len(prompt))
-
-
-def _from_alpaca(row: dict[str, Any], rules: FormatRules, *, has_template: bool) -> Pair | Chat:
-    instruction, output = _column(row, "instruction", empty=True), _column(row, "output", empty=True)
-    given = _column(row, "input", empty=True) if row.get("input") else ""
-    history = row.get("history") or []
-    if not instruction:  # the question may stand in input
-        instruction, given = given, ""
-    if not instruction:
-        raise ValueError("column 'instruction' is empty")
+def _from_table(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
+    """Makes a chat of a question and an answer, each of which may be a number; Alpaca's headed text without a chat
+    template.
+    """
+    names = rules.columns["user"]
+    questions = [_cell(row, name) for name in ([names] if isinstance(names, str) else names)]
+    questions = [question for question in questions if question]
+    if not questions:
+        raise ValueError(f"column {names if isinstance(names, str) else names[0]!r} is empty")
+    answer = _cell(row, rules.columns["assistant"])
+    history = row.get(rules.columns.get("history")) or []
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise ValueError("column 'history' must be a list of [instruction, output]")
-    if has_template:
+        raise ValueError(f"column {rules.columns['history']!r} must be a list of [question, answer]")
+    if rules.form is Chat:
         messages = []
-        for question, answer in [*history, (f"{instruction}\n{given}" if given else instruction, output)]:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return _chat(messages, row, rules)
-    if history:
-        raise ValueError(
-            "column 'history' holds earlier turns, which need a chat template; name one with chat_template"
-        )
+        for earlier_question, earlier_answer in history:
+            messages += _turns(earlier_question, earlier_answer)
+        return _chat(messages + _turns("\n".join(questions), answer), row, rules)
     # The headings of github.com/tatsu-lab/stanford_alpaca.
-    parts = [_system(row), f"### Instruction:\n{instruction}", given and f"### Input:\n{given}", "### Response:\n"]
-    return _pair("\n\n".join(filter(None, parts)), output)
+    headed = [f"### Instruction:\n{questions[0]}", *(f"### Input:\n{each}" for each in questions[1:])]
+    if system := _system(row, rules):
+        headed.insert(0, system)
+    return _pair("\n\n".join([*headed, "### Response:\n"]), answer)
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    """Reads a text or number; a column that this row does not have is empty."""
+    value = row.get(name)
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int | float) else _column(row, name, empty=True)
 
 
 # Chats
 
 
-def _system(row: dict[str, Any]) -> str:
+def _system(row: dict[str, Any], rules: FormatRules) -> str:
     """Reads the column of the system message; empty if there is none."""
-    names = [name for name in SYSTEM_COLUMNS if row.get(name)]
+    names = [rules.columns["system"]] if "system" in rules.columns else SYSTEM_COLUMNS
+    names = [name for name in names if row.get(name)]
     return _column(row, names[0]) if names else ""
 
 
@@ -358,69 +417,43 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     tools = _tools(row)
     functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
     schemas = {function.get("name"): function.get("parameters") for function in functions}
+    ignored = {*rules.drop_keys} - MESSAGE_KEYS
     chat: list[Message] = []
-    before, first_answer, thought = None, 0, ""
+    first_answer = 0
     for number, given in enumerate(messages, start=1):
-        ignored = {*rules.drop_keys} - MESSAGE_KEYS
         given = {key: value for key, value in given.items() if value is not None and key not in ignored}
-        if given.get("channel") == "analysis":
-            thought += _text(given.get("content"), f"message {number}")
-            continue
-        given = _without_channel(given)
-        if thought:
-            given["reasoning_content"] = thought
         message, is_call = _message(given, number, schemas)
-        role = message["role"]
-        if thought and role != "assistant":
-            raise ValueError(f"message {number - 1} is of the channel analysis, and no answer follows it")
-        thought = ""
-        allowed, problem = FOLLOWS.get(role, ({before}, ""))
-        if before not in allowed:
-            follows = f"a message of the {before}" if before else "nothing"
-            raise ValueError(f"message {number} ({role}) follows {follows}: {problem}")
+        is_answer = message["role"] == "assistant"
         has_answer = message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
-        if role == "assistant" and number > answers_from and message.get("weight", 1) and not has_answer:
+        if is_answer and number > answers_from and message.get("weight", 1) and not has_answer:
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
-        is_beside = is_call and before == "assistant" and number - 1 != answers_from
-        if is_beside and "reasoning_content" not in message and message.get("weight") == chat[-1].get("weight"):
+        follows_answer = bool(chat) and chat[-1]["role"] == "assistant" and number - 1 != answers_from
+        is_alone = "reasoning_content" in message or message.get("weight") != (chat or [{}])[-1].get("weight")
+        if is_call and follows_answer and not is_alone:
             chat[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # of the turn before
         else:
             chat.append(message)
-        before = role
         if number == answers_from:
             first_answer = len(chat)
-    if thought:
-        raise ValueError(f"message {len(messages)} is of the channel analysis, and no answer follows it")
     answers = [message for message in chat[first_answer:] if message["role"] == "assistant"]
     if not any(message.get("weight", 1) for message in answers):
         raise EmptyAnswer("no turn of an assistant, or each has weight 0")
-    if system := _system(row):
+    if system := _system(row, rules):
         if chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": system})
             first_answer += bool(first_answer)
         elif chat[0]["content"] != system:
             raise ValueError("the system message differs from the column of it; keep one")
     told = "\n".join(message["content"] for message in chat if message["role"] != "assistant")
-    called = [call["function"]["name"] for message in chat for call in message.get("tool_calls", [])]
-    for name in called:
-        if name not in schemas and name not in told:
-            raise ValueError(
-                f"{name} is called, and no tool of that name is given: a model is served with its tools; put them into"
-                " the column tools, or describe them in the system message"
-            )
+    for message in chat:
+        for call in message.get("tool_calls", []):
+            name = call["function"]["name"]
+            if name not in schemas and name not in told:
+                raise ValueError(
+                    f"{name} is called, and no tool of that name is given: a model is served with its tools; put them"
+                    " into the column tools, or describe them in the system message"
+                )
     return Chat(messages=chat, tools=tools, answers_from=first_answer)
-
-
-def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
-    """Brings a message of OpenAI's Harmony into the form of others. A channel that is not understood stays, and is
-    refused as any unknown key.
-    """
-    channel, recipient = given.get("channel"), given.get("recipient")
-    rest = {key: value for key, value in given.items() if key not in ("channel", "recipient")}
-    if channel == "commentary" and str(recipient).startswith("functions."):
-        call = {"name": recipient.removeprefix("functions."), "arguments": given.get("content")}
-        return rest | {"role": "tool_call", "content": json.dumps(call)}
-    return rest if channel == "final" or recipient == "assistant" else given
 
 
 def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tuple[Message, bool]:

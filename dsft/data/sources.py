@@ -20,7 +20,6 @@ import math
 import os
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -48,6 +47,7 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datase
 MOST_TEXT_BYTES = 1 << 30  # of a text file: it is one document, and one call of the tokenizer
 NEAR_CUT = 1000  # characters within which a text is cut at a blank
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Row(NamedTuple):
@@ -72,7 +72,7 @@ class Batch:
     left_out: int = 0  # rows between those of `rows` that `map_row` left out
 
     def where(self, row: Row) -> str:
-        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv", ".tsv")
+        has_lines = ending(self.place) in (".txt", ".json", ".jsonl", ".csv", ".tsv")
         return f"{self.place}, {'line' if has_lines else 'row'} {row.number}"
 
 
@@ -295,20 +295,23 @@ def _characters(value: Any) -> int:
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """Reads the rows of one file; UserError names file and line."""
+    """Reads the rows of one file; UserError names the file, and the line where the format has lines."""
     if getsize(path) == 0:
         raise UserError(f"{path} is empty")
-    reader = {
+    readers = {
         ".txt": _read_text,
         ".csv": _read_csv,
         ".tsv": _read_csv,
         ".parquet": _read_columnar,
         ".arrow": _read_columnar,
     }
+    kind = ending(path)
     try:
-        yield from reader.get(ending(path), _read_json)(path)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError, csv.Error, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read as {ending(path)[1:]}: {one_line(error)}") from None
+        yield from readers.get(kind, _read_json)(path)
+    except UserError:
+        raise
+    except Exception as error:  # of five libraries; each is the user's to see in one line
+        raise UserError(f"{path} cannot be read as {kind[1:]}: {one_line(error)}") from None
 
 
 def _open_zstd(path: str, mode: str) -> BinaryIO:
@@ -321,83 +324,46 @@ def _open(path: str) -> BinaryIO:
     return opener.get(Path(path).suffix.lower(), open)(path, "rb")
 
 
-def _lines(path: str) -> Iterator[tuple[int, str]]:
-    with _open(path) as content:
-        for number, line in enumerate(content, start=1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                problem = f"not valid UTF-8 ({error.reason} at byte {error.start} of the line)"
-                raise UserError(f"{path}, line {number}: {problem}") from None
-
-
 def _read_json(path: str) -> Iterator[Row]:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
-    text = b""
-    if ending(path) == ".json":
-        with _open(path) as content:
-            if content.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                text = content.read()
-    if text:
-        try:
-            rows = list(enumerate(json.loads(text.decode("utf-8-sig")), start=1))
-        except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
-            raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
-    else:
-        rows = _parsed_lines(path)
-    for number, row in rows:
-        if not isinstance(row, dict):
-            place = Batch(rows=[], place=path).where(Row({}, number))
-            raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
-        yield Row(row, number)
-
-
-def _parsed_lines(path: str) -> Iterator[tuple[int, Any]]:
-    number_of_rows = 0
-    for line, text in _lines(path):
-        if not text.strip():
-            continue
-        number_of_rows += 1
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {line}: not valid JSON ({one_line(error)}): {text.strip()[:80]}") from None
-        yield (line if ending(path) == ".jsonl" else number_of_rows), row  # as `Batch.where` calls them
+    with _open(path) as content:
+        is_list = ending(path) == ".json" and content.peek(1).lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"[")
+        lines = enumerate(json.loads(content.read().decode("utf-8-sig")) if is_list else content, start=1)
+        for number, row in lines:
+            if not is_list:
+                line = row.removeprefix(BYTE_ORDER_MARK).strip()
+                if not line:
+                    continue
+                try:
+                    row = json.loads(line.decode())
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}, line {number}: not valid JSON ({one_line(error)})") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+            yield Row(row, number)
 
 
 def _read_csv(path: str) -> Iterator[Row]:
-    # By default 128 KiB, which a text column exceeds.
-    csv.field_size_limit(1 << 30)
-    lines = (text for _, text in _lines(path))
-    reader = csv.DictReader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
-    columns = reader.fieldnames or []
-    if len(set(columns)) < len(columns):
-        raise UserError(f"{path}, line 1: two columns have one name ({', '.join(columns)})")
-    for values in reader:
-        if None in values or None in values.values():
-            raise UserError(f"{path}, line {reader.line_num}: not one value for each column ({', '.join(columns)})")
-        yield Row(values, reader.line_num)
+    csv.field_size_limit(1 << 30)  # by default 128 KiB, which a text column exceeds
+    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+        for values in reader:
+            if None in values or None in values.values():
+                columns = ", ".join(reader.fieldnames)
+                raise UserError(f"{path}, line {reader.line_num}: not one value for each column ({columns})")
+            yield Row(values, reader.line_num)
 
 
 def _read_columnar(path: str) -> Iterator[Row]:
-    """Reads Parquet, and both forms of Arrow's own format, of which `datasets` writes the stream."""
+    """Reads Parquet, and Arrow's stream as `datasets` writes it."""
     with pyarrow.memory_map(path) as file:
         if ending(path) == ".parquet":
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256)  # rows decoded at once
         else:
-            try:
-                batches = pyarrow.ipc.open_stream(file)
-            except pyarrow.ArrowInvalid:
-                reader = pyarrow.ipc.open_file(file)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
+            batches = pyarrow.ipc.open_stream(file)
         number = 0
         for batch in batches:
-            try:
-                rows = batch.to_pylist()
-            except (ArithmeticError, LookupError, ValueError) as error:  # a date after 9999, text that is not UTF-8
-                problem = f"a value that Python cannot hold ({one_line(error)})"
-                raise UserError(f"{path}, after row {number}: {problem}; leave its column out") from None
-            for row in rows:
+            for row in batch.to_pylist():
                 number += 1
                 yield Row(row, number)
 
@@ -408,10 +374,5 @@ def _read_text(path: str) -> Iterator[Row]:
         encoded = content.read(MOST_TEXT_BYTES + 1)
     if len(encoded) > MOST_TEXT_BYTES:
         raise UserError(f"{path} is one text of more than 1 GiB; use jsonl, with one document on each line")
-    try:
-        text = encoded.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = 1 + encoded.count(b"\n", 0, error.start)
-        raise UserError(f"{path}, line {line}: not valid UTF-8 ({error.reason})") from None
-    if text:
+    if text := encoded.decode("utf-8-sig"):
         yield Row({"text": text}, 1)

@@ -265,7 +265,7 @@ def _write(
 ) -> None:
     source, rules = data.source, data.rules
     name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
-    smallest = WORKERS_FROM_BYTES_OF_CHATS if Chat in rules.forms else WORKERS_FROM_BYTES
+    smallest = WORKERS_FROM_BYTES_OF_CHATS if rules.form is Chat else WORKERS_FROM_BYTES
     workers = 1
     if source.size_bytes >= smallest:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))

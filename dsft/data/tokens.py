@@ -47,7 +47,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
     samples: list[tuple[Row, Text | Pair | Chat | None]] = []
     for row in batch.rows:
         try:
-            samples.append((row, canonical(row, rules, has_template=bool(tokenizer.chat_template))))
+            samples.append((row, canonical(row, rules)))
         except EmptyAnswer as error:
             builder.note("dropped_empty", f"{batch.where(row)}: {error}")
             if rules.keep_all:

@@ -67,16 +67,16 @@ def check_sources(
         try:
             batch = source.first_batch()
             rows = batch.rows[:CHECKED_ROWS]
-            rules = format_rules(rows, config)
-            unused = unused_columns(batch.rows, rules, has_template=bool(tokenizer and tokenizer.chat_template))
+            rules = format_rules(rows, config, has_template=bool(tokenizer and tokenizer.chat_template))
             if tokenizer is not None:
-                if rules.forms == {Chat} and not tokenizer.chat_template:
+                if rules.form is Chat and not rules.has_template:
                     raise ValueError(
                         f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name"
                         " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
                     )
                 if ending(batch.place) != ".txt":  # one long row
                     tokenise(replace(batch, rows=rows), rules, tokenizer)
+            unused = unused_columns(batch.rows, rules)
             unused = tuple(name for name in unused if name not in columns_of_groups(config))
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
@@ -88,7 +88,7 @@ def check_sources(
 
 def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Lists the tokens with which trained answers of chats end; other data ends with the tokenizer's own end token."""
-    return stop_tokens(tokenizer) if any(Chat in each.rules.forms for each in data) else []
+    return stop_tokens(tokenizer) if any(each.rules.form is Chat for each in data) else []
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def sample_prompts(
     """
     if isinstance(config.generate_samples, list):
         texts = config.generate_samples
-        if tokenizer.chat_template and any(Chat in each.rules.forms for each in data):
+        if tokenizer.chat_template and any(each.rules.form is Chat for each in data):
             return [Prompt(text, chat_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
         return [Prompt(text, text_ids(tokenizer, text)) for text in texts]
     # The last window of a text may be of a single token, before which there is no prompt.
@@ -273,7 +273,7 @@ def load_training_data(
             f"answers end with {', '.join(tokenizer.convert_ids_to_tokens(stops))}, and the tokenizer's end token is"
             f" {tokenizer.eos_token}: a server must stop at each of them (eos_token_id of the generation configuration)"
         )
-    are_chats = tokenizer.chat_template and all(Chat in each.rules.forms for each in data)
+    are_chats = tokenizer.chat_template and all(each.rules.form is Chat for each in data)
     if tokenizer.eos_token_id is None and not are_chats:
         notes.append(
             f"the tokenizer {tokenizer.name_or_path} has no end token, so nothing that is trained ends a completion or"

@@ -47,7 +47,7 @@ class EvaluatePerplexity(evaluate.Measurement):
                 datasets.Dataset.from_dict({"text": list(predictions)}).to_parquet(str(path))
                 options = {"data_cache": folder} | options  # the texts are not seen again
                 # A training that `run` names may have read its own data in another form.
-                form = {"data_format": "text", "text_column": "text"}
+                form = {"data_format": "text", "text_column": "text", "columns": {}, "as_chat": False}
                 form |= dict.fromkeys(("prompt_template", "completion_template", "map_row"))
                 result = evaluate_perplexity(data=str(path), progress=False, **options | form).perplexity
             nats, tokens, num_bytes, words = result.nats, result.tokens, result.bytes, result.words

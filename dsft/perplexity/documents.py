@@ -167,7 +167,7 @@ def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerB
     samples: list[Sample] = []
     for row in batch.rows:
         try:
-            samples.append(canonical(row, rules, has_template=bool(tokenizer.chat_template)))
+            samples.append(canonical(row, rules))
         except EmptyAnswer:
             samples.append(None)
         except ValueError as error:

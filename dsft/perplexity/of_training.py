@@ -16,7 +16,8 @@ from dsft.perplexity.modes import mode_problems
 
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
-    *("data_format", "text_column", "prompt_template", "completion_template", "chat_template", "map_row"),
+    *("data_format", "text_column", "columns", "as_chat", "map_row"),
+    *("prompt_template", "completion_template", "chat_template"),
     *("train_on", "train_thinking", "drop_unrendered", "drop_keys", "chat_date", "too_long"),
 )
 """Options that mean the same in training and evaluation, beside seq_len and the data."""

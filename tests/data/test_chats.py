@@ -140,7 +140,7 @@ EMPTY_BLOCKS = {"glm4moe": "\n<think></think>\n", "qwen3_8": "\n</think>\n\n"}
 
 def server_prompts(tokenizer, chat: dict) -> list[str]:
     """What servers send before each answer of a chat: the template's generation prompts."""
-    sample = canonical(Row(chat, 1), format_rules([Row(chat, 1)], TrainConfig()), has_template=True)
+    sample = canonical(Row(chat, 1), format_rules([Row(chat, 1)], TrainConfig()))
     prompts = []
     for turn, message in enumerate(sample.messages):
         for switch in ({}, {"enable_thinking": True}, {"enable_thinking": False}):

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import field_types
-from dsft.data.formats import CHAT_COLUMNS, COLUMNS, MORE_COLUMNS, Chat, Pair, canonical, format_rules, unused_columns
+from dsft.data.formats import CHAT_COLUMNS, COLUMNS, Chat, Pair, canonical, format_rules, unused_columns
 from dsft.data.sources import Row
 
 MANUAL = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -21,7 +21,7 @@ def find_format(columns: list[str], config: TrainConfig) -> str:
 @pytest.mark.parametrize("name", COLUMNS)
 def test_every_format_has_its_line_in_the_manual_with_all_its_columns(name):
     (line,) = [line for line in MANUAL.splitlines() if line.startswith(f"| `{name}` |")]
-    for column in (*COLUMNS[name], *MORE_COLUMNS.get(name, ())):
+    for column in COLUMNS[name]:
         assert f"`{column}`" in line
     (line,) = [line for line in MANUAL.splitlines() if line.startswith("Beside the turns of a chat")]
     for column in CHAT_COLUMNS:
@@ -30,7 +30,7 @@ def test_every_format_has_its_line_in_the_manual_with_all_its_columns(name):
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_format_is_found_by_its_columns(name):
-    columns = [*COLUMNS[name], *MORE_COLUMNS.get(name, ()), "id"]
+    columns = [*COLUMNS[name], "id"]
     assert find_format(columns, TrainConfig()) == name
 
 
@@ -82,7 +82,7 @@ READ = {("alpaca", "history"), *((name, flaw) for name in CHATS for flaw in CHAT
 
 
 def made(row: dict, *, has_template: bool = True, options=TrainConfig, **given):
-    return canonical(Row(row, 1), format_rules([Row(row, 1)], options(**given)), has_template=has_template)
+    return canonical(Row(row, 1), format_rules([Row(row, 1)], options(**given), has_template=has_template))
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
@@ -109,7 +109,7 @@ def test_drop_keys_ignores_a_column_that_is_then_named_as_unused(flaw):
     row = ROWS["prompt_completion"] | FLAWS[flaw]
     assert made(row, drop_keys=[flaw]) == Pair(prompt="hello", completion="hi")
     rules = format_rules([Row(row, 1)], TrainConfig(drop_keys=[flaw]))
-    assert unused_columns([Row(row, 1)], rules, has_template=True) == (flaw,)
+    assert unused_columns([Row(row, 1)], rules) == (flaw,)
 
 
 @pytest.mark.parametrize(
@@ -203,27 +203,10 @@ def calling(arguments: dict | str) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "level", "arguments": arguments}}]}
 
 
-def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function_is_a_call():
+def test_a_channel_of_harmony_is_refused_by_its_key():
     analysis = {"role": "assistant", "channel": "analysis", "content": "Look it up."}
-    call = {
-        "role": "assistant",
-        "channel": "commentary",
-        "recipient": "functions.level",
-        "content": '{"gauge": "g"}',
-    }
-    result = {"role": "tool", "name": "level", "recipient": "assistant", "channel": "commentary", "content": "3"}
-    final = {"role": "assistant", "channel": "final", "content": "It is 3."}
-    _, called, told, answered = made({"messages": [QUESTION, analysis, call, result, final], "tools": [TOOL]}).messages
-    assert called["reasoning_content"] == "Look it up."
-    assert called["tool_calls"][0]["function"] == {"name": "level", "arguments": {"gauge": "g"}}
-    assert told == {"role": "tool", "name": "level", "content": "3"}
-    assert answered == {"role": "assistant", "content": "It is 3."}
-    for follows in ([], [QUESTION, final]):
-        with pytest.raises(ValueError, match="message 4 is of the channel analysis, and no answer follows"):
-            made({"messages": [QUESTION, final, QUESTION, analysis, *follows]})
-    for other in ({"channel": "commentary"}, {"channel": "final", "recipient": "browser"}):
-        with pytest.raises(ValueError, match="'channel'"):
-            made({"messages": [QUESTION, final | other | {"channel": "commentary"}]})
+    with pytest.raises(ValueError, match="message 2 .assistant. has 'channel', which dsft does not read"):
+        made({"messages": [QUESTION, analysis, {"role": "assistant", "content": "It is 3."}]})
 
 
 def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_else_what_arrow_fills_in():

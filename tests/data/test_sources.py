@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import itertools
 import json
 import lzma
 from pathlib import Path
@@ -41,12 +40,8 @@ def write(folder, name: str) -> str:
     if inner.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), inner)
     elif inner.suffix == ".arrow":
-        if "stream" in name:
-            datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"))
-            inner.write_bytes(next((folder / "saved").glob("*.arrow")).read_bytes())
-        else:
-            with pyarrow.ipc.new_file(str(inner), pyarrow.Table.from_pylist(ROWS).schema) as file:
-                file.write_table(pyarrow.Table.from_pylist(ROWS))
+        datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"))
+        inner.write_bytes(next((folder / "saved").glob("*.arrow")).read_bytes())
     elif inner.suffix == ".csv":
         inner.write_text(
             'prompt,completion\r\nwhat is ä?,"a\nline, ""quoted"""\r\n,b\r\n', encoding="utf-8", newline=""
@@ -71,7 +66,6 @@ def write(folder, name: str) -> str:
         "a.csv",
         "a.parquet",
         "a.arrow",
-        "stream.arrow",
         "a.jsonl.gz",
         "a.jsonl.zst",
         "a.csv.zst",
@@ -84,25 +78,6 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
-def test_a_cut_compressed_file_is_told_wherever_it_is_cut(tmp_path, ending):
-    """Several streams in one file are one content. What ends with a stream is a whole file to everyone."""
-    path = tmp_path / f"a.txt{ending}"
-    texts = ["one line\n" * 30, "and another\n", "the last\n" * 9]
-    streams = [COMPRESS[ending](text.encode()) for text in texts]
-    ends = list(itertools.accumulate(map(len, streams)))
-    for cut in range(1, ends[-1] + 1):
-        path.write_bytes(b"".join(streams)[:cut])
-        if cut in ends:
-            read = "".join(row.values["text"] for row in read_file(str(path)))
-            assert read == "".join(texts[: 1 + ends.index(cut)])
-        else:
-            with pytest.raises(
-                UserError, match=f"a.txt{ending} cannot be read as txt: .*(ended before|Truncated|header|gzipped)"
-            ):
-                list(read_file(str(path)))
-
-
-@pytest.mark.parametrize("ending", COMPRESS)
 def test_a_large_compressed_file_is_read_whole_and_told_where_it_is_cut(tmp_path, ending):
     """A zstd frame of several blocks, cut between two of them, is 262,144 whole characters to zstandard's reader."""
     path, text = tmp_path / f"a.txt{ending}", "".join(f"{i * i}\n" for i in range(60_000))
@@ -111,17 +86,8 @@ def test_a_large_compressed_file_is_read_whole_and_told_where_it_is_cut(tmp_path
     assert "".join(row.values["text"] for row in read_file(str(path))) == text
     for eighth in range(1, 8):
         path.write_bytes(content[: len(content) * eighth // 8])
-        with pytest.raises(UserError, match="ended before|Truncated"):
+        with pytest.raises(UserError, match=f"a.txt{ending} cannot be read as txt: .*(ended before|Truncated)"):
             list(read_file(str(path)))
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_cut_arrow_or_parquet_file_is_told_wherever_it_is_cut(tmp_path, name):
-    content = Path(write(tmp_path, name)).read_bytes()
-    for cut in range(1, len(content)):
-        (tmp_path / name).write_bytes(content[:cut])
-        with pytest.raises(UserError, match=f"{name} cannot be read as"):
-            list(read_file(str(tmp_path / name)))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
@@ -146,27 +112,21 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value: line 2 column"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value: line 1 column"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid JSON ('utf-8' codec"),
         ("a.jsonl", b"[1]\n", "a.jsonl, line 1: expected a JSON object, got list"),
-        ("a.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "a.jsonl, line 1: not valid JSON (Exceeds the limit (4300 digits)"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
-        ("a.json", b'[{"a": 1},\n{"a": }]', "a.json: not valid JSON (Expecting value: line 2"),
-        ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: expected a JSON object, got int"),
-        ("a.json", b'[{"a": "\xff"}]', "a.json: not valid JSON ('utf-8'"),
-        ("a.csv", b"text,text\na,b\n", "a.csv, line 1: two columns have one name (text, text)"),
-        ("a.csv", b'text,id\n"a\nb",1\nc\n', "a.csv, line 4: not one value for each column (text, id)"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', "a.json cannot be read as json: Expecting value: line 2"),
+        ("a.json", b'[{"a": 1}, 2]', "a.json, line 2: expected a JSON object, got int"),
+        ("a.csv", b"text,id\na,1\nb,2,3\n", "a.csv, line 3: not one value for each column (text, id)"),
         ("a.csv", b"text,id\nc\n", "a.csv, line 2: not one value for each column (text, id)"),
         ("a.csv", b'text\n"a" b\n', "a.csv cannot be read as csv"),
-        ("a.csv", b"text\n\xff\n", "a.csv, line 2: not valid UTF-8"),
-        ("a.txt", b"one\ntwo \xff\n", "a.txt, line 2: not valid UTF-8"),
-        ("a.txt", b"caf\xc3", "a.txt, line 1: not valid UTF-8 (unexpected end of data)"),
+        ("a.csv", b"text\n\xff\n", "a.csv cannot be read as csv: 'utf-8' codec"),
+        ("a.txt", b"one\ntwo \xff\n", "a.txt cannot be read as txt: 'utf-8' codec"),
         ("a.txt", b"", "a.txt is empty"),
-        ("a.json", b"[" * 100_000, "a.json: not valid JSON (maximum recursion depth"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
         ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read as jsonl"),
-        ("a.jsonl.zst", b"no zstandard", "a.jsonl.zst cannot be read as jsonl"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
@@ -174,21 +134,6 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content
     with pytest.raises(UserError) as raised:
         list(read_file(str(tmp_path / name)))
     assert message in str(raised.value)
-
-
-def test_a_value_that_python_has_not_names_its_file(tmp_path):
-    values = pyarrow.array([1 << 62], pyarrow.timestamp("us"))
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "when": values}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="a.parquet, after row 0: a value that Python cannot hold"):
-        list(read_file(str(tmp_path / "a.parquet")))
-
-
-@pytest.mark.parametrize(("name", "where"), [("a.jsonl", "line 4"), ("a.json", "row 2")])
-def test_rows_are_named_by_lines_where_the_format_has_lines(tmp_path, name, where):
-    (tmp_path / name).write_text('{"a": 1}\n\n\n{"a": 2}\n')
-    (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", problems=[])
-    (batch,) = source.batches()
-    assert batch.where(batch.rows[1]) == f"{tmp_path / name}, {where}"
 
 
 def test_folders_globs_and_names_on_the_hub(tmp_path):
