@@ -80,7 +80,7 @@ class PreviewOptions:
 class InitOptions:
     """Init: what stands in the file."""
 
-    model: str
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """Hub id, local folder or config.json."""
     data: list[str]
     """Files, folders, globs or hub data sets."""
@@ -136,6 +136,8 @@ class ChatOptions:
     """One turn: the answer is printed, and nothing else."""
     system: str | None = None
     """The system message before the first turn, where the template has a place for it."""
+    raw: bool = False
+    """Continue each line as text, without a chat template and earlier lines."""
     max_new_tokens: int = 512
     """Longest answer, in tokens."""
     temperature: float = 0.0
@@ -235,7 +237,7 @@ _CONVERTED = (
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
-    "init": Command("write a commented run.yaml to begin with", "dsft.cli.quickstart:init", InitOptions),
+    "init": Command("write a commented run.yaml to begin with", "dsft.cli.init:run", InitOptions),
     "convert": Command(
         "a configuration of axolotl, LLaMA-Factory or TRL as a run.yaml",
         "dsft.cli.convert:convert_file",

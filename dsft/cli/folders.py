@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, files_of, integrity_errors, read_manifest
-from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights
+from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights, is_run, read_run
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
@@ -109,24 +109,27 @@ def chat(options: ChatOptions) -> None:
         from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.size import max_positions
-        from dsft.models.tokenizer import generate_ids, load_tokenizer
+        from dsft.models.tokenizer import generate_ids, load_tokenizer, text_ids
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
         model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
     )
     tokenizer = load_tokenizer(config)
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template and not options.raw:
         raise UserError(
-            f"{source}: its tokenizer has no chat template, so there is no form for turns; name the one that it was"
-            " trained in with --chat_template (a file, or a preset such as chatml)"
+            f"{source}: its tokenizer has no chat template, so there is no form for turns; --raw continues text, and"
+            " --chat_template names the template that it was trained in (a file, or a preset such as chatml)"
         )
+    if not options.raw and is_run(options.model) and read_run(options.model).get("uses_chat_template") is False:
+        note = "dsft: note: this model was trained on rows without its chat template; --raw continues text"
+        print(note, file=sys.stderr)
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
     positions = max_positions(model.config.get_text_config())
 
     def answer(messages: list[dict]) -> dict:
         """Prints an answer; returns it as the message that the next turn is asked with."""
         try:
-            ids = chat_ids(tokenizer, messages)
+            ids = text_ids(tokenizer, messages[-1]["content"]) if options.raw else chat_ids(tokenizer, messages)
         except TEMPLATE_ERRORS as error:
             raise UserError(f"the chat template raised: {error}") from None
         if positions and len(ids) >= positions:

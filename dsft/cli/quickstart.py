@@ -1,5 +1,5 @@
-"""Where users begin: `dsft init` writes a commented run.yaml, `dsft demo-data` data to try it on, and `dsft quickstart`
-does the whole job on that data, as the commands a user would type: full finetuning, LoRA, merge, perplexity, report.
+"""Where users begin: `dsft demo-data` writes data to try things on, and `dsft quickstart` does the whole job on that
+data, as the commands a user would type: full finetuning, LoRA, merge, perplexity, report.
 
 Each step is a real `dsft` command on all GPUs of this machine, or on 2 CPU ranks. Nothing is downloaded: the data, a
 tokenizer and a small model config are made from what every Python carries. Text: the language reference
@@ -24,15 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import yaml
-
-from dsft.cli.commands import FolderOptions, InitOptions, QuickstartOptions
+from dsft.cli.commands import FolderOptions, QuickstartOptions
 from dsft.errors import UserError
 from dsft.runtime.console import show_text
 from dsft.runtime.hardware import cpu_computes_bfloat16, default_ranks, has_gpu
 
-RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
-"""Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
 ANSWERS = "answers.jsonl"
 REPORT = "report {folder}/runs/full {folder}/runs/lora --out {folder}/report.html"
 STEPS = {
@@ -59,22 +55,6 @@ VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 8
 SKIPPED = "test tests idlelib tkinter turtle turtledemo lib2to3 distutils venv ensurepip macholib"
 """Tests, and what a distribution's Python may lack."""
-
-
-def init(options: InitOptions) -> None:
-    """Write a commented run.yaml. Raises UserError where it exists."""
-    path = Path(options.out)
-    if path.exists():
-        raise UserError(f"{path}: exists; name another file with --out")
-    data = options.data[0] if len(options.data) == 1 else options.data
-    quoted, on_one_line = {}, {"default_flow_style": True, "width": 10_000, "allow_unicode": True}
-    for name, value in {"model": options.model, "data": data, "output_dir": options.output_dir}.items():
-        quoted[name] = yaml.safe_dump(value, **on_one_line).removesuffix("\n").removesuffix("\n...")
-    text = (SHIPPED / "run.yaml").read_text(encoding="utf-8")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    word = shlex.quote(str(path))
-    path.write_text(text.format(path=word, method=options.method, rate=RATES[options.method], **quoted), "utf-8")
-    show_text(f"dsft: {path}: written; next: dsft preview --config {word}")
 
 
 def _folder(options: FolderOptions | QuickstartOptions) -> Path:

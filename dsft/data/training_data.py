@@ -48,6 +48,10 @@ ROW_NOTES = {
     " it is not trained (train_thinking: all does)",
 }
 """Count of a store -> what became of rows that are not trained as they stand in the data."""
+UNUSED_TEMPLATE = (
+    "the tokenizer has a chat template, and rows do not use it: a server that sends chats asks the model in another"
+    " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
+)
 WARNED_SHARE = 0.01  # of the rows: a note warns if more are too long and dropped
 LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
 CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
@@ -158,6 +162,7 @@ class TrainingData:
     held_out: Sequences | None
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
+    uses_chat_template: bool = False  # whether all rows are chats
     prompts: list[Prompt] = field(default_factory=list)  # answered at each evaluation
     sources: tuple[str, ...] = ()  # names of the sources whose losses are told apart; empty for one alone
     held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty where they have none
@@ -274,6 +279,8 @@ def load_training_data(
             f" {tokenizer.eos_token}: a server must stop at each of them (eos_token_id of the generation configuration)"
         )
     are_chats = tokenizer.chat_template and all(each.rules.form is Chat for each in data)
+    if tokenizer.chat_template and not are_chats:
+        notes.append(UNUSED_TEMPLATE)
     if tokenizer.eos_token_id is None and not are_chats:
         notes.append(
             f"the tokenizer {tokenizer.name_or_path} has no end token, so nothing that is trained ends a completion or"
@@ -294,6 +301,7 @@ def load_training_data(
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,
+        uses_chat_template=bool(are_chats),
         prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,

@@ -228,6 +228,10 @@ def recorded(
             return False
         if trainer is not None and run.options.overwrite and run.checkpoint is None:
             clear_run(run.output_dir)
+        about_data = {}
+        if data is not None:
+            about_data = {"data": data.counts, "held_out": data.held_out_counts, "data_notes": data.notes}
+            about_data["uses_chat_template"] = data.uses_chat_template
         write_run(
             run.output_dir,
             config=as_dict(run.options),
@@ -241,7 +245,7 @@ def recorded(
             world_size=distributed.world_size(),
             status="running",
             error=None,
-            **({"data": data.counts, "held_out": data.held_out_counts} if data is not None else {}),
+            **about_data,
         )
         watchdog.set_file("run", Path(run.output_dir) / RUN)
         return True

@@ -49,6 +49,15 @@ def test_one_turn_prints_what_transformers_answers_and_nothing_else(tiny, adapte
         assert answer and chat(capsys, folder, "--prompt", "the loss", *words) == answer + "\n"
 
 
+def test_raw_continues_text_without_a_template(tiny, capsys):
+    folder = tiny / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer("the loss", return_tensors="pt")
+    made = model.generate(**asked, max_new_tokens=8, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    text = tokenizer.decode(made, skip_special_tokens=True)
+    assert chat(capsys, folder, "--raw", "--prompt", "the loss") == text + "\n"
+
+
 def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
     folder = tiny / "chat"
     lines = ["the loss", "a rank", "/what", "/system a big model", "the loss", "/reset", "a rank", "/quit", "never"]

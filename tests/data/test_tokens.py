@@ -132,6 +132,41 @@ def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(to
     assert plain.decode(text.ids[text.ends[0] :]) == "Be fast.\n\n### Instruction:\nSort.\n\n### Response:\na b<|end|>"
 
 
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"prompt": "big", "completion": "4"}, {"as_chat": True}),
+        ({"q": "big", "a": 4}, {"prompt_template": "{q}", "completion_template": "{a}", "as_chat": True}),
+        ({"Q": "big", "A": 4}, {"columns": {"user": "Q", "assistant": "A"}}),
+        (
+            {"turns": [{"role": "user", "content": "big"}, {"from": "gpt", "value": "4"}]},
+            {"columns": {"messages": "turns"}},
+        ),
+        (
+            {"a": "4", "q": "", "more": "big", "rule": "fast", "before": [["the", "model"]]},
+            {"columns": {"user": ["q", "more"], "assistant": "a", "system": "rule", "history": "before"}},
+        ),
+    ],
+)
+def test_tables_and_pairs_become_chats(tokenizer, row, options):
+    tokens = made([row], tokenizer, **options)
+    before = "<|system|>fast<|end|><|user|>the<|end|><|assistant|>model<|end|>" if "rule" in row else ""
+    assert tokenizer.decode(tokens.ids) == before + "<|user|>big<|end|><|assistant|>4<|end|>"
+    assert trained(tokens, tokenizer).endswith("4<|end|>")
+
+
+def test_columns_and_as_chat_are_checked(tokenizer):
+    for columns, message in (
+        ({"user": "q"}, "name user and assistant, or messages"),
+        ({"user": "q", "answer": "a"}, "name user and assistant"),
+        ({"user": "q", "assistant": "b"}, "columns names the column b; there are q, a"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made([{"q": "big", "a": "small"}], tokenizer, columns=columns)
+    with pytest.raises(ValueError, match="as_chat makes chats of prompts with completions, and the rows are text"):
+        made([{"text": "big"}], tokenizer, as_chat=True)
+
+
 def test_the_users_own_templates(tokenizer):
     rows = [{"question": "2+2", "answer": 4}]
     tokens = made(rows, tokenizer, prompt_template="Q: {question}\nA: ", completion_template="{answer} {{}}")

@@ -5,7 +5,7 @@ from tiny import write_pairs
 
 from dsft.config.options import TrainConfig
 from dsft.data.epoch import EpochSampler, PaddedToFullSteps
-from dsft.data.training_data import check_sources, load_training_data
+from dsft.data.training_data import UNUSED_TEMPLATE, check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
 from dsft.units import Batch
@@ -30,6 +30,15 @@ def load(tokenizer, tmp_path):
         return load_training_data(config, data, [], tokenizer, limits=limits)
 
     return make
+
+
+def test_rows_that_do_not_use_a_chat_template_are_noted(tiny, tmp_path):
+    tokenizer, path = load_tokenizer(TrainConfig(model=str(tiny / "chat"))), str(tiny / "pairs.jsonl")
+    for as_chat in (False, True):
+        config = TrainConfig(data=[path], seq_len=256, as_chat=as_chat, data_cache=str(tmp_path))
+        sources = check_sources([path], config, tokenizer, key="data", problems=[])
+        data = load_training_data(config, sources, [], tokenizer)
+        assert data.uses_chat_template == as_chat and (UNUSED_TEMPLATE in data.notes) != as_chat
 
 
 def padding_of(batches: list[dict], tokens: int) -> float:
