@@ -43,22 +43,6 @@ def padded_width(length: Any) -> Any:
     return -(-length // PADDED_MULTIPLE) * PADDED_MULTIPLE
 
 
-def token_counts(text: str) -> list[int]:
-    """Read numbers of tokens such as 512,1k,2k, where k is 1,024 and m 1,048,576; ascending.
-
-    Raises:
-        ValueError: naming what is no number.
-    """
-    numbers = set()
-    for word in text.replace(" ", "").split(","):
-        factor = {"k": 1024, "m": 1024**2}.get(word[-1:].lower(), 1)
-        digits = word if factor == 1 else word[:-1]
-        if not (digits.isascii() and digits.isdigit()):
-            raise ValueError(f"{word!r} is no number of tokens")
-        numbers.add(int(digits) * factor)
-    return sorted(numbers)
-
-
 def in_gib(num_bytes: float) -> str:
     """Write bytes in GiB with three digits, or as a full number from 1,000 GiB on."""
     return f"{num_bytes / GiB:.3g} GiB" if num_bytes < 1000 * GiB else f"{num_bytes / GiB:,.0f} GiB"

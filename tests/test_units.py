@@ -15,7 +15,6 @@ from dsft.units import (
     one_of,
     padded_width,
     plural,
-    token_counts,
     write_json,
 )
 
@@ -34,13 +33,6 @@ def test_bytes_have_three_digits_and_no_exponent(num_bytes, text):
 )
 def test_numbers_have_four_digits_and_integers_all(value, text):
     assert in_digits(value) == text
-
-
-def test_token_counts_are_read_in_any_order_and_form():
-    assert token_counts("2k, 512,1K,1m,512") == [512, 1024, 2048, 1024**2]
-    for text in ("", "1,", "k", "1.5k", "-1", "²", "1kk"):
-        with pytest.raises(ValueError, match="is no number of tokens"):
-            token_counts(text)
 
 
 def test_counts_and_choices_are_read_as_sentences():

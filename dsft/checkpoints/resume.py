@@ -87,7 +87,7 @@ TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offlo
 GROUPS = {"sub_group_size": "elements of a sub group", "optimizer_in_json": "optimizer in the JSON"}
 """The same of how a shard is cut into the optimizer's groups."""
 
-NOT_TAKEN_OVER = ("0", "3-nvme")
+NOT_TAKEN_OVER = ("0",)
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 

@@ -175,10 +175,9 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
 
 def check_nvme(deepspeed_config: dict[str, Any], zero: str) -> list[str]:
     """The folder that offload to NVMe writes to must exist on this node."""
-    path, example = nvme_path(deepspeed_config), CONFIG_DIR / "zero3_nvme.json"
-    way_out = f"copy {example}, name a folder on a fast local disk, and give that file as zero"
+    path = nvme_path(deepspeed_config)
     is_here = not path or Path(path).is_dir()
-    return [] if is_here else [f"zero={zero}: nvme_path={path} is no folder here; {way_out}"]
+    return [] if is_here else [f"zero={zero}: nvme_path={path} is not a folder here; name one on a fast local disk"]
 
 
 def nvme_path(deepspeed_config: dict[str, Any]) -> str | None:

@@ -276,8 +276,8 @@ class ZeroFields:
     """ZeRO: how the states of training are sharded and offloaded."""
 
     zero: str = "auto"
-    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-partial,
-    3-offload-optimizer, 3-offload, 3-hpz, or the path of a DeepSpeed JSON."""
+    """auto (the planner's choice, see `dsft plan`), 0, 1, 2, 3, 2-offload, 3-offload-param, 3-offload-optimizer,
+    3-offload, 3-hpz, or the path of a DeepSpeed JSON."""
     memory_check: bool = True
     """Refuse to start what by prediction cannot fit."""
     fp32_accumulation: bool | Literal["auto"] = "auto"

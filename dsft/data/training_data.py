@@ -1,6 +1,6 @@
 """Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from dsft.data.epoch import (
 )
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
 from dsft.data.sources import HeldOut, ending, find_sources
-from dsft.data.store import FACTS, Store, cache_folder, fingerprint, prepare
+from dsft.data.store import Store, cache_folder, prepare
 from dsft.data.tokens import stop_tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.models.tokenizer import split_tokens, text_ids
@@ -307,15 +307,6 @@ def load_training_data(
         strategy=strategy,
         rules=rules,
         notes=[*notes, *notes_on_unread([*data, *held_out])],
-    )
-
-
-def is_prepared(config: TrainConfig, data: Sequence[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the tokens of the training data, and of what is held out of it, lie in the cache."""
-    return all(
-        (cache_folder(config.data_cache) / fingerprint(replace(each, held_out=share), tokenizer) / FACTS).is_file()
-        for each in data
-        for share in shares_of_rows(config)
     )
 
 

@@ -262,7 +262,10 @@ class _Beat(threading.Thread):
             if is_agents:
                 self._print(f"error: torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed")
             else:
-                self._print(f"error: rank 0 on {self.hosts[0]} {KILLED}")
+                text = f"rank 0 on {self.hosts[0]} {KILLED}"
+                self._print(f"error: {text}")
+                if self.run_file:
+                    record_failure(self.run_file, text, replaces=True)
         self._exit(1)
 
     def fail(
@@ -291,14 +294,15 @@ class _Beat(threading.Thread):
             if self.is_leaving:
                 return
         if self.store is None or cause.printed_by == self.rank:
-            for line in cause.lines or (f"error: {cause.sentence()}",):
+            lines = cause.named_lines() or [f"error: {cause.sentence()}"]
+            for line in lines:
                 self._print(line)
             if cause.traceback:
                 self._print(cause.traceback.rstrip())
             if self.log is not None:
                 self._print(f"logs of all ranks, each on its node: {self.log.parent}")
             if self.run_file:
-                record_failure(self.run_file, "\n".join(cause.lines).replace("error: ", "") or cause.sentence())
+                record_failure(self.run_file, "\n".join(lines).replace("error: ", ""), replaces=True)
         self._write_log(cause)
         if self.store is not None:
             time.sleep(SPREAD_SECONDS)
@@ -418,7 +422,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def set_file(kind: Literal["log", "run"], path: Path) -> None:
-    """Name the file that this rank logs to; or, on rank 0, the run.json in which a failure is recorded."""
+    """Name the file that this rank logs to, or the run.json in which a failure is recorded."""
     if _beat is not None and kind == "log":
         _beat.log = path.resolve()
     elif _beat is not None:

@@ -35,6 +35,13 @@ class Cause:
     def sentence(self) -> str:
         return f"rank {self.rank} on {self.host} {self.text}"
 
+    def named_lines(self) -> list[str]:
+        """The lines with the name of the rank, which rank 0 prints for another: it has not found the same error."""
+        name = f"rank {self.rank} on {self.host}"
+        if self.rank == 0:
+            return list(self.lines)
+        return [line if name in line else line.replace("error: ", f"error: {name}: ", 1) for line in self.lines]
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

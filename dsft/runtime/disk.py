@@ -125,8 +125,8 @@ def hold_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         if lock:
-            lock.release()
             (folder / LOCK).unlink(missing_ok=True)
+            lock.release()
         if is_new:
             with contextlib.suppress(OSError):  # the run wrote into it
                 folder.rmdir()

@@ -230,9 +230,6 @@ def own_addresses(names: Iterable[str]) -> list[str]:
     return [address for address in towards if _is_reachable(address)] or [*_reachable_addresses()] or [LOOPBACK]
 
 
-DEFAULT_PORT = 29500  # where ranks meet by default: DeepSpeed's (deepspeed/constants.py) and torchrun's
-
-
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine of a launch."""

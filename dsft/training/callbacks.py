@@ -37,8 +37,6 @@ MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
 """Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
-AGAIN_SECONDS = 5.0
-"""After the limit: a library may have caught the first exception."""
 
 
 class LearningCheck(TrainerCallback):

@@ -247,16 +247,17 @@ def recorded(
             error=None,
             **about_data,
         )
-        watchdog.set_file("run", Path(run.output_dir) / RUN)
         return True
 
     is_recorded = distributed.on_rank_0(begin)
+    if is_recorded:
+        watchdog.set_file("run", Path(run.output_dir) / RUN)
     try:
         yield
     except BaseException as error:
         if isinstance(error, Unsaved) or not isinstance(error, TrainingStopped):
-            # On the rank that failed, whichever it is: rank 0 is about to be ended. Rank 0's thread of job/beat.py does
-            # it for a rank that is killed, or whose disk is not rank 0's.
+            # On the rank that failed, whichever it is: rank 0 is about to be ended. If another rank caused it, the
+            # thread of job/beat.py replaces this.
             if is_recorded:
                 text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
                 record_failure(Path(run.output_dir) / RUN, text)

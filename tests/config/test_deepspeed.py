@@ -234,7 +234,7 @@ def test_only_a_path_that_is_offloaded_to_must_be_there():
     content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/nowhere"}}}
     assert nvme_path(content) is None and check_nvme(content, "ds.json") == []
     content["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
-    assert nvme_path(content) == "/nowhere" and "nvme_path=/nowhere is no folder here" in check_nvme(content, "x")[0]
+    assert nvme_path(content) == "/nowhere" and "nvme_path=/nowhere is not a folder here" in check_nvme(content, "x")[0]
 
 
 @pytest.mark.parametrize(

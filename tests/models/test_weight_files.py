@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections import UserDict
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ class Payload:
         self.trace = trace
 
     def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
+        return os.makedirs, (str(self.trace), 0o777, True)
 
 
 class ByName:
@@ -111,10 +111,11 @@ def test_export_of_a_poisoned_shard_names_the_class_and_runs_nothing_unless_trus
     poison(run / STEP / name, trace, old_format=old_format)
     (run / "checkpoint-2" / "model.safetensors").unlink()
     (run / "checkpoint-2" / MANIFEST).unlink()  # with it the changed file is found before anything is read
-    with pytest.raises(UserError, match=rf"{name}: holds \w+\.mkdir, .*--trust_checkpoint"):
+    with pytest.raises(UserError, match=rf"{name}: holds \w+\.makedirs, .*--trust_checkpoint"):
         export(str(run / "checkpoint-2"), str(tmp_path / "out"))
     assert not trace.exists()
-    with suppress(UserError, RuntimeError):  # a second read runs it again, and finds the folder
+    # DeepSpeed maps optimizer states into memory, which torch refuses for the old format, after they were read here.
+    with pytest.raises(RuntimeError, match="mmap") if old_format and "optim" in name else nullcontext():
         export(str(run / "checkpoint-2"), str(tmp_path / "out"), trust_checkpoint=True)
     assert trace.exists()
 
@@ -128,7 +129,9 @@ def test_eval_of_a_poisoned_shard_names_the_class_and_runs_nothing(copy, tiny, t
     shutil.copy(tiny / "model" / "config.json", run / "checkpoint-2")
     (run / "checkpoint-2" / MANIFEST).unlink()
     refused = run_entry("dsft.eval_ppl", flags(words))
-    assert refused.returncode == 2 and f"{name}: holds" in refused.stderr and "mkdir" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and f"{name}: holds" in refused.stderr and "makedirs" in refused.stderr, (
+        refused.stderr
+    )
     assert "Traceback" not in refused.stderr and not trace.exists()
 
 
@@ -170,7 +173,7 @@ def test_poisoned_weights_of_a_model_or_an_adapter_are_refused(tmp_path, weights
             TrainConfig(model=str(tmp_path / "model"), method="lora", adapter=str(folder)), dtype="float32"
         ),
     )[: 1 if weights == "model" else 2]:
-        with pytest.raises(UserError, match=rf"{file}: holds \w+\.mkdir"):
+        with pytest.raises(UserError, match=rf"{file}: holds \w+\.makedirs"):
             read()
     assert not trace.exists()
 
@@ -220,7 +223,7 @@ def test_a_resume_from_a_poisoned_file_is_refused_on_all_ranks_before_anything_r
         cases.append(options(run, zero=stage, max_steps=3, resume_from_checkpoint="auto"))
     *refused, of_training_args = zip(*on_ranks(2, resume, cases), strict=True)
     for name, ends in zip(names, refused, strict=False):
-        assert all(f"{name}: holds" in end and "mkdir" in end and "--trust_checkpoint" in end for end in ends), ends
+        assert all(f"{name}: holds" in end and "makedirs" in end and "--trust_checkpoint" in end for end in ends), ends
     assert of_training_args == ("done", "done"), "nobody reads it"
     assert not list(tmp_path.glob("trace*"))
 
@@ -239,9 +242,9 @@ def test_a_forced_weights_only_load_ends_with_its_context(tmp_path, monkeypatch)
     torch.save({"added": Payload(tmp_path / "trace")}, tmp_path / "file.pt")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     for _ in range(2):
-        with pytest.raises(UserError, match="mkdir"), safe_unpickling(trust=False):
+        with pytest.raises(UserError, match="makedirs"), safe_unpickling(trust=False):
             torch.load(tmp_path / "file.pt", weights_only=False)  # as DeepSpeed calls it
-        with pytest.raises(UserError, match="mkdir"):
+        with pytest.raises(UserError, match="makedirs"):
             load_pickle(tmp_path / "file.pt")
     assert not (tmp_path / "trace").exists()
     torch.load(tmp_path / "file.pt", weights_only=False)

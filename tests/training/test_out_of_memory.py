@@ -96,7 +96,7 @@ def test_out_of_memory_on_one_rank_ends_all_with_its_cause_and_advice(failed, ph
     assert f"out of memory {PHASES[phase]} (this rank has no memory left): the plan is ZeRO {zero}" in line
     assert "smaller plan" in line and "no progress" not in said and "Traceback" not in said
     assert ("less with --per_device_eval_batch_size 1, here 8; " in line) == (phase == "evaluation")
-    assert codes[rank] == 2, (codes, said[-3000:])
+    assert (f"rank {rank} on" in line) == (rank != 0) and codes[rank] == 2, (codes, said[-3000:])
     content = read_json(run / "run.json")
     assert (
         content["status"] == "failed" and f"rank {rank} on" in content["error"] and "out of memory" in content["error"]
