@@ -50,10 +50,10 @@ from dsft.job.cause import Cause
 from dsft.perplexity.of_training import read_evaluation
 from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.console import OPERATOR_LOG, show_text
-from dsft.runtime.disk import ENV_FILE, remove_leftovers
 from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import (
     CHECKS_ALONE,
+    ENV_FILE,
     LAUNCH,
     LOOPBACK,
     OPTIONS_FILE,
@@ -159,7 +159,6 @@ def launch(argv: list[str]) -> int:
         show_text("dsft: " + shown_command(command), is_command=True)
         return 0
     os.environ.update({} if nodes else accelerator())
-    remove_leftovers()
     # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
     if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
         return code
@@ -177,7 +176,8 @@ def launch(argv: list[str]) -> int:
                 _wait_for_nodes(options, output_dir)
             _write_options(file, values, nodes)
             show_text("dsft: " + shown_command(command), is_command=True)
-            job = _Job(options, command, nodes, num_ranks, name == "train", config.lost_timeout)
+            env_file = file.with_name(ENV_FILE)
+            job = _Job(options, command, nodes, num_ranks, env_file, name == "train", config.lost_timeout)
             code = job.run()
             ends = (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
             if code in ends or job.interrupted:
@@ -271,9 +271,7 @@ def _write_options(file: Path, values: dict[str, Any], nodes: list[Node]) -> Non
     """Write the options into the job's folder, here and on every node, which need not share it."""
     text = yaml.safe_dump(values, allow_unicode=True, sort_keys=False)
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it may contain a token
-    with open(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(text)
+    _write_private(file, text)
     script = f"umask 077; mkdir -p {file.parent} && cat > {file}"
 
     def send(node: Node) -> None:
@@ -282,6 +280,13 @@ def _write_options(file: Path, values: dict[str, Any], nodes: list[Node]) -> Non
 
     with ThreadPoolExecutor(max_workers=64) as pool:
         list(pool.map(send, nodes))
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Write a file that nobody else may read: it may contain a token."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(text)
 
 
 def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
@@ -338,16 +343,6 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
             lines = [line.strip() for line in file.read_text().splitlines() if "=" in line]
             variables |= dict(line.split("=", 1) for line in lines)
     return variables
-
-
-def write_env_file(variables: Mapping[str, str]) -> Path:
-    """A temporary file for DeepSpeed's DS_ENV_FILE. It stays open as long as this process: later launches leave it."""
-    descriptor, path = tempfile.mkstemp(prefix=ENV_FILE)
-    with open(descriptor, "w", closefd=False) as file:
-        for name, value in variables.items():
-            value = value.replace("%", "%%")  # pdsh writes the host for %h
-            file.write(f"{name}={value}\n")
-    return Path(path)
 
 
 def _examine(options: LaunchOptions, output_dir: str | None) -> bool:
@@ -427,10 +422,12 @@ class _Job:
         command: list[str],
         nodes: list[Node],
         num_ranks: int,
+        env_file: Path,
         saves: bool,
         lost_timeout: float,
     ):
-        self.command, self.nodes, self.saves, self.lost_timeout = command, nodes, saves, lost_timeout
+        self.command, self.nodes, self.env_file = command, nodes, env_file
+        self.saves, self.lost_timeout = saves, lost_timeout
         self.is_one_process = not nodes and num_ranks == 1
         self.interrupted = 0
         self.failure = ""
@@ -445,12 +442,13 @@ class _Job:
         a second one of them end the ranks on all nodes.
         """
         environment = dict(os.environ)
-        env_file = None
         if self.is_one_process:
             environment |= SINGLE_PROCESS_ENV | {"LOCAL_SIZE": "1"}
         if self.nodes:
-            env_file = write_env_file(remote_environment(os.environ))
-            environment["DS_ENV_FILE"] = str(env_file)
+            variables = remote_environment(os.environ)
+            lines = [f"{name}={value}\n" for name, value in variables.items()]
+            _write_private(self.env_file, "".join(lines).replace("%", "%%"))  # pdsh writes the host for %h
+            environment["DS_ENV_FILE"] = str(self.env_file)
             append = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{append} {SSH_OPTIONS}".strip()
         libc = ctypes.CDLL(None)
@@ -483,8 +481,7 @@ class _Job:
                 signal.signal(number, handler)
             if self.store:
                 self.store.is_closed = True
-            if env_file:
-                env_file.unlink(missing_ok=True)
+            self.env_file.unlink(missing_ok=True)
         return self._exit_code()
 
     def _exit_code(self) -> int:

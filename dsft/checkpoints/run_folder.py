@@ -26,7 +26,7 @@ from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, PROBE, check_writable
-from dsft.runtime.launcher_env import LAUNCH, OPTIONS_FILE
+from dsft.runtime.launcher_env import ENV_FILE, LAUNCH, OPTIONS_FILE
 from dsft.units import plural, write_json
 
 RUN = "run.json"
@@ -95,7 +95,11 @@ def check_output_dir(config, problems: list[str]) -> None:
         )
     if not config.overwrite and not resume:
         # Another rank may just try whether the folder can be written.
-        names = {file.name for file in path.iterdir() if not file.name.startswith(PROBE)} - {LOCK, OPTIONS_FILE}
+        names = {file.name for file in path.iterdir() if not file.name.startswith(PROBE)} - {
+            LOCK,
+            OPTIONS_FILE,
+            ENV_FILE,
+        }
         has_failed = False
         if RUN in names and not names - {RUN, LOGS}:  # it failed before it left more than its logs
             with contextlib.suppress(UserError):

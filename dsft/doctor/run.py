@@ -172,8 +172,8 @@ class NodeProcess:
         if is_late:
             message = f"no answer within {seconds:.0f} s; {words[-200:]}".rstrip("; ")
             return Finding(code="node-silent", where=self.name, message=message, fix=f"ssh {self.name}: try it by hand")
-        problem = ssh_problem(self.name, words or f"ended with exit code {code}", code)
-        return Finding(code=problem.code, where=problem.node, message=problem.message, fix=problem.fix)
+        name, message, fix = ssh_problem(self.name, words, code)
+        return Finding(code=name, where=self.name, message=message, fix=fix)
 
 
 def _ask_all(

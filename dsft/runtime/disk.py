@@ -1,10 +1,8 @@
-"""Files: whether a folder can be written, its free bytes, what killed jobs leave behind, the lock of a run's folder."""
+"""Files: whether a folder can be written, its free bytes, the lock of a run's folder."""
 
 import contextlib
-import fcntl
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,31 +51,6 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
         os.unlink(f"{name}.renamed")
     except OSError as error:
         problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
-
-
-CPU_BUFFER = "deepspeed_allreduce_buffer_"  # in /dev/shm, 66 MiB a rank (deepspeed/ops/csrc/cpu/comm/shm.cpp)
-ENV_FILE = "dsft-env-"  # how the names of files of variables in /tmp begin
-
-
-def remove_leftovers() -> None:
-    """Remove this user's files of dead jobs. Never raises: it is no part of the job that calls it.
-
-    A file goes only where the kernel grants a write lease (fcntl(2), F_SETLEASE): no process has it open or mapped, in
-    no container either, where process ids prove nothing.
-    """
-    for folder, begin in (("/dev/shm", CPU_BUFFER), (tempfile.gettempdir(), ENV_FILE)):
-        for file in Path(folder).glob(f"{begin}*"):
-            with contextlib.suppress(OSError):
-                if file.lstat().st_uid != os.geteuid():
-                    continue
-                descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    # Whoever opens the file from now on signals this process; SIGIO, the default, would end it.
-                    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-                    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # raises where a process has it
-                    file.unlink()
-                finally:
-                    os.close(descriptor)
 
 
 LOCK = ".lock"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
 from dsft.job import beat as watchdog
 from dsft.runtime.console import say, show_text
-from dsft.runtime.disk import CPU_BUFFER, hold_folder, remove_leftovers
+from dsft.runtime.disk import hold_folder
 from dsft.runtime.hardware import (
     Machine,
     cpu_count,
@@ -76,8 +76,6 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     if dist.is_initialized():
         return
     map_launcher_variables()
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        remove_leftovers()
     if timeouts:
         watchdog.start(timeouts)
         on_exit(watchdog.close)
@@ -122,9 +120,10 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     use_bound_cores(chooses_threads=chooses_threads)
     if not has_gpu() and world_size() > 1:
         # Once every rank has mapped the buffer of DeepSpeed's collectives nobody needs its name, but DeepSpeed never
-        # removes it: each launch would leave 66 MiB of memory per rank.
+        # removes it: each launch would leave 66 MiB of memory per rank (deepspeed/ops/csrc/cpu/comm/shm.cpp).
         dist.barrier()
-        Path(f"/dev/shm/{CPU_BUFFER}{os.getuid()}_{address}_{port}_{rank()}").unlink(missing_ok=True)
+        buffer = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank()}"
+        Path("/dev/shm", buffer).unlink(missing_ok=True)
     if timeouts:
         watchdog.connect()
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from dsft.units import plural
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
 OPTIONS_FILE = "options.yaml"  # in output_dir: the options with which all ranks of a launch start
+ENV_FILE = "launch.env"  # in output_dir: variables for DeepSpeed to set on the nodes
 CHECKS_ALONE = "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone before all ranks: it checks what needs no other
 
 MPI_NAMES = {
@@ -39,15 +40,6 @@ SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER
 """Launcher variable -> its value in a process without a launcher. MASTER_PORT is any free port."""
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
-
-LARGEST_PORT = 65_535
-LEAST = {
-    **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"), 1),
-    **dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_PROCID", "SLURM_JOB_ID"), 0),
-    **dict.fromkeys(("MASTER_PORT", "OMP_NUM_THREADS"), 1),
-    **{name: number for names in MPI_NAMES.values() for name, number in zip(names, (0, 1, 0, 1), strict=True)},
-}
-"""Variable that must be a whole number, where it is set -> the least it can be."""
 
 
 def world_size() -> int:
@@ -75,21 +67,14 @@ def launchers_of(given: Mapping[str, str]) -> list[str]:
 
 def check_environment(given: Mapping[str, str]) -> None:
     """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
-    remedy = "unset it, or start dsft through a launcher, which sets it"
     problems = [
-        f"{name}={given[name]} in the environment: must be a whole number from {least} on; {remedy}"
-        for name, least in LEAST.items()
-        if name in given and not (re.fullmatch(r"[0-9]+", given[name].strip()) and int(given[name]) >= least)
+        f"{name}={given[name]} in the environment: must be a whole number; unset it, or start dsft through a launcher"
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        if not given.get(name, "0").strip().isdecimal()
     ]
-    if not problems and int(given.get("RANK", "0")) >= int(given.get("WORLD_SIZE", "1")) and "WORLD_SIZE" in given:
-        problems.append(
-            f"RANK={given['RANK']} in the environment, but WORLD_SIZE={given['WORLD_SIZE']}: ranks are counted from 0"
-        )
-    if not problems and int(port := given.get("MASTER_PORT", "1")) > LARGEST_PORT:
-        problems.append(f"MASTER_PORT={port} in the environment: must be {LARGEST_PORT} or less; {remedy}")
-    if (accelerator := given.get("DS_ACCELERATOR", "cpu")) not in ("cuda", "cpu"):
-        remedy = "unset it to take the GPUs there are"
-        problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu; {remedy}")
+    accelerator = given.get("DS_ACCELERATOR", "cpu")
+    if accelerator not in ("cuda", "cpu"):
+        problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu, or unset to find GPUs")
     raise_if_any(problems)
 
 
@@ -223,13 +208,6 @@ def outgoing_address(destination: str) -> str | None:
     return None
 
 
-def own_addresses(names: Iterable[str]) -> list[str]:
-    """The addresses of this machine at which machines of these names reach it; without a network the loopback one."""
-    towards = dict.fromkeys(address for name in names if (address := outgoing_address(name)))
-    # Also those that no interface of psutil's has (eth0:1). ssh may know names that do not resolve here.
-    return [address for address in towards if _is_reachable(address)] or [*_reachable_addresses()] or [LOOPBACK]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine of a launch."""
@@ -301,91 +279,25 @@ def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[
 
 
 SSH_ERRORS = {
-    "Could not resolve hostname": (
-        "unknown-host",
-        "the name {node} does not resolve here ({last})",
-        "correct the host file, or add the address: echo 'ADDRESS {node}' >> /etc/hosts",
-    ),
-    "Connection refused": (
-        "ssh-refused",
-        "nothing listens for ssh there ({last})",
-        "on {node}: systemctl start ssh; another port goes into ~/.ssh/config (Host {node}, Port N)",
-    ),
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": (
-        "ssh-host-key",
-        "the host's key is another than the known one",
-        "if the host was set up anew: ssh-keygen -R {node} && ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
-    ),
-    "Host key verification failed": (
-        "ssh-host-key",
-        "the host's key is not known here",
-        "ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
-    ),
-    "Permission denied": (
-        "ssh-password",
-        "ssh does not get in without a prompt ({last})",
-        "ssh-copy-id {node} (first ssh-keygen -t ed25519, where there is no key)",
-    ),
-    "timed out|No route to host|Network is unreachable|not responding": (
+    "Could not resolve hostname": ("unknown-host", "correct the host file, or add the address to /etc/hosts"),
+    "Host key verification failed": ("ssh-host-key", "ssh-keyscan -H {node} >> ~/.ssh/known_hosts"),
+    "Permission denied": ("ssh-password", "ssh-copy-id {node} (first ssh-keygen -t ed25519, if there is no key)"),
+    "timed out|No route to host|unreachable|not responding|Connection refused": (
         "host-unreachable",
-        "the host does not answer ({last})",
-        "ping {node}; is it up, is its address right, does a firewall drop port 22?",
+        "ping {node}; is it up, does sshd run there, does a firewall drop port 22?",
     ),
-    "cd:.*(No such file|can't cd|ot a directory)": (
-        "no-folder",
-        "the folder {folder} is not there",
-        "mount it on {node}, or copy it: rsync -a {folder}/ {node}:{folder}/",
-    ),
-    "No module named '?dsft": (
-        "no-dsft",
-        "Python there does not find this dsft ({last})",
-        "rsync -a {code}/ {node}:{code}/, or {install} -e {code}",
-    ),
-    "No module named": ("package-missing", "{last}", "{install} -c constraints.txt -e {code}"),
+    "cd:.*(No such file|can't cd|ot a directory)": ("no-folder", "mount {folder} on {node}, or copy it there"),
+    "No module named": ("package-missing", "install the same packages on {node}: pip install -c constraints.txt -e ."),
 }
-"""What ssh, the shell or Python say -> code, message, command that helps; the first that fits."""
+"""What ssh, the shell or Python print -> code of the finding, command that helps; the first that fits."""
 
 
-@dataclass(frozen=True)
-class SshProblem:
-    """Why a command on a node broke off."""
-
-    code: str  # of the doctor's finding (docs/doctor.md)
-    node: str
-    message: str
-    fix: str
-
-
-def ssh_problem(node: str, text: str, exit_code: int | None) -> SshProblem:
-    """Why a command on a node broke off, from the last words of ssh, the shell or Python."""
-    if "timed out" in text:  # does its server say anything in one small packet?
-        banner = ""
-        with contextlib.suppress(OSError), socket.create_connection((node, 22), timeout=3) as connection:
-            connection.settimeout(3)
-            banner = connection.recv(64).decode(errors="replace").strip()
-        if banner:
-            message = f"port 22 answers ({banner}), but ssh gets no further: small packets arrive, large ones do not"
-            fix = (
-                f"ping -M do -s 1472 {node}, and with less until it answers: that and 28 bytes are the MTU of the way;"
-                " then on both ends: ip link set dev INTERFACE mtu THAT"
-            )
-            return SshProblem("mtu-path", node, f"{message} (MTU)", fix)
-    from dsft.runtime.software import code_folder  # reads versions of packages, which help does without
-
-    values = {
-        "node": node,
-        "last": (text.splitlines() or [""])[-1][:300],
-        "folder": shlex.quote(os.getcwd()),
-        "code": shlex.quote(str(code_folder())),
-        "install": f"on {node}: {shlex.quote(sys.executable)} -m pip install",
-    }
-    for words, (code, message, fix) in SSH_ERRORS.items():
-        if re.search(words, text):
-            return SshProblem(code, node, message.format(**values), fix.format(**values))
+def ssh_problem(node: str, text: str, exit_code: int) -> tuple[str, str, str]:
+    """(code, message, fix) of a command that failed on a node, from the last line of ssh, the shell or Python."""
+    message = (text.splitlines() or [f"exit code {exit_code}"])[-1][:300]
+    for pattern, (code, fix) in SSH_ERRORS.items():
+        if re.search(pattern, text):
+            return code, message, fix.format(node=node, folder=os.getcwd())
     if exit_code in (126, 127) or (sys.executable in text and "No such file" in text):
-        fix = f"create the same environment at the same path on {node}, or mount it there"
-        return SshProblem("no-python", node, f"there is no {sys.executable}", fix)
-    if text.startswith("no answer to"):
-        fix = f"ssh {node} uptime; a full disk, a hanging mount or a load far beyond its cores look like this"
-        return SshProblem("node-silent", node, text, fix)
-    return SshProblem("ssh-failed", node, values["last"] or f"exit code {exit_code}", f"ssh -v {node} true")
+        return "no-python", message, f"create the same environment at {sys.executable} on {node}, or mount it there"
+    return "ssh-failed", message, f"ssh -v {node} true"

@@ -82,11 +82,6 @@ def git_commit() -> str | None:
         return None  # no git on this machine
 
 
-def code_folder() -> Path:
-    """Returns the checkout that dsft runs from; where it was installed from a wheel, the package itself."""
-    return PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else PACKAGE
-
-
 def code_hash() -> str:
     """Hash the package's Python files and chat templates: two nodes may both say "+changes" and run different code."""
     total = hashlib.sha256()

@@ -35,7 +35,7 @@ from dsft.data.epoch import Part, describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.job import beat as watchdog
-from dsft.job.cause import record_failure
+from dsft.job.cause import is_consequence, record_failure
 from dsft.models.build import build_model
 from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
@@ -257,8 +257,8 @@ def recorded(
     except BaseException as error:
         if isinstance(error, Unsaved) or not isinstance(error, TrainingStopped):
             # On the rank that failed, whichever it is: rank 0 is about to be ended. If another rank caused it, the
-            # thread of job/beat.py replaces this.
-            if is_recorded:
+            # thread of job/beat.py records that.
+            if is_recorded and not is_consequence(str(error)):
                 text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
                 record_failure(Path(run.output_dir) / RUN, text)
             raise

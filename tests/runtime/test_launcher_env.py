@@ -20,7 +20,6 @@ from dsft.runtime.launcher_env import (
     free_port,
     launcher_variables,
     map_launcher_variables,
-    own_addresses,
     ssh_problem,
 )
 
@@ -203,32 +202,20 @@ def test_a_command_unsets_the_variables_of_a_single_process_and_a_call_within_it
     ("name", "value"),
     [
         ("WORLD_SIZE", "two"),
-        ("WORLD_SIZE", "0"),
         ("WORLD_SIZE", ""),
         ("RANK", "first"),
         ("RANK", "-1"),
         ("LOCAL_RANK", "0.5"),
         ("LOCAL_SIZE", "x"),
         ("MASTER_PORT", "http"),
-        ("OMP_NUM_THREADS", "0"),
-        ("PMI_SIZE", "x"),
-        ("SLURM_JOB_ID", "x"),
         ("DS_ACCELERATOR", "banana"),
         ("DS_ACCELERATOR", ""),
-        ("MASTER_PORT", "65536"),
     ],
 )
 def test_a_variable_that_is_no_number_or_accelerator_is_named(name, value):
     with pytest.raises(UserError) as error:
         check_environment({name: value})
     assert len(error.value.problems) == 1 and error.value.problems[0].startswith(f"{name}={value} in the environment")
-
-
-def test_a_rank_beyond_the_world_is_named():
-    with pytest.raises(UserError, match="RANK=5 in the environment, but WORLD_SIZE=2"):
-        check_environment({"RANK": "5", "WORLD_SIZE": "2"})
-    check_environment({"RANK": "5"})
-    check_environment({})
 
 
 def test_every_entry_says_it_in_one_line(monkeypatch):
@@ -256,17 +243,4 @@ def test_every_entry_says_it_in_one_line(monkeypatch):
     ],
 )
 def test_a_missing_python_is_told_from_other_ends_of_a_node_s_command(text, exit_code, code):
-    assert ssh_problem("n1", text, exit_code).code == code
-
-
-def test_other_machines_never_get_this_ones_loopback_address():
-    """Also for a name that only ssh knows, and one that /etc/hosts maps to 127.0.1.1."""
-    for names in (["known-to-ssh-alone"], ["localhost"]):
-        addresses = own_addresses(names)
-        assert addresses and not any(address.startswith("127.") or address == "::1" for address in addresses)
-
-
-def test_an_address_under_a_label_of_an_interface_is_this_machine_s(monkeypatch):
-    """psutil has it as an interface of its own, eth0:1, of which it does not say whether it is up."""
-    monkeypatch.setattr(launcher_env, "outgoing_address", {"a": "192.0.2.7", "b": "127.0.1.1", "c": None}.get)
-    assert own_addresses("abc") == ["192.0.2.7"]
+    assert ssh_problem("n1", text, exit_code)[0] == code

@@ -25,7 +25,6 @@ def busy_port():
 
 
 CASES = {
-    "RANK=5 in the environment, but WORLD_SIZE=2": (EXIT_USER_ERROR, {"RANK": "5"}),
     "WORLD_SIZE=two in the environment": (EXIT_USER_ERROR, {"WORLD_SIZE": "two"}),
     "rank 0 of 2 on": (EXIT_NOT_STARTED, {}),
     "rank 1 of 2 on": (EXIT_NOT_STARTED, {"RANK": "1"}),
