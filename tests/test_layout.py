@@ -150,7 +150,7 @@ def test_no_module_imports_itself_through_others():
 
 
 RUN_FILES = {
-    *(manifest.MANIFEST, manifest.TRAINER_STATE, manifest.STAGING, manifest.REPLACED, manifest.REMOVED),
+    *(manifest.MANIFEST, manifest.TRAINER_STATE, manifest.STAGING, manifest.REMOVED),
     *(run_folder.RUN, run_folder.METRICS, run_folder.FINAL),
 }
 

@@ -12,11 +12,7 @@ from safetensors.torch import load_file
 from test_docs import blocks
 from tiny import sentences, write_jsonl
 
-from dsft.config.options import TrainConfig
-from dsft.run_setup.resolve import resolve_offline
 from dsft.runtime.distributed import free_port
-from dsft.runtime.hardware import Machine
-from dsft.units import GiB
 
 PAGE = ROOT / "docs" / "python.md"
 CODE = """
@@ -32,13 +28,6 @@ def focal(logits, labels):
 
 def mean(logits, labels):
     return functional.cross_entropy(logits, labels)
-
-def looks_around(logits, labels):
-    nats = usual(logits, labels)
-    return nats / nats.detach().max()
-
-def sure(logits, labels):
-    return usual(logits, labels) - 0.1 * (logits.softmax(-1) ** 2).sum(-1)
 
 def reads_numbers(logits, labels):
     return usual(logits, labels) * float(logits.max() > -1e9)
@@ -176,16 +165,6 @@ def test_a_change_of_the_functions_file_prepares_the_rows_again(place, options):
         assert result.returncode == 0, result.stderr
         counts.append(read_json(run / "run.json")["data"]["left_out_by_map_row"])
     assert counts[0] > counts[1] == 0
-
-
-def test_a_loss_of_ones_own_that_looks_at_other_tokens_is_noted(place, tiny, monkeypatch):
-    monkeypatch.chdir(place)
-    machine = Machine(device_bytes=8 * GiB, host_bytes=64 * GiB, ranks_per_node=1, nodes=1, has_gpu=True)
-    notes = {}
-    for name in ("own:sure", "own:looks_around"):
-        config = TrainConfig(model=str(tiny / "model"), data=[str(tiny / "texts.jsonl")], seq_len=64, compute_loss=name)
-        notes[name] = any("depends on the other tokens" in note for note in resolve_offline(config, machine).notes)
-    assert notes == {"own:sure": False, "own:looks_around": True}
 
 
 @pytest.mark.launch

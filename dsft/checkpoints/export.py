@@ -29,7 +29,7 @@ from dsft.models.model_folder import adapter_base, base_revision, described_in, 
 from dsft.models.quantization import GGUF, cast_weights, unpacking_config
 from dsft.models.size import empty_model, load_model_config
 from dsft.models.tokenizer import tokenizer_folder
-from dsft.models.trained import merge_problems, unwrapped
+from dsft.models.trained import unwrapped
 from dsft.models.weight_files import safe_unpickling
 from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB
@@ -62,8 +62,7 @@ def export(
     check_new_folder(out)
     verify_weights(str(folder))
     options = {"revision": base_revision(str(folder)), "trust_remote_code": trust_remote_code}
-    # Inside of a folder that exists: it may be the current one, a link, or a disk of its own.
-    beside = target / UNFINISHED if target.is_dir() else target.absolute().with_name(f"{target.name}{UNFINISHED}")
+    beside = target.absolute().with_name(f"{target.name}{UNFINISHED}")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with safe_unpickling(trust=trust_checkpoint):
@@ -74,15 +73,11 @@ def export(
             AutoTokenizer.from_pretrained(tokenizer, **gguf, **options).save_pretrained(beside)
         add_keys_of_transformers_4(beside, tokenizer)
         share_files(beside)
-        if target.is_dir():
-            for path in [*beside.iterdir()]:
-                path.rename(target / path.name)
-        else:
-            beside.rename(target)
+        beside.rename(target)
     except UserError:
         raise
-    # What transformers and peft raise for files that are cut, NaN, and packages that are not installed.
-    except (OSError, ValueError, SafetensorError, ImportError) as error:
+    # What transformers and peft raise for files that are cut, NaN, what cannot be merged, and missing packages.
+    except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
         raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # of what failed, gigabytes
@@ -124,7 +119,6 @@ def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: 
         if hasattr(text_config, "quantization_config"):
             del text_config.quantization_config
     if isinstance(model, PeftModel):
-        raise_if_any([f"{folder}: {problem}" for problem in merge_problems(model)])
         model = _merged(model)
     return model
 

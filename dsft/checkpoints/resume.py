@@ -187,8 +187,6 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         if "step" in counter and shards.step is not None:
             step = counter["step"]
             counter["step"] = step.fill_(shards.step) if torch.is_tensor(step) else shards.step
-    for param_group in optimizer.param_groups:
-        param_group.update(shards.counters)
     # What computes is made of the fp32 weights again.
     if is_stage_3:
         for group in range(len(flats)):

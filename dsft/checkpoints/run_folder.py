@@ -17,12 +17,10 @@ from dsft.checkpoints.manifest import (
     discard,
     folders_of_steps,
     integrity_errors,
-    last_good,
     read_trainer_state,
-    resume_errors,
 )
 from dsft.config.options import Decision, TrainConfig
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, is_step_folder
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, PROBE, check_writable
@@ -52,7 +50,7 @@ OPTIONS_ON_THE_CARD = (
     *("adapter", "lora_r", "lora_alpha", "lora_target_modules", "seed"),
 )
 UNFINISHED = ".unfinished"
-"""Where an export is written until it is whole: a name's ending, or in an empty folder a name."""
+"""Ending of the name of the folder that an export is written to until it is whole."""
 WEIGHTS_ONLY = "resume_weights_only"
 """The option, as the reason of what follows from it."""
 
@@ -70,7 +68,7 @@ def check_output_dir(config, problems: list[str]) -> None:
     path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
-    if resume and resume != "auto" and not (Path(resume) / TRAINER_STATE).is_file():
+    if resume and resume != "auto" and not os.path.isfile(Path(resume) / TRAINER_STATE):
         problems.append(
             f"resume_from_checkpoint={resume}: holds no {TRAINER_STATE}, so it is no complete checkpoint; use auto"
             " or a checkpoint-N folder"
@@ -119,11 +117,38 @@ def clear_run(output_dir: str) -> None:
     path = Path(output_dir)
     for folder in (*folders_of_steps(path), path / FINAL):
         try:
-            for error in discard(folder) if folder.is_dir() else ():
-                say(f"warning: {error}: is left of the run that was replaced; a later save tries again")
+            discard(folder)
         except OSError as error:
             raise UserError(f"overwrite: {folder} cannot be removed ({error}); choose another output_dir") from None
     (path / RUN).unlink(missing_ok=True)
+
+
+def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
+    """List why a run cannot resume from a checkpoint, by its files, their sizes and, to `verify`, the hashes of small
+    ones. One without a manifest is another tool's, unless it lies in a run's folder.
+    """
+    try:
+        needs_manifest = verify and is_run(folder.parent)
+        if not needs_manifest and not (folder / MANIFEST).is_file():
+            return []
+    except OSError as error:
+        return [f"it cannot be read ({one_line(error)})"]
+    return integrity_errors(folder, hashes="small" if verify else "none")
+
+
+def last_good(output_dir: str | Path, *, verify: bool = True, before: Path | None = None) -> Path | None:
+    """Find the newest checkpoint without `resume_errors`; those that are skipped are logged.
+    `before`: a checkpoint; it and all newer ones are left out.
+    """
+    folders = checkpoints(output_dir)
+    if before:
+        folders = folders[: folders.index(before)]
+    for folder in reversed(folders):
+        errors = resume_errors(folder, verify=verify)
+        if not errors:
+            return folder
+        say(f"{folder} is incomplete and is skipped: {'; '.join(errors[:3])}")
+    return None
 
 
 def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | None:
@@ -138,25 +163,18 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     if not resume or (config.overwrite and of_another_job):
         return None
     if resume != "auto":
-        errors = resume_errors(Path(resume), other_tools=_other_tools(config, Path(resume).parent))
+        errors = resume_errors(Path(resume), verify=config.verify_resume)
         raise_if_any(
             [f"resume_from_checkpoint={resume}: {error}; it is incomplete, use another or auto" for error in errors]
         )
         return resume
-    good, skipped = last_good(
-        output_dir, other_tools=_other_tools(config, Path(output_dir)), before=before and Path(before)
-    )
-    if good is None and (skipped or before) and not config.overwrite:
+    good = last_good(output_dir, verify=config.verify_resume, before=before and Path(before))
+    if good is None and checkpoints(output_dir) and not config.overwrite:
         raise UserError(
             f"resume_from_checkpoint=auto: no checkpoint in {output_dir} can be used; start from scratch with"
             " --overwrite true, or take one as it is with --verify_resume false and its folder"
         )
     return str(good) if good else None
-
-
-def _other_tools(config: TrainConfig, folder: Path) -> list[str] | None:
-    """Return the names of the checkpoints that lay in a folder before dsft's first run there; None where all may be."""
-    return _known_run(folder).get("other_tools_checkpoints") if config.verify_resume else None
 
 
 def _known_run(folder: str | Path) -> dict[str, Any]:
@@ -224,9 +242,6 @@ def write_run(output_dir: str, **sections: Any) -> None:
     content = _known_run(output_dir) or {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": os.environ.get(LAUNCH),
-        "other_tools_checkpoints": [
-            folder.name for folder in checkpoints(output_dir) if not (folder / MANIFEST).is_file()
-        ],
     }
     write_json(path, content | sections)
 
@@ -293,8 +308,7 @@ def find_weights(source: str) -> Path:
         kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is no folder"
         raise UserError(f"{source}: {kinds}")
     if is_run(folder):
-        others = read_run(source).get("other_tools_checkpoints", [])
-        folder = folder / FINAL if (folder / FINAL).is_dir() else last_good(source, other_tools=others)[0]
+        folder = folder / FINAL if (folder / FINAL).is_dir() else last_good(source)
         if folder is None:
             raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
@@ -313,11 +327,9 @@ def find_adapter(source: str) -> Path:
 
 
 def check_new_folder(out: str) -> None:
-    """Check that `out` can become a folder. Raises UserError where it holds files, or is one."""
-    path = Path(out)
-    # What a killed export left is written over.
-    if os.path.lexists(path) and (not path.is_dir() or any(inside.name != UNFINISHED for inside in path.iterdir())):
-        raise UserError(f"{out}: exists and is not empty; choose a new folder")
+    """Raises UserError if there is something at `out`, which is to become a folder."""
+    if os.path.lexists(out):
+        raise UserError(f"{out}: exists; choose a new folder")
 
 
 def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:

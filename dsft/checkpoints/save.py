@@ -23,7 +23,7 @@ from dsft.checkpoints.manifest import (
     files_of,
     hash_and_sync,
     publish,
-    shares_of_ranks,
+    share_of,
 )
 from dsft.errors import Unsaved, one_line
 from dsft.models.model_folder import OPTIMIZER_FILES
@@ -78,7 +78,7 @@ class StagedSave:
         """
         start, rank = time.monotonic(), distributed.rank()
         # What a killed save left goes first: it would be published with the rest.
-        distributed.first_on_rank_0(functools.partial(discard, self.staged.parent, if_possible=True))
+        distributed.first_on_rank_0(functools.partial(discard, self.staged.parent))
         with failures_named(self.folder):
             # safetensors maps the file that it writes: a full disk would kill the process without a word (SIGBUS).
             needed = max(needed_bytes, self.saves.largest_bytes)
@@ -104,10 +104,10 @@ class StagedSave:
         status = self.staged.stat() if self.staged.exists() else None
         folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])
         readers = [number for number, folder in enumerate(folders) if folder == folders[0]]
-        shares = distributed.on_rank_0(
-            lambda: shares_of_ranks(files_of(self.staged), distributed.world_size(), readers=readers)
-        )
-        mine = shares[distributed.rank()]
+        written = distributed.on_rank_0(functools.partial(files_of, self.staged))
+        mine = []
+        if distributed.rank() in readers:
+            mine = share_of(written, reader=readers.index(distributed.rank()), readers=len(readers))
         hashed = [(str(path.relative_to(self.staged)), hash_and_sync(path)) for path in mine]
         distributed.wait_long("files are hashed")
         return dict(sorted(distributed.from_all(hashed)))

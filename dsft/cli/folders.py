@@ -1,7 +1,6 @@
 """Commands on the folder of a run or model: `dsft checkpoints`, `verify`, `export`, `merge` and `chat`.
 
-Problems of the folder are reported before torch is loaded, which takes seconds. What is exported is read back before it
-is called written.
+Problems of the folder are reported before torch is loaded, which takes seconds.
 """
 
 import contextlib
@@ -10,12 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from dsft.checkpoints.manifest import MANIFEST, checkpoints, files_of, integrity_errors, read_manifest
+from dsft.checkpoints.manifest import MANIFEST, bytes_of, checkpoints, files_of, integrity_errors, read_manifest
 from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights, is_run, read_run
 from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
-from dsft.models.model_folder import base_revision, is_read_pickle, missing, step_folder
+from dsft.models.model_folder import base_revision, missing, step_folder
 from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
@@ -39,7 +38,7 @@ def show_checkpoints(options: FolderOptions) -> None:
         table.add_row(
             folder.name.rpartition("-")[2],
             "" if loss is None else f"{loss:.4g}",
-            f"{_num_bytes(folder) / GB:.3g}",
+            f"{bytes_of(folder) / GB:.3g}",
             str(manifest.get("world_size", "")),
             str(manifest.get("zero_stage", "")),
             f"no: {errors[0]}" if errors else "yes",
@@ -58,7 +57,7 @@ def show_checkpoints(options: FolderOptions) -> None:
 
 def verify_checkpoint(options: FolderOptions) -> None:
     """Read every file of a checkpoint, or of all that a run's folder holds, and compare it with the manifest. Raises
-    UserError with everything that differs, and every pickle that asks for foreign classes.
+    UserError with everything that differs.
     """
     path = Path(options.folder)
     if not path.is_dir():
@@ -67,18 +66,9 @@ def verify_checkpoint(options: FolderOptions) -> None:
     if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
         folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
     raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes="all")])
-    if pickles := [file for folder in folders for file in files_of(folder) if is_read_pickle(file)]:
-        with quick_imports():
-            from dsft.models.weight_files import pickle_errors
-
-        raise_if_any(pickle_errors(pickles))
     for folder in folders:
         files = plural(len(files_of(folder)), "file")
-        show_text(f"dsft: {folder} is complete: {files}, {_num_bytes(folder) / GB:.3g} GB, as they were written")
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in files_of(folder))
+        show_text(f"dsft: {folder} is complete: {files}, {bytes_of(folder) / GB:.3g} GB, as they were written")
 
 
 def export_or_merge(options: ExportOptions | MergeOptions) -> None:
@@ -91,7 +81,7 @@ def export_or_merge(options: ExportOptions | MergeOptions) -> None:
         from dsft.checkpoints.export import export, merge
 
     folder = (merge if is_merge else export)(**dataclasses.asdict(options))
-    show_text(f"dsft: {'merged, ' if is_merge else ''}written and read back: {folder}")
+    show_text(f"dsft: {'merged, ' if is_merge else ''}written: {folder}")
 
 
 def chat(options: ChatOptions) -> None:

@@ -71,11 +71,9 @@ from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,
     ZeroShards,
-    check_weight_files,
     empty_tensors,
     find_files,
     load_pickle,
-    pickle_errors,
     safe_unpickling,
 )
 from dsft.runtime import distributed, patches
@@ -143,7 +141,6 @@ def build_model(
         if method != "full":
             set_seed(seed)
             if config.adapter:
-                check_weight_files(Path(config.adapter))
                 grow_for(model, config.adapter)
                 take_generation_config(model, Path(config.adapter))
             model = add_lora(model, config, adapter=config.adapter, rows=rows)
@@ -190,7 +187,6 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     folder = Path(name)
     if has_only_shards(name):
         return _load_zero_shards(folder, **options)
-    check_weight_files(folder)
     if base := adapter_base(name):
         model = load_weights(base, **options)
         grow_for(model, name)
@@ -243,7 +239,6 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     checkpoint, saved = Path(described_in(str(folder))), step_folder(folder)
-    raise_if_any(pickle_errors(sorted(saved.glob("*.pt"))))
     if any(saved.glob(OPTIMIZER_FILES)):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -311,8 +306,22 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
         if not files:
             return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
         tensors = empty_tensors(files)
-        _refuse_integers(tensors)
-        info = _load_empty(facts.architecture, copy.deepcopy(facts.config), tensors)
+        # Without their scales integers would be cast to other weights.
+        integers = [name for name, each in tensors.items() if name.endswith("weight") and not each.is_floating_point()]
+        if integers:
+            raise UserError(
+                f"{_tensors(integers, 'hold integers')}, and its config has no quantization_config; use the model that"
+                " it was made from, or one whose config.json has it"
+            )
+        with quiet_report(bar=False):
+            _, info = facts.architecture.from_pretrained(
+                None,
+                config=copy.deepcopy(facts.config),
+                state_dict=tensors,
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
     except RuntimeError as error:  # of a renaming, after transformers has shown its report
@@ -353,25 +362,6 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
     if adapter and Path(adapter).exists() == local:
         problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
     return problems
-
-
-def _refuse_integers(tensors: dict[str, torch.Tensor]) -> None:
-    """Raises UserError for integer weights: without their scales they would be cast to other weights."""
-    names = [name for name, tensor in tensors.items() if name.endswith("weight") and not tensor.is_floating_point()]
-    if names:
-        raise UserError(
-            f"{_tensors(names, 'hold integers')}, and its config has no quantization_config; use the model that it was"
-            " made from, or one whose config.json has it"
-        )
-
-
-def _load_empty(
-    architecture: type[PreTrainedModel], config: PreTrainedConfig, tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Loads empty tensors; returns transformers' report."""
-    options = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with quiet_report(bar=False):
-        return architecture.from_pretrained(None, config=config, state_dict=dict(tensors), **options)[1]
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:

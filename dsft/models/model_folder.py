@@ -65,12 +65,6 @@ def number_in(path: Path) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
-def is_read_pickle(file: Path) -> bool:
-    """Return whether `file` is a pickle that some load of a model or a checkpoint reads."""
-    is_for_people = file.name == "training_args.bin"  # of transformers' Trainer
-    return file.suffix in (".pt", ".pth", ".bin") and not is_for_people
-
-
 def adapter_description(model: str) -> dict[str, Any] | None:
     """The content of the adapter_config.json of an adapter's folder, or of the checkpoint of one whose `global_step`
     folder `model` is; None where there is no adapter.

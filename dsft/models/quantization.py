@@ -1,16 +1,15 @@
 """Formats of quantised weights: of the frozen base under method qlora, and of models that are scored.
 
-A format is made while weights load (FORMATS, by bitsandbytes), or the weights have it on disk (ON_DISK: a GGUF file, or
-the `quant_method` in a model's config: GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all.
+A format is made while weights load (FORMATS, by bitsandbytes), or the weights have it on disk: a GGUF file, or the
+`quant_method` in a model's config (GPTQ, AWQ, FP8, compressed-tensors ...). transformers loads them all.
 """
 
 import copy
-import dataclasses
 import importlib.util
 import logging
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
@@ -30,12 +29,10 @@ class Quantization:
     bits: int = 8  # of one weight in memory, without scales
     scale_bytes: float = 0.0  # of one weight, its part of the scales
     package: str = ""  # that makes it while weights load; empty where it lies on disk
-    read_by: tuple[str, ...] = ()  # packages that compute with it, where it lies on disk
     trainable: bool = False  # method qlora trains adapters over it
-    unpacked_on: tuple[Literal["cpu", "cuda"], ...] = ()
-    """Devices for which transformers unpacks the weights to the model's dtype while it loads them."""
-    unpacked_in_training: bool = False
+    can_be_unpacked: bool = False
     """Adapters are trained and evaluated over its unpacked weights, and `dsft export` writes those."""
+    is_unpacked: bool = False  # transformers unpacks the weights to the model's dtype while it loads them
     disk_bytes: int | None = None  # of all weights, where they lie on disk in this format and on this machine
 
     @property
@@ -51,11 +48,6 @@ class Quantization:
     def is_of_linear_layers(self) -> bool:
         """Whether bitsandbytes made it, which leaves what is not a linear layer as it is."""
         return not self.lies_on_disk or self.trainable
-
-    @property
-    def is_unpacked(self) -> bool:
-        """Whether the weights are unpacked on every device, a GPU too: then dsft asks for it."""
-        return "cuda" in self.unpacked_on
 
     def __str__(self) -> str:
         return self.format
@@ -88,27 +80,10 @@ FORMATS = {
     )
 }
 """By the option `quantization`: formats that are made while weights load."""
-GGUF = Quantization(format="gguf", bits=16, read_by=("gguf",), unpacked_on=("cpu", "cuda"))
-ON_DISK = {
-    quantization.format: quantization
-    for quantization in (
-        GGUF,
-        Quantization(format="bitsandbytes", trainable=True),
-        # transformers unpacks it at the first forward.
-        Quantization(format="compressed-tensors", read_by=("compressed-tensors",), unpacked_in_training=True),
-        Quantization(format="gptq", read_by=("gptqmodel", "optimum")),
-        # On a CPU transformers has no products for these four. It trains fp8 packed on some GPUs alone, mxfp4 on none.
-        Quantization(format="fp8", unpacked_on=("cpu",), unpacked_in_training=True),
-        Quantization(format="mxfp8", unpacked_on=("cpu",), unpacked_in_training=True),
-        Quantization(format="mxfp4", unpacked_on=("cpu",), unpacked_in_training=True),
-        Quantization(format="fbgemm_fp8", unpacked_on=("cpu",)),
-    )
-}
-"""By `quant_method`: formats of which more is known than that transformers loads them."""
-PACKAGES = (
-    *dict.fromkeys(quantization.package for quantization in FORMATS.values()),
-    *(package for quantization in ON_DISK.values() for package in quantization.read_by),
-)
+GGUF = Quantization(format="gguf", bits=16, is_unpacked=True)
+UNPACKABLE = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
+"""Values of `quant_method` that transformers can unpack (`dequantize` in their configuration)."""
+PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum")
 """Whose versions can change the numbers of a quantised model."""
 
 
@@ -139,22 +114,23 @@ def quantization_on_disk(
     section, method = _section(config)
     if not section:
         return None
-    on_disk = ON_DISK.get(method, Quantization(format=method))
     bits = [section[name] for name in BITS if isinstance(section.get(name), int)]
     if section.get("load_in_4bit") or method == "mxfp4":
         bits = [4]
-    return dataclasses.replace(
-        on_disk,
+    return Quantization(
+        format=method,
         bits=bits[0] if bits else 8,
+        trainable=method == "bitsandbytes",
+        can_be_unpacked=method in UNPACKABLE,
+        is_unpacked=trained and method in UNPACKABLE,
         disk_bytes=disk_bytes,
-        unpacked_on=("cpu", "cuda") if trained and on_disk.unpacked_in_training else on_disk.unpacked_on,
     )
 
 
 def unpacking_config(config: PreTrainedConfig) -> Any:
     """Return what lets transformers unpack weights while it loads them; None where adapters get them packed."""
     section, method = _section(config)
-    if not section or method not in ON_DISK or not ON_DISK[method].unpacked_in_training:
+    if not section or method not in UNPACKABLE:
         return None
     return AutoQuantizationConfig.from_dict(section | {"dequantize": True})
 

@@ -5,6 +5,7 @@ configurations of usual models, so that they are planned without the hub.
 import contextlib
 import copy
 import dataclasses
+import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,13 +40,12 @@ from dsft.models.trained import (
     adapted_for_a_look,
     adapters_of,
     check_lora_options,
+    further_problems,
     grow_embeddings,
     grow_for,
     learning_rates,
     saved_lora_config,
     select_trained,
-    unsaved_ends,
-    without_rows,
 )
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
@@ -56,34 +56,7 @@ CONFIG_ERRORS = (
     struct.error,  # of a GGUF file that is truncated
 )
 """What transformers raises where a config cannot be found, read or built from."""
-_TIED, _SHORT, _NO_WINDOW = {"tie_word_embeddings": True}, {"max_position_embeddings": 32768}, {"sliding_window": None}
-USUAL_MODELS: dict[str, dict[str, Any]] = {
-    name: {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    }
-    | others
-    for name, model_type, hidden, layers, heads, kv_heads, ffn, vocab, others in (
-        ("Qwen/Qwen2.5-0.5B", "qwen2", 896, 24, 14, 2, 4864, 151936, _TIED | _SHORT),
-        ("meta-llama/Llama-3.2-1B", "llama", 2048, 16, 32, 8, 8192, 128256, _TIED | {"head_dim": 64}),
-        ("meta-llama/Llama-3.2-3B", "llama", 3072, 28, 24, 8, 8192, 128256, _TIED | {"head_dim": 128}),
-        ("mistralai/Mistral-7B-v0.3", "mistral", 4096, 32, 32, 8, 14336, 32768, _NO_WINDOW | _SHORT),
-        ("meta-llama/Llama-3.1-8B", "llama", 4096, 32, 32, 8, 14336, 128256, {}),
-        ("Qwen/Qwen2.5-14B", "qwen2", 5120, 48, 40, 8, 13824, 152064, {}),
-        ("Qwen/Qwen2.5-32B", "qwen2", 5120, 64, 40, 8, 27648, 152064, {}),
-        ("mistralai/Mixtral-8x7B-v0.1", "mixtral", 4096, 32, 32, 8, 14336, 32000, _NO_WINDOW | _SHORT),
-        ("meta-llama/Llama-3.1-70B", "llama", 8192, 80, 64, 8, 28672, 128256, {}),
-        ("Qwen/Qwen2.5-72B", "qwen2", 8192, 80, 64, 8, 29568, 152064, {}),
-        ("meta-llama/Llama-3.1-405B", "llama", 16384, 126, 128, 8, 53248, 128256, {}),
-    )
-}
+USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
 """From the fewest parameters to the most; as config.json of each repository of the hub has them."""
 
 
@@ -149,10 +122,6 @@ class ModelSize:
     """
     trains_embedding: bool = True
     """In full finetuning: whether the input embedding is trained."""
-    layer_numbers: tuple[int, ...] = ()
-    """Of the decoder's layers, where transformers' every_n_layers also counts others: those of towers before them, and
-    layers within layers.
-    """
 
     @property
     def trained_share(self) -> float:
@@ -189,6 +158,7 @@ class ModelFacts:
     attn_implementation: str  # that transformers takes: the one asked for, else its own choice for this architecture
     adapters: PeftConfig | None  # of LoRA, new or saved; None in full finetuning
     architecture: type[PreTrainedModel]  # class that is loaded
+    has_plain_head: bool  # a linear layer, also with the adapters
 
 
 @contextlib.contextmanager
@@ -249,7 +219,8 @@ def measure_model(
         config: of the model, where it is known; else it is read.
         new_tokens: that it gets rows for, beside those of the adapter.
     """
-    name, method, known = options.model, options.method, {"trust_remote_code": options.trust_remote_code}
+    name, method = options.model, options.method
+    trusted = {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
         raise UserError(f"model={name}: {NO_GGUF}")
     if not scored and (base := adapter_base(name)):
@@ -258,9 +229,9 @@ def measure_model(
             f" train weights that lie beside it, take {ADAPTER_CONFIG} out of the folder"
         )
     try:
-        config = config or load_model_config(name, revision=options.revision, **known)
+        config = config or load_model_config(name, revision=options.revision, **trusted)
         set_router_loss(config, getattr(options, "router_aux_loss", None))
-        model = empty_model(copy.deepcopy(config), attn_implementation=options.attn_implementation, **known)
+        model = empty_model(copy.deepcopy(config), attn_implementation=options.attn_implementation, **trusted)
     except UserError as error:
         raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
     except CONFIG_ERRORS as error:
@@ -270,7 +241,7 @@ def measure_model(
     try:
         if options.adapter and method != "full":
             shape = saved_lora_config(options.adapter)
-            raise_if_any(without_rows(options.adapter, shape, new_tokens) + unsaved_ends(model, options.adapter, shape))
+            raise_if_any(further_problems(model, options.adapter, shape, new_tokens))
             grow_for(model, options.adapter)
         elif adapter:
             grow_for(model, adapter)
@@ -306,12 +277,8 @@ def measure_model(
         attn_implementation=model.config.get_text_config()._attn_implementation,
         adapters=adapters,
         architecture=type(model),
+        has_plain_head=type(model.get_output_embeddings()) is nn.Linear,
     )
-
-
-def num_experts_of(text: PreTrainedConfig) -> int | None:
-    """Routed experts of a layer; None where there are none."""
-    return _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
@@ -331,19 +298,19 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     quantization = size.quantization
     if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
-    way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.unpacked_in_training else ""
+    way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.can_be_unpacked else ""
     return [
         f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model whole"
         f" on every rank under ZeRO-3 (get_init_context); use zero 0 or auto{way_out}"
     ]
 
 
-def check_positions(facts: ModelFacts, *, seq_len: int, model: str, key: str = "seq_len") -> list[str]:
-    """The model must have positions for the longest sequence, which the option `key` sets."""
+def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
+    """The model must have positions for the longest sequence."""
     positions = facts.size.max_positions
     if not positions or seq_len <= positions:
         return []
-    return [f"{key}={seq_len} is beyond the {positions} positions of {model}; lower {key}"]
+    return [f"seq_len={seq_len} is beyond the {positions} positions of {model}; lower seq_len"]
 
 
 def max_positions(text: PreTrainedConfig) -> int | None:
@@ -372,7 +339,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     tied = head is not None and head.weight is embedding
     # In three-dimensional parameters of one module called `experts`, or in one module each of a list with that name.
     expert_params = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.requires_grad)
-    num_experts = num_experts_of(text)
+    num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
     active_experts = int(expert_params * active_share)
@@ -382,19 +349,13 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # In a step ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
-    blocks = {
-        id(block)
-        for block in model.modules()
-        for child, experts in block.named_children()
-        if child.endswith("experts") and isinstance(experts, nn.ModuleList)
-    }
-    largest, largest_gathered = (
-        max(sum(p.numel() for p in module.parameters(recurse=id(module) in whole)) for module in model.modules())
-        for whole in ((), blocks)
-    )
-    counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    decoder = {id(layer) for layer in decoder_layers(model)}
-    layer_numbers = tuple(number for number, layer in enumerate(counted) if id(layer) in decoder)
+    largest = largest_gathered = 0
+    for module in model.modules():
+        is_block = any(name.endswith("experts") and isinstance(m, nn.ModuleList) for name, m in module.named_children())
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        gathered = sum(p.numel() for p in module.parameters()) if is_block else own
+        largest = max(largest, own)
+        largest_gathered = max(largest_gathered, gathered)
     # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt, and
     # bitsandbytes does not quantise; those of convolutions have 3 dimensions too.
     kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
@@ -451,7 +412,6 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         kv_size=(_first(text, "num_key_value_heads") or heads) * head_dim,
         num_heads=heads,
         head_dim=head_dim,
-        layer_numbers=() if layer_numbers == tuple(range(len(layer_numbers))) else layer_numbers,
     )
 
 

@@ -1,29 +1,21 @@
-"""Computes the head of any causal language model of transformers in tiles: logits of all positions never exist at once.
+"""The head of a causal language model in tiles: logits of all positions never exist at once.
 
-The backbone runs once, then the model's own `forward` is called over a shallow copy, in which the backbone returns
-given hidden states and the head is another one. So the architecture's softcap, scale and bias apply.
+    hidden states --(product with some of the head's weight)--> scale, softcap --> logits of one tile --> nats
 
-    model            shell (copy.copy)
-    |- backbone      |- FixedHiddenStates   returns the hidden states that the real backbone computed
-    |- lm_head       |- BareLinear          scoring: multiplies with the weight rows of one tile
-    |                |  Identity            training: is given the product
-    forward() -----> forward()              the model's own: softcap, scale, bias
-
-- Scoring (`ChunkedHead`): some rows of hidden states, one tile of the vocabulary at a time. A model that is built
-  otherwise, such as BERT, is taken at its output layer: that gets one position, and its inputs are kept. Either way is
-  compared once with the plain forward; where they differ, plain logits are used.
+- Scoring (`ChunkedHead`): some rows of hidden states, one tile of the vocabulary at a time. The model runs as it is; a
+  hook keeps the inputs of its output layer, which itself computes one position. The result is compared once with the
+  plain forward; if they differ, plain logits are used.
 - Training (`tile_loss`): all of the vocabulary for some rows at a time, and each tile's gradients right after its
   logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
   and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
-  ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles.
+  ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles. A trial with a small model of the
+  architecture decides whether this is done (`trials.trains_in_tiles`).
 
 Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab, W one tile of the vocabulary.
 """
 
 import contextlib
-import copy
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +25,7 @@ from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from transformers import PreTrainedConfig
 
 from dsft.config.user_code import failed, name_of
 from dsft.errors import UserError
@@ -49,93 +42,33 @@ took 0.24. A GPU wants large products.
 """
 
 
-class BackboneOutput(tuple):
-    """(hidden states,), also by name. Whatever else an architecture asks for (caches, router logits) is None."""
-
-    def __getattr__(self, name: str):
-        return self[0] if name == "last_hidden_state" else None
-
-
-class FixedHiddenStates(nn.Module):
-    """Replaces the backbone and returns the hidden states it was given, whatever it is called with."""
-
-    def __init__(self, backbone: nn.Module):
-        super().__init__()
-        self.hidden, self.substituted = None, (backbone,)  # in a tuple, which registers no module
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # Falcon-H1 reads the head's multiplier there
-            return getattr(self.substituted[0], name)
-
-    @property
-    def decoder(self) -> "FixedHiddenStates":
-        """OPT and BART call their decoder past the backbone."""
-        return self
-
-    def forward(self, *_, **__):
-        return BackboneOutput((self.hidden,))
-
-
-class Reused:
-    """Keeps the memory of one tensor, since new memory from the system costs a CPU more than the arithmetic on it."""
-
-    def __init__(self):
-        self.tensor = torch.empty(0)
-
-    def of(self, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-        if (self.tensor.shape, self.tensor.dtype, self.tensor.device) != (shape, like.dtype, like.device):
-            self.tensor = like.new_empty(shape)
-        return self.tensor
-
-
 def exp_in_place(tile: torch.Tensor) -> torch.Tensor:
     """Replace fp32 values by their exponentials."""
     # On a CPU torch.exp is MKL's, which takes four times as long on an AMD one as exp2, which is SLEEF's.
     return tile.exp_() if tile.is_cuda else tile.mul_(math.log2(math.e)).exp2_()
 
 
-class BareLinear(nn.Module):
-    """Computes the head's matrix product for one `tile` of the vocabulary, without ZeRO-3's hooks on modules."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.tile = slice(None)
-        self.out = Reused()
-
-    def forward(self, hidden_1NH: torch.Tensor) -> torch.Tensor:
-        weight_WH = self.weight[self.tile]
-        out_NW = self.out.of((hidden_1NH.shape[1], len(weight_WH)), weight_WH)
-        torch.mm(hidden_1NH[0], weight_WH.T, out=out_NW)
-        return (out_NW if self.bias is None else out_NW.add_(self.bias[self.tile]))[None]
-
-
 def backbone_of(inner: nn.Module) -> nn.Module:
-    """What computes the hidden states: the base model, or, where that is the model itself (Llama 4), its part beside
-    the head.
+    """Returns what computes the hidden states: the base model or, if that is the model itself (Llama 4), its part
+    beside the head.
     """
     parts = [part for part in inner.children() if part is not inner.get_output_embeddings()]
     return parts[0] if inner.base_model is inner and len(parts) == 1 else inner.base_model
 
 
-def make_shell(inner: nn.Module, backbone: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Make a shallow copy of a model with another backbone and head; None where it has not the usual parts: a backbone
-    and a plain linear head in the same module.
-    """
-    names = {module: name for name, module in inner._modules.items()}
-    replaced = {backbone_of(inner): backbone, inner.get_output_embeddings(): head}
-    parameters = inspect.signature(type(inner).forward).parameters
-    is_plain_head = type(inner.get_output_embeddings()) is nn.Linear
-    if not is_plain_head or not replaced.keys() <= names.keys() or "logits_to_keep" not in parameters:
-        return None
-    shell = copy.copy(inner)
-    shell.__dict__["_modules"] = inner._modules | {names[module]: other for module, other in replaced.items()}
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        shell.__dict__[hooks] = {}
-    shell.__dict__.pop("forward", None)  # tile_loss, DeepSpeed and accelerate may wrap the instance's forward
-    return shell
+def finish_logits(product: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+    """Applies what an architecture does to the products of its head, by the names that configs have for it."""
+    text = config.get_text_config()
+    logits = product
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        if factor := getattr(text, name, None):
+            logits = logits * factor
+    if divisor := getattr(text, "logits_scaling", None):  # Granite
+        logits = logits / divisor
+    for name in ("final_logit_softcapping", "logits_soft_cap"):  # Gemma, RecurrentGemma
+        if cap := getattr(text, name, None):
+            logits = torch.tanh(logits / cap) * cap
+    return logits
 
 
 class ChunkedHead:
@@ -144,61 +77,48 @@ class ChunkedHead:
     """
 
     def __init__(self, model: nn.Module, vocab_tile: int):
-        self.model, self.vocab_tile = model, vocab_tile
-        self.inner = unwrapped(model)
-        self.backbone = backbone_of(self.inner)
-        self.fixed, self.linear = FixedHiddenStates(self.backbone), self.inner.get_output_embeddings()
-        self.usable = type(self.linear) is nn.Linear
-        if self.usable:
-            self.bare = BareLinear(self.linear)
-            # None where logits are what its output layer makes of its inputs: a model that is built otherwise.
-            self.shell = make_shell(self.inner, self.fixed, self.bare)
+        self.model = model
+        self.vocab_tile = vocab_tile
+        self.config = unwrapped(model).config
+        self.linear = unwrapped(model).get_output_embeddings()
 
     def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""
-        kept, options = [], {}
-        with contextlib.ExitStack() as hooks:
-            if self.shell is None:
-                keep_inputs = lambda _, args: kept.append(args[0]) or (args[0][:, -1:],)  # noqa: E731
-                hooks.enter_context(self.linear.register_forward_pre_hook(keep_inputs))
-            else:
-                options["logits_to_keep"] = 1
-                for part in filter(None, (self.backbone, getattr(self.backbone, "decoder", None))):
-                    keep_outputs = lambda module, args, output: kept.append(output[0])  # noqa: E731
-                    hooks.enter_context(part.register_forward_hook(keep_outputs))
-            self.model(**inputs, use_cache=False, **options)
-        return kept[-1]  # the backbone's comes last; IndexError where this architecture calls none of them
+        hidden_states = []
+
+        def keep_inputs(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+            hidden_states.append(args[0])
+            return (args[0][:, -1:],)
+
+        with self.linear.register_forward_pre_hook(keep_inputs):
+            self.model(**inputs, use_cache=False)
+        return hidden_states[0]
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
         """Gather the head's weights on every rank under ZeRO-3. Collective: every rank enters once per batch."""
         return gather_params_ctx(list(self.linear.parameters()), modifier_rank=None)
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield [N, W] in fp32, after the architecture's softcap or scale, tile by tile; the next overwrites it."""
-        self.fixed.hidden = hidden_NH[None]
-        fp32, fp32_like = Reused(), hidden_NH.new_empty(0, dtype=torch.float32)
-        for start in range(0, self.linear.out_features, self.vocab_tile):
-            self.bare.tile = slice(start, start + self.vocab_tile)
-            if self.shell is None:
-                logits_NW = self.bare(hidden_NH[None])[0]
-            else:
-                logits_NW = self.shell(inputs_embeds=hidden_NH[None], use_cache=False).logits[0]
-            if logits_NW.dtype != torch.float32:
-                logits_NW = fp32.of(logits_NW.shape, fp32_like).copy_(logits_NW)
-            yield logits_NW
+        """Yield [N, W] in fp32, after the architecture's softcap or scale, tile by tile."""
+        weight_VH, bias_V = self.linear.weight, self.linear.bias
+        for start in range(0, len(weight_VH), self.vocab_tile):
+            tile = slice(start, start + self.vocab_tile)
+            bias_W = None if bias_V is None else bias_V[tile]
+            product_NW = functional.linear(hidden_NH, weight_VH[tile], bias_W)
+            yield finish_logits(product_NW, self.config).float()
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:
         """Compare the head on hidden states with the plain forward. Collective: the verdict is that of all ranks
         together, since under ZeRO-3 the two ways run other collectives.
         """
-        if not self.usable:
+        if type(self.linear) is not nn.Linear:
             return False
         plain = self.model(input_ids=ids_BT, use_cache=False).logits[0]
         try:
             hidden = self.run_backbone(input_ids=ids_BT)[0]
             with self.weights():
-                chunked = torch.cat([part.clone() for part in self.logits(hidden)], dim=1)
+                chunked = torch.cat([*self.logits(hidden)], dim=1)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if which_memory(error):
                 raise  # of this rank alone, perhaps
@@ -287,33 +207,25 @@ def own_nats_of(
     return torch.stack([losses_N.sum(), nats])
 
 
-def own_loss_problems(compute_loss: Callable, vocab_size: int) -> tuple[list[str], list[str]]:
-    """Tries a loss of the user's own on a few random logits; returns problems, and notes on what it makes of them."""
-    name = f"compute_loss={name_of(compute_loss)}"
+def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
+    """Tries a loss of the user's own on a few random logits, and lists its problems."""
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
     targets_N = torch.randint(vocab_size, (6,), generator=generator)
     try:
         total = own_nats_of(compute_loss, logits_NV, targets_N)[0]
-        first = own_nats_of(compute_loss, logits_NV[:2], targets_N[:2])[0]
-        second = own_nats_of(compute_loss, logits_NV[2:], targets_N[2:])[0]
     except UserError as error:
-        return error.problems, []
+        return error.problems
     if not total.requires_grad:
-        return [f"{name} returned losses without gradients: nothing would be trained"], []
-    if torch.allclose(total, first + second, rtol=1e-4):
-        return [], []
-    return [], [
-        f"{name}: the loss of a token depends on the other tokens that it is called with: accumulation, ranks and"
-        " packing then change what is trained"
-    ]
+        return [f"compute_loss={name_of(compute_loss)} returned losses without gradients: nothing would be trained"]
+    return []
 
 
 class _Nats(torch.autograd.Function):
     """`sums_of_nats` in tiles, with gradients of the first sum alone: these are kept until the backward, not logits."""
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, targets_N, weights_N, logits_of, rows):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, targets_N, weights_N, config, rows):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
@@ -326,7 +238,7 @@ class _Nats(torch.autograd.Function):
             product_RV = functional.linear(hidden_RH, weight_VH, bias_V).requires_grad_()
             with torch.enable_grad():
                 # Without a name, the float32 logits are freed before their gradient is made.
-                tile_sums = sums_of_nats(logits_of(product_RV).float(), targets_N[tile], weights_R)
+                tile_sums = sums_of_nats(finish_logits(product_RV, config).float(), targets_N[tile], weights_R)
                 sums += tile_sums.detach()
                 (grad_RV,) = torch.autograd.grad(tile_sums[0], product_RV)
             del product_RV, tile_sums
@@ -355,18 +267,11 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     `rows`: of one tile; by default as many as `tile_rows` returns.
     """
     inner = unwrapped(model)
-    backbone, head = backbone_of(inner), inner.get_output_embeddings()
-    fixed = FixedHiddenStates(backbone)
-    shell = make_shell(inner, fixed, nn.Identity())
-    if shell is None:
+    backbone = backbone_of(inner)
+    head = inner.get_output_embeddings()
+    if type(head) is not nn.Linear or backbone is inner:
         return False
     plain_forward, plain_head = inner.forward, head.forward
-
-    def logits_of(product_RV: torch.Tensor) -> torch.Tensor:
-        fixed.hidden = product_RV[None]  # what comes out of the backbone goes through no head
-        logits_RV = shell(inputs_embeds=fixed.hidden, use_cache=False).logits[0]
-        fixed.hidden = None
-        return logits_RV
 
     @functools.wraps(plain_head)
     def head_forward(hidden_BTH: torch.Tensor, *targets: torch.Tensor | None) -> torch.Tensor:
@@ -377,7 +282,7 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         vocab_size, hidden_size = head.weight.shape
         hidden_NH = hidden_BTH.reshape(-1, hidden_size)
         tile = rows or tile_rows(vocab_size, len(targets_N))
-        return _Nats.apply(hidden_NH, head.weight, head.bias, targets_N, weights_N, logits_of, tile)
+        return _Nats.apply(hidden_NH, head.weight, head.bias, targets_N, weights_N, inner.config, tile)
 
     @functools.wraps(plain_forward)
     def forward(

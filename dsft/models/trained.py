@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, PromptLearningConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,29 +29,30 @@ from dsft.units import plural
 
 ALL_LINEAR = "all-linear"
 LINEAR = (nn.Linear, Conv1D)
-MERGEABLE = frozenset(
+ADAPTER_TYPES = frozenset(
     (
-        *("ADALORA", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3"),
-        *("LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
-        *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+        *("ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "RANDLORA"),
+        *("TRAINABLE_TOKENS", "VBLORA", "VERA"),
     )
 )
-"""Types whose merge by peft computes what base and adapter do (each in tests/checkpoints/test_export_adapters.py)."""
-SCORABLE = MERGEABLE | {"BEFT", "LILY"}
-"""Types that change modules inside the base, whose tensors can be compared with it before its weights are loaded."""
+"""Types of saved adapters that are scored, merged and trained further. peft's merge computes what base and adapter do
+(each in tests/checkpoints/test_export_adapters.py).
+"""
 LORA_FIELDS = frozenset(
     (
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
         *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "layers_to_transform"),
-        *("layers_pattern", "init_lora_weights", "eva_config", "runtime_config", "qalora_group_size"),
+        *("layers_pattern", "init_lora_weights", "eva_config"),
         *("trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"),
     )
 )
 """Fields of LoRA that dsft plans, evaluates and merges."""
-LORA_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")
-"""Of `init_lora_weights`: the last two change the base, and peft does so again each time it loads the adapter."""
-NEW_STARTS = tuple(start for start in LORA_STARTS if start not in (None, "eva"))
-"""Of an adapter that is made here: others need the data, or change the base in a way that cannot be repeated."""
+QLORA_STARTS = (True, False, "gaussian", "orthogonal")
+"""Values of `init_lora_weights` that need no weights of the base."""
+LORA_STARTS = (*QLORA_STARTS, "mica", "pissa", "olora")
+"""Others need the data, or change the base in a way that cannot be repeated from what was saved. peft repeats the last
+two each time it loads the adapter.
+"""
 TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
 """Of an adapter's config: the tokens whose rows it trains, of LoRA and of the type TRAINABLE_TOKENS."""
 ROWS_MULTIPLE = 64
@@ -67,13 +67,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def ties_embeddings(model: PreTrainedModel) -> bool:
-    """Whether embedding and head are one weight. transformers and peft read that in the model's own config; the
-    text_config of a package may not have it.
-    """
-    return getattr(model.config, "tie_word_embeddings", False)
-
-
 def add_lora(
     model: PreTrainedModel, options: TrainConfig, *, adapter: str | None = None, rows: Sequence[int] = ()
 ) -> PeftModel:
@@ -83,7 +76,8 @@ def add_lora(
     # Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
     with warnings.catch_warnings(), patches.replaced("token_rows", gathered_rows):
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")  # peft's own
+        # Of peft's own pattern for fused experts.
+        warnings.filterwarnings("ignore", "The following alpha_pattern keys did not match .*gate_up_proj")
         if adapter:
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
         else:
@@ -125,52 +119,30 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     content = adapter_description(folder)
     if content is None:
         raise ValueError(f"it has no {ADAPTER_CONFIG}")
-    file, kind = f"{adapter}/{ADAPTER_CONFIG}", content["peft_type"]
-    if kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise UserError(f"{file}: peft_type {kind!r} is unknown to the installed peft; a newer one may know it")
-    kind_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    if kind not in SCORABLE:
-        adds_tokens = issubclass(kind_class, PromptLearningConfig)
-        why = " adds tokens to the model's input" if adds_tokens else ", which dsft cannot compare with its base"
-        raise UserError(f"{file}: an adapter of type {kind}{why}; it is not supported, use peft itself")
-    known = {field.name for field in dataclasses.fields(kind_class)}
-    if unknown := sorted(key for key, value in content.items() if value and key not in known):  # peft drops these
+    file = f"{adapter}/{ADAPTER_CONFIG}"
+    kind = content["peft_type"]
+    if kind not in ADAPTER_TYPES:
+        raise UserError(f"{file}: an adapter of type {kind} is not supported; use peft itself")
+    fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
+    if unknown := sorted(name for name, value in content.items() if value and name not in fields):  # peft drops these
         raise UserError(f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one")
-    if content.get("task_type") not in (None, "CAUSAL_LM"):
-        raise UserError(f"{file}: task_type {content['task_type']} is of no causal language model")
-    start = content.get("init_lora_weights", True)
-    if kind == "LORA" and start not in LORA_STARTS:
+    if kind == "LORA" and content.get("init_lora_weights", True) not in (*LORA_STARTS, None, "eva"):
         raise UserError(
-            f"{file}: init_lora_weights {start!r} changed the base at its start, which cannot be repeated from what"
-            " was saved; save it with peft's path_initial_model_for_weight_conversion"
+            f"{file}: init_lora_weights {content['init_lora_weights']!r} changed the base at its start, which cannot be"
+            " repeated from what was saved; save it with peft's path_initial_model_for_weight_conversion"
         )
     try:
         config = PeftConfig.from_pretrained(folder)
     except (TypeError, ValueError, AttributeError, ImportError) as error:
         raise UserError(f"{file}: cannot be read by peft ({one_line(error)})") from None
-    if kind == "LORA" and (foreign := sorted(_set_fields(config) - LORA_FIELDS)):
-        raise UserError(f"{file}: LoRA with {', '.join(foreign)} is not supported; load it with peft")
+    if kind == "LORA":
+        known = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS
+        default = LoraConfig()
+        for name in fields - known:
+            if getattr(config, name) and getattr(config, name) != getattr(default, name):
+                raise UserError(f"{file}: LoRA with {name} is not supported; load it with peft")
     config.inference_mode = False  # as saved, it would freeze the adapter
     return config
-
-
-def merge_problems(adapted: PeftModel) -> list[str]:
-    """Lists why the adapter of a model cannot be merged into its base; the meta device is enough."""
-    config = adapted.peft_config["default"]
-    if config.peft_type not in MERGEABLE:
-        return [f"an adapter of type {config.peft_type.value} cannot be merged; evaluate or serve it over its base"]
-    if getattr(config, "lora_bias", False) and any(
-        layer.get_base_layer().bias is None for layer in adapted.modules() if isinstance(layer, LoraLayer)
-    ):
-        return ["lora_bias has a bias for layers without one, which cannot take it; evaluate or serve it over its base"]
-    return []
-
-
-def _set_fields(config: LoraConfig) -> set[str]:
-    """Fields of LoRA itself that are not as peft has them by default."""
-    default = LoraConfig()
-    names = {field.name for field in dataclasses.fields(LoraConfig)} - {f.name for f in dataclasses.fields(PeftConfig)}
-    return {name for name in names if getattr(config, name) and getattr(config, name) != getattr(default, name)}
 
 
 def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int] = ()) -> LoraConfig:
@@ -182,29 +154,22 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
     """
     given = dict(options.lora_options)
     # Left out: routers, and towers that no text token passes through.
-    names, towers, asked = _routers(model), unreached(model), given.pop("exclude_modules", None) or []
-    pattern, names = (asked, names) if isinstance(asked, str) else (None, [*names, *asked])
-    excluded: list[str] | str | None = names or None
-    if towers or pattern:
-        parts = [rf"(.*\.)?({'|'.join(map(re.escape, names))})"] if names else []
-        parts += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers]
-        excluded = "|".join(parts + ([f"(?:{pattern})"] if pattern else []))
-    targets, layers = options.lora_target_modules, given.get("layers_to_transform")
+    excluded = [rf"(.*\.)?{re.escape(name)}" for name in _routers(model)]
+    excluded += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in unreached(model)]
+    asked = given.pop("exclude_modules", None) or []
+    excluded += [f"(?:{asked})"] if isinstance(asked, str) else [rf"(.*\.)?{re.escape(name)}" for name in asked]
+    targets = options.lora_target_modules
     if targets == [ALL_LINEAR]:
-        experts = fused_experts(model)
-        if layers is not None:  # peft heeds these for modules that are named alone
-            layers = [layers] if isinstance(layers, int) else layers
-            experts = [name for name in experts if int(re.search(r"\.(\d+)\.", name)[1]) in layers]
-            head, modules = model.get_output_embeddings(), model.named_modules()
-            linear = (name for name, module in modules if isinstance(module, LINEAR) and module is not head)
-            targets = sorted({name.rpartition(".")[2] for name in linear})
-        else:  # one name for all layers
-            experts = sorted({".".join(name.split(".")[-3:]) for name in experts})
-            targets = ALL_LINEAR
+        targets = ALL_LINEAR
+        experts = set()  # parameters that hold all experts of a layer, by one name for all layers
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
+                experts.add(".".join(name.split(".")[-3:]))
         if experts:
-            given.setdefault("target_parameters", experts)
+            given.setdefault("target_parameters", sorted(experts))
     if rows:
-        is_tied = ties_embeddings(model)  # then peft trains the head's rows with the embedding's
+        # Then peft trains the head's rows with the embedding's. It reads that in the model's own config.
+        is_tied = getattr(model.config, "tie_word_embeddings", False)
         given["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -214,21 +179,12 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
             lora_alpha=options.lora_alpha,
             lora_dropout=options.lora_dropout,
             target_modules=targets,
-            exclude_modules=excluded,
+            exclude_modules="|".join(excluded) or None,
             modules_to_save=options.lora_modules_to_save or None,
             use_dora=options.use_dora,
             use_rslora=options.use_rslora,
             **given,
         )
-
-
-def fused_experts(model: PreTrainedModel) -> list[str]:
-    """Names the parameters that hold all experts of a layer, which transformers keeps in three dimensions."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3
-    ]
 
 
 def _ends(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -262,55 +218,40 @@ def adapters_of(options: TrainConfig, model: PreTrainedModel, rows: Sequence[int
 
 
 def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str]:
-    """Lists what of the lora_* options dsft does not support, or matches nothing of `model`, on the meta device; what
-    peft refuses itself is left to it.
+    """Lists what of the lora_* options dsft does not support, or peft ignores in silence: names that match nothing of
+    `model`, on the meta device. What peft refuses itself is left to it.
     """
-    fields = {field.name for field in dataclasses.fields(LoraConfig)}
     problems = []
-    for name, value in options.lora_options.items():
-        if name not in fields:
-            problems.append(f"lora_options: {name} is not a field of peft.LoraConfig{nearest(name, fields)}")
-        elif name not in LORA_FIELDS or name in ("eva_config", "runtime_config", "qalora_group_size"):
-            problems.append(f"lora_options: {name} is not supported: dsft could not plan and merge such an adapter")
-        elif name == "init_lora_weights" and value not in NEW_STARTS:
-            choices = ", ".join(map(str, NEW_STARTS))
-            problems.append(f"lora_options: init_lora_weights={value} is not supported; choose from {choices}")
-    names = [name for name, _ in model.named_modules()]
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in options.lora_options.get(field) or ():
-            if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
-                problems.append(f"lora_options: {field}: {pattern!r} matches nothing in {options.model}")
-    start = options.lora_options.get("init_lora_weights")
-    if options.method == "qlora" and start in ("mica", "pissa", "olora"):
+    for name in options.lora_options.keys() - LORA_FIELDS:
+        problems.append(f"lora_options: {name} is not a supported field of peft.LoraConfig{nearest(name, LORA_FIELDS)}")
+    starts = QLORA_STARTS if options.method == "qlora" else LORA_STARTS
+    start = options.lora_options.get("init_lora_weights", True)
+    if start not in starts:
+        choices = ", ".join(map(str, starts))
+        problems.append(f"lora_options: init_lora_weights={start} is not supported here; choose from {choices}")
+    if "layers_to_transform" in options.lora_options and options.lora_target_modules == [ALL_LINEAR]:
         problems.append(
-            f"lora_options: init_lora_weights={start} needs the base's own weights, and qlora keeps them quantised; use"
-            " method lora"
+            "lora_options: layers_to_transform needs names in lora_target_modules, such as [q_proj, v_proj]"
         )
     if options.add_tokens:
-        in_the_way = [
-            f"lora_modules_to_save: {target}"
-            for target in options.lora_modules_to_save
-            if any(_is_meant(end, [target]) for end in _ends(model))
-        ]
-        if "trainable_token_indices" in options.lora_options:
-            in_the_way.append("lora_options: trainable_token_indices")
-        problems += [f"{other}: add_tokens trains the rows of new tokens; leave one out" for other in in_the_way]
-    modules, routers, towers = dict(model.named_modules()), tuple(_routers(model)), unreached(model)
-    adaptable = [
+        whole = [name for name in options.lora_modules_to_save if any(_is_meant(end, [name]) for end in _ends(model))]
+        if whole or "trainable_token_indices" in options.lora_options:
+            other = f"lora_modules_to_save: {whole[0]}" if whole else "lora_options: trainable_token_indices"
+            problems.append(f"{other}: add_tokens trains the rows of new tokens; leave one out")
+    modules = dict(model.named_modules())
+    left_out = tuple(_routers(model))
+    layers = [
         name
         for name, module in modules.items()
-        if isinstance(module, (*LINEAR, nn.Embedding))
-        and not name.endswith(routers)
-        and not f"{name}.".startswith(towers)
+        if isinstance(module, (*LINEAR, nn.Embedding)) and not name.endswith(left_out)
     ]
-    linear = sorted({name.rpartition(".")[2] for name in adaptable if isinstance(modules[name], LINEAR)})
-    if options.lora_target_modules != [ALL_LINEAR]:
-        for target in options.lora_target_modules:
-            if not any(_is_meant(name, [target]) for name in adaptable):
-                problems.append(
-                    f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its"
-                    f" linear layers are {', '.join(linear)}"
-                )
+    for target in options.lora_target_modules:
+        if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in layers):
+            linear = sorted({name.rpartition(".")[2] for name in layers if isinstance(modules[name], LINEAR)})
+            problems.append(
+                f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear"
+                f" layers are {', '.join(linear)}"
+            )
     for target in options.lora_modules_to_save:
         if not any(_is_meant(name, [target]) for name in modules):
             problems.append(f"lora_modules_to_save: {target!r} matches no module of {options.model}")
@@ -322,12 +263,6 @@ def tokens_of(adapters: PeftConfig | None) -> list[int]:
     indices = next(filter(None, (getattr(adapters, name, None) for name in TOKEN_FIELDS)), [])
     lists = indices.values() if isinstance(indices, dict) else [indices]
     return sorted({token for each in lists for token in each})
-
-
-def without_rows(adapter: str, adapters: PeftConfig, tokens: Iterable[int]) -> list[str]:
-    """Says that a saved adapter trains no rows for some new tokens; empty where it does."""
-    lost = {*tokens} - {*tokens_of(adapters)}
-    return [f"add_tokens: {adapter} has no rows for {plural(len(lost), 'token')}; train a new one"] if lost else []
 
 
 def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
@@ -364,22 +299,23 @@ def lost_ends(model: PreTrainedModel, adapter: str) -> list[str]:
     ]
 
 
-def unsaved_ends(model: PreTrainedModel, adapter: str, adapters: PeftConfig) -> list[str]:
-    """Says that a training of a saved adapter would lose a frozen embedding or head of its own; empty where it has
-    none.
+def further_problems(
+    model: PreTrainedModel, adapter: str, adapters: PeftConfig, new_tokens: Iterable[int]
+) -> list[str]:
+    """Lists why a saved adapter cannot be trained further: it has no rows for new tokens, or a frozen embedding or head
+    of its own, which a training would lose.
     """
-    vocab_size, trained = model.config.get_text_config().vocab_size, getattr(adapters, "modules_to_save", None) or ()
-    lost = [
-        f"a {end} of {rows:,} rows"
-        for end, rows in whole_ends(model, adapter).items()
-        if rows != vocab_size and not _is_meant(end, trained)
-    ]
-    if not lost:
-        return []
-    return [
-        f"adapter={adapter}: has {lost[0]}, its base one of {vocab_size:,}, and a training would not save it; merge"
-        " both first (dsft merge), and train a new adapter of the result"
-    ]
+    if lost := {*new_tokens} - {*tokens_of(adapters)}:
+        return [f"add_tokens: {adapter} has no rows for {plural(len(lost), 'token')}; train a new one"]
+    vocab_size = model.config.get_text_config().vocab_size
+    trained = getattr(adapters, "modules_to_save", None) or ()
+    for end, rows in whole_ends(model, adapter).items():
+        if rows != vocab_size and not _is_meant(end, trained):
+            return [
+                f"adapter={adapter}: has a {end} of {rows:,} rows, its base one of {vocab_size:,}, and a training would"
+                " not save it; merge both first (dsft merge), and train a new adapter of the result"
+            ]
+    return []
 
 
 def grow_for(model: PreTrainedModel, adapter: str) -> None:

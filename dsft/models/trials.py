@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -28,7 +27,6 @@ from dsft.models.build import DTYPES
 from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, max_positions, without_zero_init
 from dsft.models.tiles import next_tokens, sums_of_nats, tile_loss
-from dsft.models.trained import adapted_for_a_look
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu
@@ -118,22 +116,15 @@ def small_model(
         key_heads = {1: 1, known_heads: heads}.get(getattr(text, "num_key_value_heads", None), heads // 2)
         sizes = SMALL | dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), SMALL["head_dim"] * heads)
         sizes |= {"num_attention_heads": heads, "n_head": heads, "num_key_value_heads": key_heads}
-        # Zamba's attention has hidden states beside embeddings.
-        sizes |= {"attention_hidden_size": 2 * sizes["hidden_size"], "attention_head_dim": 2 * SMALL["head_dim"]}
-        if hasattr(text, "n_mamba_heads") and hasattr(text, "mamba_headdim"):  # Zamba 2
-            sizes["mamba_headdim"] = text.mamba_expand * sizes["hidden_size"] // text.n_mamba_heads
         if hasattr(text, "qk_rope_head_dim"):  # latent attention: it is derived
             del sizes["head_dim"]
         for name, value in sizes.items():
             if isinstance(vars(text).get(text.attribute_map.get(name, name)), int):
                 setattr(text, name, value)
         text.pad_token_id = 0
-        # At least two layers, and one of each kind; two where their weights are shared (Zamba).
+        # At least two layers, and one of each kind.
         kinds = vars(text).get(text.attribute_map.get("layer_types", "layer_types"))
-        firsts = {kind: kinds.index(kind) for kind in set(kinds or ())}
-        if "hybrid" in firsts:
-            firsts["hybrid"] = kinds.index("hybrid", firsts["hybrid"] + 1)
-        layers = max(2, *(index + 1 for index in firsts.values())) if kinds else 2
+        layers = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else 2
         for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, min(layers, getattr(text, name)))
@@ -150,8 +141,10 @@ def small_model(
     if num_params > LARGEST_TRIED:
         raise ValueError(f"it would have {num_params:,} parameters")
     with without_zero_init():
-        how = {"trust_remote_code": trust_remote_code, "attn_implementation": attn_implementation}
-        return from_config(small, dtype=dtype, **how).to(device)
+        model = from_config(
+            small, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
+        )
+    return model.to(device)
 
 
 NOT_CAUSAL = (
@@ -410,21 +403,12 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 
 @one_thread()
 @same_weights()
-def trains_in_tiles(config: PreTrainedConfig, *, adapters: LoraConfig | None = None, **options) -> bool:
+def trains_in_tiles(config: PreTrainedConfig, **options) -> bool:
     """Returns whether a small model of this architecture has the same loss and gradients in tiles as from its logits,
     and no auxiliary loss, which tiles leave out.
     """
     try:
         model = small_model(config, **options).eval()
-        if adapters:
-            # What names layers, and tokens beyond a small vocabulary, changes neither head nor embedding.
-            fields = adapters.to_dict() | {"layers_to_transform": None, "layers_pattern": None}
-            if tokens := fields.get("trainable_token_indices"):
-                kept = [0, 1]
-                fields["trainable_token_indices"] = dict.fromkeys(tokens, kept) if isinstance(tokens, dict) else kept
-            if names := fields.get("target_parameters"):
-                fields["target_parameters"] = [re.sub(r"^.*\.\d+\.", "", name) for name in names]
-            model = adapted_for_a_look(model, LoraConfig(**fields))
         ids_BT = random_tokens(model, 2, 16, first=3)
         targets_BT = next_tokens(ids_BT, IGNORED)
         targets_BT[0, :9] = IGNORED

@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, is_read_pickle, located, number_in, step_folder
+from dsft.errors import UserError, one_line
+from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, located, number_in, step_folder
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
@@ -43,8 +43,6 @@ _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
 
 FP32 = "fp32"
 """Name of the trained weights themselves among the states of an optimizer."""
-AVERAGING = ("train_mode", "k", "weight_sum", "lr_max")
-"""Keys of a schedule-free optimizer's groups, of which its average is made."""
 
 
 def find_files(
@@ -225,27 +223,6 @@ def load_pickle(file: Path) -> Any:
         raise UserError(_explained(str(file), error)) from None
 
 
-def check_weight_files(folder: Path) -> None:
-    """Check the `*.bin` of a model's or an adapter's folder that holds no safetensors, which are taken first.
-    Raises UserError as `load_pickle`.
-    """
-    if not any(folder.glob("*.safetensors*")):
-        raise_if_any(pickle_errors(file for file in sorted(folder.glob("*.bin")) if is_read_pickle(file)))
-
-
-def pickle_errors(files: Iterable[Path]) -> list[str]:
-    """List files that cannot be read, or ask for a class that no checkpoint holds. Trusted ones are not looked at:
-    looking would run them.
-    """
-    errors: list[str] = []
-    for file in () if _trusted.get() else files:
-        try:
-            load_pickle(file)
-        except UserError as error:
-            errors += error.problems
-    return errors
-
-
 def _explained(file: str, error: BaseException) -> str:
     refused = _REFUSED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if not refused:
@@ -309,10 +286,6 @@ class ZeroShards:
                 f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
                 " saved with save_only_model do not"
             )
-        if len({re.search(r"mp_rank_(\d+)", file.name)[1] for file in files}) > 1:
-            raise UserError(
-                f"{self.folder}: was saved with tensor parallelism; convert it with DeepSpeed's ds_to_universal.py"
-            )
         self.world_size = len(files)
         file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
         # Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran.
@@ -325,7 +298,6 @@ class ZeroShards:
         groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
         self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
         self.step: int | None = None  # of the optimizer; None where it does not count
-        self.counters: dict[str, Any] = {}  # what the optimizer keeps for a group (AVERAGING), the same for all
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]
@@ -335,8 +307,6 @@ class ZeroShards:
             weights = states["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
             optimizer = states["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
             spans = groups if is_stage_3 else states["param_slice_mappings"]
-            first = optimizer["param_groups"][0]
-            self.counters |= {name: first[name] for name in AVERAGING if name in first}
             of_groups = next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None)
             for group, (flat, parameters) in enumerate(zip(weights, spans, strict=False)):
                 state, offset = optimizer["state"].get(group, {}), 0
@@ -359,9 +329,6 @@ class ZeroShards:
                     raise UserError(
                         f"{self.folder}: {file.name} was not written by one of {self.world_size} ranks; are the files"
                         " of all ranks there?"
-                        if flat.numel()
-                        else f"{self.folder}: its optimizer was on NVMe, and {file.name} holds no weights; take the"
-                        f" safetensors in {self.folder.parent}"
                     )
         numels = {name: sum(piece.numel for piece in pieces) for name, pieces in self._pieces.items()}
         if absent := [name for name, shape in self.shapes.items() if numels.get(name, 0) != math.prod(shape)]:

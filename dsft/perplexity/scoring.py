@@ -34,7 +34,7 @@ from torch import nn
 from dsft.data.epoch import form_batches
 from dsft.job import beat as watchdog
 from dsft.models.sequence_parallel import ALONE, Team
-from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, Reused, exp_in_place
+from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sums import Perplexity, add_up, exp
@@ -220,10 +220,8 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
     one tile of the vocabulary after the other. Overwritten if they are fp32: a copy would cost as much as the head.
     """
     log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
-    in_fp32 = Reused()
     for logits_NW in parts:
-        if logits_NW.dtype != torch.float32:
-            logits_NW = in_fp32.of(logits_NW.shape, wanted_N).copy_(logits_NW)
+        logits_NW = logits_NW.float()
         column_N = targets_N - start
         start += logits_NW.shape[1]
         is_here_N = (column_N >= 0) & (targets_N < start)

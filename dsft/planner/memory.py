@@ -279,9 +279,8 @@ class ZeroLayout:
         self.optimizer = optimizer_memory(deepspeed_config, job.optimizer)
         self.optimizer_device: str = (zero["offload_optimizer"] or {}).get("device", "none")
         self.param_device: str = (zero["offload_param"] or {}).get("device", "none") if self.stage == 3 else "none"
-        # The format of the base, if its weights stay in it on this device.
-        device = "cuda" if machine.has_gpu else "cpu"
-        is_packed = size.quantization and device not in size.quantization.unpacked_on
+        # The format of the base, if its weights stay in it.
+        is_packed = size.quantization and not size.quantization.is_unpacked
         self.packed = size.quantization if is_packed else None
         self.weight_bytes = job.weight_bytes
         self.sum_bytes = 4 if sums_in_fp32(deepspeed_config) and self.stage >= 2 else self.weight_bytes
@@ -357,8 +356,7 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     job, size, item = layout.job, layout.size, layout.weight_bytes
     measured = job.activations(zero_3=layout.stage == 3)
     tokens = -(-batch.micro * job.seq_len // batch.sequence_parallel)
-    numbers = size.layer_numbers if len(size.layer_numbers) == len(measured.layers) else range(len(measured.layers))
-    again = [bool(every) and number % every == 0 for number in numbers]
+    again = [bool(every) and number % every == 0 for number in range(len(measured.layers))]
     kept = sum(bytes_of for bytes_of, is_again in zip(measured.layers, again, strict=True) if not is_again)
     fixed = sum(number for number, is_again in zip(measured.layers_fixed, again, strict=True) if not is_again)
     inputs = sum(bytes_of for bytes_of, is_again in zip(measured.inputs, again, strict=True) if is_again)

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dsft.checkpoints.manifest import checkpoints, files_of, read_manifest
+from dsft.checkpoints.manifest import bytes_of, checkpoints, read_manifest
 from dsft.config.deepspeed import check_nvme, compose, get_value, nvme_path, offloads, read_zero_file, stage
 from dsft.config.options import (
     HALF_PRECISION,
@@ -170,7 +170,7 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
     if options.dtype == "float16":
         return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
-    if not trains_in_tiles(facts.config, adapters=facts.adapters, trust_remote_code=options.trust_remote_code):
+    if not facts.has_plain_head or not trains_in_tiles(facts.config, trust_remote_code=options.trust_remote_code):
         return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
     return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
 
@@ -543,7 +543,7 @@ def checkpoint_size(
 
 def needed_bytes(output_dir: str, size: CheckpointSize) -> int:
     """Counts what the run will hold there at once, beyond the checkpoints that it replaces."""
-    replaced = sum(file.stat().st_size for folder in checkpoints(output_dir) for file in files_of(folder))
+    replaced = sum(bytes_of(folder) for folder in checkpoints(output_dir))
     return max(size.final_bytes, size.total_bytes - replaced)
 
 

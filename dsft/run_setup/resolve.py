@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints import run_folder
-from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_manifest, read_trainer_state
+from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest, read_trainer_state
 from dsft.checkpoints.resume import NOT_TAKEN_OVER, TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
@@ -321,8 +321,7 @@ def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
     with safe_unpickling(trust=options.trust_checkpoint):  # as the training reads them
         run = check_run(options, machine, problems)
         raise_if_any(run.problems)
-        if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
-            resume_decisions(run.options, machine.world_size, run.model)
+        resume_decisions(run.options, machine.world_size, run.model)
 
 
 def check_run(
@@ -402,9 +401,7 @@ def check_run(
         run.problems += architecture_problems(options.model, model.config, trust_remote_code=trusted)
         if options.compute_loss and not user_code.problems(options):
             compute_loss = user_code.load("compute_loss", options.compute_loss)
-            problems_of_loss, notes_on_loss = own_loss_problems(compute_loss, model.size.vocab_size)
-            run.problems += problems_of_loss
-            run.notes += notes_on_loss
+            run.problems += own_loss_problems(compute_loss, model.size.vocab_size)
         if options.generate_samples and not model.architecture.can_generate():
             run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
         run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)

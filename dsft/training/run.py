@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints, read_manifest
-from dsft.checkpoints.readback import Verification, verify_weights
+from dsft.checkpoints.readback import changed_files, verify_weights
 from dsft.checkpoints.resume import changed_options, check_identity, topology_change
 from dsft.checkpoints.run_folder import (
     CARD,
@@ -99,9 +99,8 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
     watchdog.set_limits(run.options)
     verifies = run.options.verify_resume
     with recorded(run):
-        # What the run resumes from, or takes the weights of, is read again while data and model load.
-        started_from = run.checkpoint or run.weights_of
-        verification = started_from and Verification(started_from, hashes=verifies, weights_only=not run.checkpoint)
+        if verifies:
+            run = with_verified_checkpoint(run)
         team = team_of(run.options.sequence_parallel)
         data = load_training_data(
             run.options,
@@ -118,8 +117,8 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
                 verify_weights(name)
         with out_of_memory_explained(run, "while loading"):
             trainer = build_trainer(run, data)
-        if verification:
-            run = with_verified_checkpoint(run, verification, trainer)
+        if run.checkpoint:
+            distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
     start = time.perf_counter()
     with recorded(run, data, trainer), out_of_memory_explained(run, "in training"):
         fit(trainer, run)
@@ -193,25 +192,24 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
     return PerplexityTrainer(model, args, run=run, data=data, frozen_weights=distributed.on_rank_0(frozen_weights))
 
 
-def with_verified_checkpoint(run: TrainingRun, verification: Verification, trainer: PerplexityTrainer) -> TrainingRun:
-    """Returns the run as it resumes from a checkpoint whose content is what was written. Collective.
-    Raises UserError where that is none, a pickle in it asks for foreign classes, or it is of another run.
+def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
+    """Returns the run as it starts from a checkpoint whose content is what was written: with `auto`, perhaps from an
+    older one. Collective.
+    Raises UserError where that is none.
     """
-    while errors := verification.errors():
+    while started_from := run.checkpoint or run.weights_of:
+        errors = changed_files(started_from, weights_only=not run.checkpoint)
+        if not errors:
+            break
         changed = "; ".join(errors[:3])
         if run.options.training.get("resume_from_checkpoint") != "auto":
             way_out = (
                 f"use another{' or auto' if run.checkpoint else ''}, or take it as it is with --verify_resume false"
             )
-            raise UserError([f"resume_from_checkpoint={verification.folder}: {changed}; {way_out}"])
+            raise UserError([f"resume_from_checkpoint={started_from}: {changed}; {way_out}"])
         say(f"{run.checkpoint} is damaged and is skipped: {changed}")
         older = distributed.on_rank_0(functools.partial(last_checkpoint, run.options, before=run.checkpoint))
         run = dataclasses.replace(run, checkpoint=older)
-        if older is None:  # as with overwrite: a new start
-            return run
-        verification = Verification(older, hashes=True)
-    if run.checkpoint:
-        distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
     return run
 
 

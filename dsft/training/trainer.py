@@ -24,12 +24,12 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.export import add_keys_of_transformers_4, copy_processor
-from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune, resume_errors
+from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
 from dsft.checkpoints.readback import (
-    Verification,
     adapter_parameters,
+    changed_files,
     gathered,
-    readback_errors,
+    missing_weights,
     shapes_of,
     trained_shapes,
 )
@@ -41,18 +41,17 @@ from dsft.checkpoints.resume import (
     run_identity,
     topology_change,
 )
-from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE
+from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE, resume_errors
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.config import user_code
 from dsft.config.deepspeed import OFFLOADED, get_value, offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
-from dsft.errors import TrainingStopped, Unsaved
+from dsft.errors import TrainingStopped
 from dsft.job import beat as watchdog
 from dsft.models.sequence_parallel import team_of
 from dsft.models.trained import learning_rates, rate_factors
-from dsft.models.weight_files import SafetensorsFiles
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_sequences
@@ -80,8 +79,6 @@ STATES = {
     "bf16.bf16_master_weights_and_grads": "bfloat16, moments float32",
 }
 """Setting of DeepSpeed -> the type of its optimizer's states that it gives, for the run's identity."""
-SAMPLED_TENSORS = 16
-"""Of the final model, read back and compared in full."""
 
 
 class PerplexityTrainer(Trainer):
@@ -560,13 +557,12 @@ class PerplexityTrainer(Trainer):
             save.run(write, check, facts=facts, needed_bytes=self._disk.checkpoint_bytes)
             if self.is_world_process_zero():
                 best, limit = state.best_model_checkpoint, self.save_total_limit
-                for error in prune(output_dir, limit=limit, best=best, newest=save.folder):
-                    say(f"warning: {error}; an older checkpoint could not be removed, the next save tries again")
+                prune(output_dir, limit=limit, best=best, newest=save.folder)
             distributed.wait_long("older checkpoints are removed")
         self._staged_save, self._saved_at = None, time.monotonic()
 
     def save_final(self) -> Path:
-        """Saves the model (LoRA: the adapter) to `final/` and reads a sample back. Collective.
+        """Saves the model (LoRA: the adapter) to `final/`. Collective.
 
         Raises:
             Unsaved: it could not be written.
@@ -583,7 +579,7 @@ class PerplexityTrainer(Trainer):
         return save.folder
 
     def _missing_weights(self, folder: Path) -> list[str]:
-        return readback_errors(SafetensorsFiles(folder), {}, num_elements=self._num_saved)
+        return missing_weights(folder, num_elements=self._num_saved)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as the Trainer, but in ZeRO 0 to 2 on rank 0 alone, which holds the model: accelerate would copy all of
@@ -611,7 +607,7 @@ class PerplexityTrainer(Trainer):
         distributed.wait_long("model is saved")
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the weights, with `use_cache` as the model came. A staged save reads them back and notes errors."""
+        """Writes the weights, with `use_cache` as the model came."""
         save, config = self._staged_save, self.model.config
         in_training = getattr(config, "use_cache", None)
         if in_training is not None:
@@ -632,9 +628,6 @@ class PerplexityTrainer(Trainer):
             text = self.model.generation_config.to_json_string()
             (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
         add_keys_of_transformers_4(Path(output_dir), self.processing_class.name_or_path)
-        sampled = SAMPLED_TENSORS if save.folder.name == FINAL else None
-        if errors := readback_errors(SafetensorsFiles(Path(output_dir)), state_dict or {}, sampled=sampled):
-            raise Unsaved(f"{save.folder.name} could not be saved: {errors[0]}")
         if save.folder.name == FINAL:
             if not isinstance(self.model, PeftModel):
                 package, revision = self._package
@@ -650,7 +643,7 @@ class PerplexityTrainer(Trainer):
         if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or in memory
             return
         missing = distributed.on_rank_0(lambda: resume_errors(Path(best)) if Path(best).is_dir() else ["it is gone"])
-        if errors := missing or Verification(best, hashes=True).errors():
+        if errors := missing or changed_files(best):
             say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
             self.state.best_model_checkpoint = None
             return

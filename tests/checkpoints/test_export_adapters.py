@@ -80,30 +80,11 @@ TYPES = {
     "LoKrConfig": SOME,
     "AdaLoraConfig": SOME | {"total_step": 10},
     "FourierFTConfig": SOME | {"n_frequency": 20},
+    "VBLoRAConfig": SOME | {"num_vectors": 8, "vector_length": 16, "r": 4},
+    "RandLoraConfig": SOME,
     "HRAConfig": SOME,
     "LNTuningConfig": {"target_modules": ["input_layernorm"]},
     "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]},
-}
-RARE_TYPES = {
-    "VeraConfig": SOME | {"r": 4, "save_projection": False},
-    "VBLoRAConfig": SOME | {"num_vectors": 8, "vector_length": 16, "r": 4},
-    "RandLoraConfig": SOME,
-    "C3AConfig": SOME | {"block_size": 8},
-    "RoadConfig": SOME | {"group_size": 8},
-    "WaveFTConfig": SOME | {"n_frequency": 20},
-    "DeloraConfig": SOME,
-    "MissConfig": SOME | {"r": 4},
-    "GraloraConfig": SOME,
-    "OSFConfig": SOME,
-    "HiraConfig": SOME,
-    "PeanutConfig": SOME,
-    "PsoftConfig": SOME | {"r": 4},
-    "TinyLoraConfig": SOME,
-    "UniLoraConfig": SOME,
-    "PveraConfig": SOME,
-    "GLoraConfig": SOME,
-    "DeftConfig": SOME,
-    "SuperTuningConfig": SOME,
 }
 
 
@@ -258,13 +239,6 @@ def test_other_adapters_are_merged_by_peft(bases, tmp_path, monkeypatch, name):
     assert_as_in_peft(tmp_path / "adapter", bases / "llama", tmp_path / "out")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", RARE_TYPES)
-def test_rare_adapters_are_merged_by_peft(bases, tmp_path, name):
-    write_adapter(tmp_path / "adapter", bases / "llama", of_type(name, RARE_TYPES[name]))
-    assert_as_in_peft(tmp_path / "adapter", bases / "llama", tmp_path / "out")
-
-
 @pytest.fixture
 def adapter(bases, tmp_path) -> Path:
     return write_adapter(tmp_path / "adapter", bases / "llama", lora(target_modules=["q_proj"]))
@@ -290,21 +264,15 @@ def errors_of(adapter: Path, base: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"peft_type": "NEWEST"}, "peft_type 'NEWEST' is unknown to the installed peft"),
+        ({"peft_type": "NEWEST"}, "an adapter of type NEWEST is not supported"),
         ({"peft_type": None}, "has no peft_type"),
         ({"base_model_name_or_path": None}, "names no base model"),
-        ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS is of no causal language model"),
         ({"use_something_new": True}, "sets use_something_new, unknown to the installed peft"),
         ({"some_new_scaling": 2.0, "other": None}, "sets some_new_scaling, unknown to the installed peft"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "LoRA with layer_replication is not supported"),
         ({"alora_invocation_tokens": [1, 2]}, "LoRA with alora_invocation_tokens is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changed the base at its start"),
         ({"init_lora_weights": "corda"}, "init_lora_weights 'corda' changed the base at its start"),
-        (
-            {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4},
-            "type PREFIX_TUNING adds tokens to the model's input",
-        ),
-        ({"peft_type": "XLORA"}, "type XLORA, which dsft cannot compare with its base"),
         ({"use_dora": True}, "2 tensors of the adapter missing from its weights"),
     ],
 )
@@ -331,10 +299,9 @@ def test_each_tensor_of_an_adapter_has_a_place_or_is_named(bases, adapter):
 
 
 def test_what_has_no_merged_form_is_scored_alone(bases, tmp_path):
-    for name, config in (("LILY", of_type("LilyConfig", SOME)), ("lora_bias", lora(lora_bias=True))):
-        adapter = write_adapter(tmp_path / name, bases / "llama", config)
-        scored, merged = errors_of(adapter, bases / "llama")
-        assert scored == "" and name in merged and "evaluate or serve it over its base" in merged
+    adapter = write_adapter(tmp_path / "adapter", bases / "llama", lora(lora_bias=True))
+    scored, merged = errors_of(adapter, bases / "llama")
+    assert scored == "" and "lora_bias" in merged
 
 
 def test_an_adapter_takes_the_tokenizer_of_its_base(bases, adapter):

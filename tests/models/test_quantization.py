@@ -62,7 +62,7 @@ def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(
     assert evaluation.perplexity.loss > 0 and loads[0]["quantization_config"].dequantize, (
         "on GPUs too, as it was trained"
     )
-    assert candidate_of(EvalConfig(), str(final), []).facts.size.quantization.unpacked_on == ("cpu", "cuda")
+    assert candidate_of(EvalConfig(), str(final), []).facts.size.quantization.is_unpacked
     merged = AutoModelForCausalLM.from_pretrained(merge(str(final), str(tmp_path / "merged")))
     assert not hasattr(merged.config, "quantization_config")
     with torch.no_grad():
@@ -90,8 +90,8 @@ def test_trainings_unpack_on_gpus_that_would_keep_the_format(fp8, monkeypatch, m
     quantizer, loaded, _ = get_hf_quantizer(config, unpacking_config(config), None, True, {})
     assert quantizer.quantization_config.dequantize
     assert loaded.quantization_config.modules_to_not_convert == SECTIONS[method].get("modules_to_not_convert")
-    assert quantization_on_disk(config, trained=True).unpacked_on == ("cpu", "cuda")
-    assert quantization_on_disk(config).unpacked_on == ("cpu",), "evaluations keep what the GPU can"
+    assert quantization_on_disk(config, trained=True).is_unpacked
+    assert not quantization_on_disk(config).is_unpacked, "evaluations keep what the GPU can"
 
 
 def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
@@ -108,7 +108,7 @@ def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
     model = describe(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     options = TrainConfig(model=model, method="lora", lora_target_modules=["q_proj"])
     loaded, size = build_model(options, dtype="float32"), measure_model(options).size
-    assert size.quantization.unpacked_on == ("cpu", "cuda")
+    assert size.quantization.is_unpacked
     assert sum(p.numel() for p in loaded.parameters()) == size.num_params
     halves = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = 2 * torch.cat((halves, -halves))  # the scale 128 is 2 ** (128 - 127)
@@ -138,7 +138,7 @@ def test_full_training_of_quantised_weights_is_refused(fp8, tmp_path, section):
         measure_model(TrainConfig(model=model))
     with pytest.raises(UserError, match="and method=qlora would do so again; use method lora"):
         measure_model(TrainConfig(model=model, method="qlora"))
-    assert measure_model(TrainConfig(model=model), scored=True).size.quantization.unpacked_on == ("cpu",)
+    assert not measure_model(TrainConfig(model=model), scored=True).size.quantization.is_unpacked
 
 
 def test_qlora_trains_over_the_format_that_bitsandbytes_has_left_on_disk(fp8, tmp_path):

@@ -182,11 +182,14 @@ def test_in_bf16_many_tokens_round_the_head_s_gradient_little_more_than_all_logi
 
 
 def test_the_trial_says_no_where_the_loss_or_the_head_is_another(tmp_path):
-    assert trains_in_tiles(ALL["llama"][0](**GATED), adapters=ADAPTERS)
+    assert trains_in_tiles(ALL["llama"][0](**GATED))
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     assert not trains_in_tiles(ALL["mixtral"][0](**(ALL["mixtral"][1] | balanced)))
-    saved_head = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", modules_to_save=["lm_head"])
-    assert not trains_in_tiles(ALL["llama"][0](**GATED), adapters=saved_head)
+    transformers.LlamaConfig(**GATED).save_pretrained(tmp_path)
+    options = TrainConfig(model=str(tmp_path / "config.json"), method="lora")
+    for saved, has_plain_head in ([], True), (["lm_head"], False):
+        facts = measure_model(dataclasses.replace(options, lora_modules_to_save=saved))
+        assert facts.has_plain_head is has_plain_head
 
 
 def test_tiles_are_taken_from_a_vocabulary_of_32_000_and_planned(tmp_path):
