@@ -110,14 +110,14 @@ def folders_of_steps(output_dir: str | Path) -> list[Path]:
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """List those of `folders_of_steps` with a Trainer's state or a manifest, complete or not, or unreadable."""
-    found = []
+    folders = []
     for path in folders_of_steps(output_dir):
         try:
             if (path / TRAINER_STATE).is_file() or (path / MANIFEST).is_file():
-                found.append(path)
+                folders.append(path)
         except OSError:
-            found.append(path)
-    return found
+            folders.append(path)
+    return folders
 
 
 def bytes_of(folder: Path) -> int:

@@ -224,16 +224,26 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     return freeze_unreached(model)
 
 
+def read_generation_config(folder: str | Path) -> GenerationConfig | None:
+    """Reads the generation_config.json of a local folder, if there is one: where answers stop. transformers takes a
+    broken one for none. Raises UserError where it cannot be read.
+    """
+    file = Path(folder) / GENERATION_CONFIG_NAME
+    if not file.is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read ({one_line(error)}); copy or download it again") from None
+
+
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Lets `model` stop where the generation_config.json beside an adapter or DeepSpeed's shards says, if there is one:
     that of an adapter goes before its base's. Raises UserError where it cannot be read.
     """
-    file = folder / GENERATION_CONFIG_NAME
-    if model.can_generate() and file.is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{file}: cannot be read ({one_line(error)}); copy or download it again") from None
+    config = read_generation_config(folder)
+    if config and model.can_generate():
+        model.generation_config = config
 
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
@@ -354,13 +364,19 @@ def with_bases(model: str) -> Iterator[str]:
 
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
-    model, adapter, key, problems = options.model, getattr(options, "adapter", None), "adapter", []
+    model, adapter, key = options.model, getattr(options, "adapter", None), "adapter"
     if isinstance(options, EvalConfig) and (base := adapter_base(model)):
         model, adapter, key = base, model, "model"
+    problems = []
     if Path(model).exists() == local:
         problems += weight_problems(model, facts, revision=options.revision)
     if adapter and Path(adapter).exists() == local:
         problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
+    try:
+        for folder in filter(None, (model, adapter)):
+            read_generation_config(folder)
+    except UserError as error:
+        problems += error.problems
     return problems
 
 

@@ -352,9 +352,9 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     largest = largest_gathered = 0
     for module in model.modules():
         is_block = any(name.endswith("experts") and isinstance(m, nn.ModuleList) for name, m in module.named_children())
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        gathered = sum(p.numel() for p in module.parameters()) if is_block else own
-        largest = max(largest, own)
+        direct = sum(p.numel() for p in module.parameters(recurse=False))
+        gathered = sum(p.numel() for p in module.parameters()) if is_block else direct
+        largest = max(largest, direct)
         largest_gathered = max(largest_gathered, gathered)
     # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt, and
     # bitsandbytes does not quantise; those of convolutions have 3 dimensions too.

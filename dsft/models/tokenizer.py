@@ -1,6 +1,7 @@
 """The text side of a model: its tokenizer, the tokens at which it stops, and how it continues a prompt."""
 
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,18 @@ def check_tokenizer(
         )
     problems += ids_beyond(tokenizer, vocab_size) if vocab_size else []
     return tokenizer
+
+
+def save_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Lists why a tokenizer cannot be saved, as every checkpoint and the final model need it: a template whose name
+    cannot be that of a file, say.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            tokenizer.save_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            return [f"tokenizer {tokenizer.name_or_path}: cannot be saved ({one_line(error)})"]
+    return []
 
 
 def tokenizer_folder(model: str) -> str:

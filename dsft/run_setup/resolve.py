@@ -41,7 +41,7 @@ from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
 from dsft.models.tiles import own_loss_problems
-from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond
+from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond, save_problems
 from dsft.models.trained import learning_rates
 from dsft.models.trials import (
     KERNELS,
@@ -430,6 +430,7 @@ def check_run(
     )
     if starts:
         run.problems += unreadable
+        run.problems += save_problems(tokenizer) if tokenizer else []
         if model and tokenizer:
             run.problems += check_prompts(options, data, tokenizer, model.size.max_positions)
     elif unreadable:  # of a plan, data is to come

@@ -235,3 +235,16 @@ def test_lora_adapts_linear_layers_of_a_class_of_their_own():
     loss = adapted(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss
     loss.backward()
     assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+
+
+def test_what_every_save_needs_is_tried_before_a_rank_starts(problems_of, tmp_path):
+    model = write_model(tmp_path / "model", chat=True)
+    (model / "generation_config.json").write_text("{")
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    tokenizer["chat_template"] = [{"name": name, "template": "{{ messages }}"} for name in ("default", "tools/rag")]
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    problems = problems_of(model=str(model))
+    assert len(problems) == 2, problems
+    assert f"{model}/generation_config.json: cannot be read" in problems[0]
+    assert f"tokenizer {model}: cannot be saved (Invalid chat template name: 'tools/rag')" in problems[1]
