@@ -60,6 +60,7 @@ from dsft.runtime.launcher_env import (
     SINGLE_PROCESS_ENV,
     SSH,
     Node,
+    address_of,
     free_port,
     launcher_variables,
     read_hosts,
@@ -151,6 +152,8 @@ def launch(argv: list[str]) -> int:
 
     nodes = hosts_of(options) if options.hostfile else []
     num_ranks = sum(node.slots or 0 for node in nodes) or _local_ranks(options)
+    if nodes:  # else DeepSpeed takes the first word that a shell there prints, a greeting of ~/.bashrc too
+        options.master_addr = options.master_addr or address_of(nodes[0].name)
     options.master_port = options.master_port or free_port()  # chosen here: the preflight looks at the one that is used
     folder = Path(output_dir) if output_dir else Path(tempfile.gettempdir(), f"dsft-{uuid.uuid4().hex[:8]}")
     file = folder.absolute() / OPTIONS_FILE

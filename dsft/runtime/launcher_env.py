@@ -208,6 +208,16 @@ def outgoing_address(destination: str) -> str | None:
     return None
 
 
+def address_of(host: str) -> str | None:
+    """The address at which other machines reach `host`; None if it is not known here, as a name that only ssh has."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return None
+    # This machine's own name, as Debian's installer writes it.
+    return outgoing_address("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
+
+
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine of a launch."""

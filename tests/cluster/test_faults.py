@@ -1,5 +1,5 @@
-"""Faults of a running training on two hosts: every process of it ends on both, with a code, one message and a free
-port.
+"""Faults of a running training on two or three hosts: every process of it ends on all, with a code, the name of the
+rank that caused it, and a free port.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import read_json
+from conftest import ROOT, read_json
 
 pytestmark = [pytest.mark.launch, pytest.mark.cluster]
 LOST_SECONDS = 10
@@ -20,7 +20,6 @@ CLEAN_SECONDS = 180
 end by itself; a busy machine takes longer.
 """
 PORT = 29533
-DEEPSPEED = ["deepspeed", "--hostfile", "HOSTFILE", "--master_port", str(PORT), "dsft/train.py"]
 LAUNCH = [
     "python",
     "-m",
@@ -56,15 +55,20 @@ def folder(options, tmp_path_factory) -> Path:
 
 
 class Job:
-    """A training that would run for hours, on node-0 and node-1, past its first step."""
+    """A training that would run for hours, on the first `number` hosts, past its first step."""
 
-    def __init__(self, hosts, folder: Path, name: str, launcher: list[str]):
-        self.hosts, self.output_dir, self.log = [hosts[0], hosts[1]], folder / name, folder / f"{name}.log"
-        hostfile = hosts.hostfile(folder / "hostfile", [1, 1])
+    def __init__(
+        self, hosts, folder: Path, name: str, launcher: list[str], *words: str, number: int = 2, cwd: Path = ROOT
+    ):
+        self.hosts = [hosts[each] for each in range(number)]
+        self.output_dir = folder / name
+        self.log = folder / f"{name}.log"
+        hostfile = hosts.hostfile(folder / "hostfile", [1] * number)
         command = [str(hostfile) if word == "HOSTFILE" else word for word in launcher]
         self.before = {pid for host in self.hosts for pid, _ in host.processes()}
         self.process = hosts[0].start(
-            [*command, "--config", folder / "run.yaml", "--output_dir", self.output_dir],
+            [*command, "--config", folder / "run.yaml", "--output_dir", self.output_dir, *words],
+            cwd=cwd,
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
         )
@@ -108,22 +112,60 @@ class Job:
         return errors[0]
 
 
+CALLBACK = """
+import os, pathlib, time
+from transformers import TrainerCallback
+
+class Fault(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        if os.environ["RANK"] == "1" and pathlib.Path("error.now").exists():
+            raise RuntimeError("boom")
+        if os.environ["RANK"] == "1" and pathlib.Path("stall.now").exists():
+            time.sleep(1000)
+"""
+LOST = "gave no heartbeat for 10 s"
+NAMED = {
+    "kill 0": "rank 0 on node-0 exited without an error of its own",
+    "kill 1": f"rank 1 on node-1 {LOST}",
+    "stop 0": "rank 0 on node-0 was stopped",
+    "stop 1": f"rank 1 on node-1 {LOST}",
+    "cut 0": "rank 0 on node-0 has lost all other nodes: its node is cut off",
+    "cut 1": f"rank 1 on node-1 {LOST}",
+    "freeze 2": f"rank 2 on node-2 {LOST}",
+    "off 1": f"rank 1 on node-1 {LOST}",
+    "error 1": "rank 1 on node-1 failed: RuntimeError: boom",
+    "stall 1": "rank 1 on node-1 made no progress for",
+}
+"""Fault and number of the node -> what the screen says."""
+
+
 @pytest.mark.exhaustive  # on one machine: job/test_beat.py
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_rank_ends_both_hosts_and_is_named(hosts, folder, number):
-    job = Job(hosts, folder, f"killed-{number}", DEEPSPEED if number == 0 else LAUNCH)
-    job.hosts[number].kill(job.rank(number))
-    code, _ = job.ended()
-    assert code != 0 and f"error: rank {number} on node-{number} " in job.only_error()
+@pytest.mark.parametrize("fault", NAMED)
+def test_a_fault_on_one_of_three_hosts_ends_all_of_them_and_its_rank_is_named(hosts, folder, fault):
+    kind, _, number = fault.partition(" ")
+    host, rank = hosts[int(number)], int(number)
+    (folder / "faulty.py").write_text(CALLBACK)
+    job = Job(hosts, folder, fault.replace(" ", "-"), LAUNCH, "--callbacks", "faulty:Fault", number=3, cwd=folder)
+    others = [each for each in job.hosts if each is not host]
+    if kind in ("kill", "stop"):
+        host.kill(job.rank(rank), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    elif kind == "cut":
+        host.cut()
+    elif kind == "freeze":
+        host.freeze()
+    elif kind == "off":
+        host.cut()
+        host.kill_all()
+    else:
+        (folder / f"{kind}.now").touch()
+    code, seconds = job.ended(others if kind in ("freeze", "off") else job.hosts)
+    print(f"{fault}: ended everywhere after {seconds:.1f} s")
+    (folder / f"{kind}.now").unlink(missing_ok=True)
+    assert code == 1 and NAMED[fault] in job.screen(), job.screen()[-4000:]
+    if kind == "freeze":
+        host.thaw()
+        job.ended()
     assert hosts[0].port_is_free(PORT)
-
-
-@pytest.mark.exhaustive
-def test_a_cut_link_ends_both_sides(hosts, folder):
-    job = Job(hosts, folder, "cut", LAUNCH)
-    hosts[1].cut()
-    code, _ = job.ended()
-    assert code == 1 and "rank 1 on node-1 gave no heartbeat for 10 s" in job.only_error()
 
 
 @pytest.mark.exhaustive
@@ -148,24 +190,6 @@ def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
     hosts[1].cut()
     code, _ = job.ended()
     assert code != 0 and other.wait(60) != 0 and "rank 1 on node-1 gave no heartbeat" in job.only_error()
-
-
-@pytest.mark.exhaustive
-def test_a_frozen_node_does_not_hold_the_others_and_ends_its_ranks_when_it_thaws(hosts, folder):
-    job = Job(hosts, folder, "frozen", LAUNCH)
-    hosts[1].freeze()
-    code, _ = job.ended([hosts[0]])
-    assert code == 1 and "node-1 gave no heartbeat" in job.only_error()
-    hosts[1].thaw()
-    job.ended()
-
-
-@pytest.mark.exhaustive
-def test_a_frozen_rank_is_named(hosts, folder):
-    job = Job(hosts, folder, "stopped", DEEPSPEED)
-    hosts[1].kill(job.rank(1), signal.SIGSTOP)
-    code, _ = job.ended()
-    assert code != 0 and "rank 1 on node-1 gave no heartbeat" in job.only_error()
 
 
 @pytest.mark.exhaustive
