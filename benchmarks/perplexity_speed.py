@@ -61,7 +61,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would not survive the fork
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np
 import torch
@@ -77,6 +78,7 @@ from perplexity_scale import (
     slope,
     tiled_kl,
 )
+from python_docs import write_python_docs
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -88,7 +90,6 @@ from transformers import (
     set_seed,
 )
 
-from dsft.cli.quickstart import write_demo_data
 from dsft.perplexity.modes import rolling_spans
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import Windows
@@ -811,7 +812,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not (args.tokenizer and args.text and args.documents and args.corpus_text):
-            write_demo_data(folder / "demo")
+            write_python_docs(folder / "demo")
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder / "demo/model")
         model = args.model or write_default_model(folder / "model", args.vocab_size)
         corpora = read_corpora(args, folder / "demo", tokenizer)

@@ -43,7 +43,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 SEQ_LEN, BATCH = 256, 4
 GPU_SEQ_LEN = 4096
@@ -120,9 +120,9 @@ def parse_arguments() -> argparse.Namespace:
 def prepare(folder: Path, rows: list[Row]) -> None:
     """Writes models, data and, as dsft makes them, the token ids of every step."""
     import torch
+    from python_docs import write_python_docs
     from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-    from dsft.cli.quickstart import write_demo_data
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
     from dsft.data.epoch import EpochSampler, PaddedToFullSteps
@@ -131,7 +131,7 @@ def prepare(folder: Path, rows: list[Row]) -> None:
     from dsft.run_setup.resolve import check_run
     from dsft.runtime.hardware import this_machine
 
-    write_demo_data(folder / "demo")
+    write_python_docs(folder / "demo")
     small = LlamaConfig(
         vocab_size=4096,
         hidden_size=256,

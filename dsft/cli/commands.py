@@ -162,10 +162,13 @@ class FolderOptions:
 
 @dataclass
 class QuickstartOptions:
-    """Folder: the one to write."""
+    """Quickstart: where, and with which model."""
 
     folder: str = "quickstart"
     """A new folder."""
+    _: KW_ONLY
+    offline: bool = False
+    """Download nothing: a small model is trained on Python's documentation first, and takes the real one's place."""
 
 
 @dataclass
@@ -300,7 +303,9 @@ COMMANDS = {
     ),
     "merge": Command("an adapter merged into its base model", "dsft.cli.folders:export_or_merge", MergeOptions),
     "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:chat", ChatOptions),
-    "demo-data": Command("write the demo data set, tokenizer and configs", "dsft.cli.quickstart:demo", FolderOptions),
-    "quickstart": Command("the whole job on the demo data", "dsft.cli.quickstart:run", QuickstartOptions),
+    "demo-data": Command(
+        "write data, a small model and configs to try things on, offline", "dsft.cli.quickstart:demo", FolderOptions
+    ),
+    "quickstart": Command("the whole job on a small real model", "dsft.cli.quickstart:run", QuickstartOptions),
 }
 """Command -> what it is, in the order of `dsft --help`."""

@@ -37,6 +37,7 @@ MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
 """Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
+PEAKS = ("peak_gpu_gib", "peak_host_gib")
 
 
 class LearningCheck(TrainerCallback):
@@ -155,6 +156,8 @@ class ProgressLog(TrainerCallback):
 
     def __init__(self):
         self.bar: tqdm | None = None
+        self.peak = ""
+        """As the last line that has one shows it."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begin = time.monotonic(), state.global_step
@@ -172,7 +175,15 @@ class ProgressLog(TrainerCallback):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
             return
         shown = [*on_screen(logs)]
-        parts = [f"step {state.global_step:>6}", *(text for text, _ in shown)]
+        width = 9 if "loss" in logs else 0
+        parts = [f"step {state.global_step:>6}"]
+        for text, _ in shown:
+            name, _, value = text.partition(" ")
+            if name not in PEAKS:  # in every line it would be the same number
+                parts.append(f"{name} {value:<{width}}")
+            elif self.peak != text:
+                parts.append(text)
+                self.peak = text
         samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
         samples = [f"  {prompt[-60:]} => {answer}" for prompt, answer in samples]
         if self.bar is not None:

@@ -61,7 +61,7 @@ from dsft.runtime.hardware import (
     set_back_peaks,
     wait_for_freed_gpu,
 )
-from dsft.runtime.launcher_env import launchers_of
+from dsft.runtime.launcher_env import OPTIONS_FILE, launchers_of
 from dsft.runtime.software import git_commit, versions
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
@@ -350,12 +350,14 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
     if not trainer.is_stopping:
         return
     saved = checkpoints(run.output_dir)
-    kept = (
-        f"{saved[-1]} is saved; the same command resumes from there with --resume_from_checkpoint auto"
-        if saved
-        else "nothing was saved"
-    )
-    raise Requeue(f"asked to stop (Ctrl-C or a signal) after step {trainer.state.global_step}: {kept}")
+    stopped = f"asked to stop (Ctrl-C or a signal) after step {trainer.state.global_step}"
+    if not saved:
+        raise Requeue(f"{stopped}: nothing was saved")
+    options_file = Path(run.output_dir) / OPTIONS_FILE
+    resume = "the same command with --resume_from_checkpoint auto"
+    if options_file.is_file():
+        resume = shlex.join(["dsft", "train", "--config", str(options_file), "--resume_from_checkpoint", "auto"])
+    raise Requeue(f"{stopped}: {saved[-1]} is saved; to resume:\n{resume}")
 
 
 def push_final(training: Mapping[str, Any], final: Path) -> None:
@@ -402,5 +404,14 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
         (final / CARD).write_text(card, encoding="utf-8")
         if run.options.training.get("push_to_hub"):
             push_final(run.options.training, final)
-        say(f"done: {final}; results in {run.output_dir}/run.json")
+        say(f"done: {final}; results in {run.output_dir}/run.json. Next:")
+        commands = [["report", run.output_dir]]
+        if run.tokenizer.chat_template:
+            commands.append(["chat", run.output_dir])
+        if run.options.method != "full":
+            commands.append(["merge", run.output_dir, f"{run.output_dir}-merged"])
+        elif data.held_out:
+            commands.append(["eval", "--run", run.output_dir])
+        for words in commands:
+            say(f"  {shlex.join(['dsft', *words])}")
     return final

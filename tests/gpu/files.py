@@ -4,7 +4,8 @@ import copy
 import time
 from collections.abc import Iterator
 
-from dsft.cli.quickstart import write_demo_data
+from python_docs import write_python_docs
+
 from dsft.units import GiB
 from gpu.check import Row, Setting
 
@@ -42,7 +43,7 @@ def make_files(setting: Setting) -> Iterator[Row]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     start = time.perf_counter()
-    write_demo_data(setting.path("demo"))
+    write_python_docs(setting.path("demo"))
     tokenizer = AutoTokenizer.from_pretrained(setting.path("demo", "model"))
     config = AutoConfig.from_pretrained(setting.path("demo", "model"))
     torch.manual_seed(0)
