@@ -15,12 +15,15 @@ from conftest import ROOT
 import dsft
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups
+from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config, read_command, read_config, read_options
 from dsft.launch import launch
+from dsft.models.size import usual_config
 from dsft.perplexity.of_training import read_evaluation
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.yaml")) if "# dsft plan" in path.read_text()]
 OF_ALL = {"config", "help"}
 SCRIPTS = {"dsft/train.py": "train", "dsft.train": "train", "dsft/eval_ppl.py": "eval", "dsft.eval_ppl": "eval"}
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "python")
@@ -173,6 +176,20 @@ def test_every_yaml_block_holds_options_of_a_training(page):
         problems: list[str] = []
         make_config(TrainConfig, yaml.safe_load(block), problems)
         assert [problem for problem in problems if ": missing" not in problem] == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_fits_the_machine_that_it_names(path, tmp_path, monkeypatch, capsys):
+    """By the command in its first lines; the config of its model is made here, where no hub is."""
+    monkeypatch.chdir(ROOT)
+    text = path.read_text()
+    name = yaml.safe_load(text)["model"].removesuffix("-Instruct")
+    usual_config(name).save_pretrained(tmp_path)
+    words = shlex.split(re.search(r"^# dsft (plan .*)$", text, re.MULTILINE)[1])
+    assert words[2] == f"examples/{path.name}"
+    main([*words, "--model", str(tmp_path)])  # exits with code 1 if nothing fits
+    assert "the fastest that fits" in capsys.readouterr().out
+    assert f"](../examples/{path.name})" in (ROOT / "docs" / "cookbook.md").read_text()
 
 
 def test_every_page_is_in_the_site_and_the_index():

@@ -305,7 +305,7 @@ def find_weights(source: str) -> Path:
             raise UserError(f"{source}: needs the package gguf; pip install gguf")
         return folder
     if not folder.is_dir():
-        kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is no folder"
+        kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is not a folder"
         raise UserError(f"{source}: {kinds}")
     if is_run(folder):
         folder = folder / FINAL if (folder / FINAL).is_dir() else last_good(source)

@@ -141,7 +141,7 @@ class ChatOptions:
     max_new_tokens: int = 512
     """Longest answer, in tokens."""
     temperature: float = 0.0
-    """Of the distribution that tokens are drawn from; 0 always takes the likeliest."""
+    """Of the distribution that tokens are drawn from; 0 is greedy decoding."""
     chat_template: str | None = None
     """A Jinja file or a preset such as chatml in place of the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -61,7 +61,7 @@ def verify_checkpoint(options: FolderOptions) -> None:
     """
     path = Path(options.folder)
     if not path.is_dir():
-        raise UserError(f"{path}: is no folder")
+        raise UserError(f"{path}: is not a folder")
     folders = [path]
     if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
         folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]

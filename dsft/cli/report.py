@@ -8,7 +8,7 @@ from dsft.cli.commands import CompareOptions, ReportOptions
 from dsft.perplexity.compare import compare_results, read_evaluations
 from dsft.perplexity.results import finite
 from dsft.report.page import write_report
-from dsft.runtime.console import print_table, show_text
+from dsft.runtime.console import print_table, show_table, show_text
 
 
 def run_report(options: ReportOptions) -> None:
@@ -25,5 +25,6 @@ def run_compare(options: CompareOptions) -> None:
     if options.json:
         print(json.dumps({"comparisons": finite([dataclasses.asdict(each) for each in comparisons])}))
         return
+    show_table(comparisons.overview())
     for table in comparisons.tables():
         print_table(*table)

@@ -264,8 +264,8 @@ class TrainDataFields(DataFields):
     eval_fraction: float = 0.0
     """Share of the rows of `data` held out (seeded) if eval_data is not given; of a text file its end."""
     generate_samples: int | list[str] = 0
-    """Prompts that are answered at each evaluation, in up to 64 tokens and always with the likeliest, or how many of
-    the held-out set: printed, logged and in the report. Under ZeRO-3 each rank then gathers all weights once."""
+    """Prompts that are answered at each evaluation, in up to 64 tokens by greedy decoding, or how many of the
+    held-out set: printed, logged and in the report. Under ZeRO-3 each rank then gathers all weights once."""
     packing: bool = False
     """Put several samples into one row of seq_len tokens (best fit), where none sees another; batch sizes then count
     rows."""

@@ -385,7 +385,7 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
     problems = []
     if missing := info["missing_keys"]:
         problems.append(
-            f"{_tensors(missing, 'of the model missing from its weights')}; random numbers would stand there. Copy or"
+            f"{_tensors(missing, 'of the model missing from its weights')}; they would be initialised randomly. Copy or"
             " download the model again"
         )
     problems += [

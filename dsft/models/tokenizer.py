@@ -176,7 +176,7 @@ def generate_ids(
 
     Args:
         ids: of the prompt; the model must have positions for one token more.
-        temperature: of the distribution that tokens are drawn from; 0 always takes the likeliest.
+        temperature: of the distribution that tokens are drawn from; 0 is greedy decoding.
         streamer: gets the tokens as they come.
 
     Raises UserError where the model's class is not made to generate.

@@ -229,7 +229,7 @@ def _explained(file: str, error: BaseException) -> str:
         return f"{file}: cannot be read ({type(error).__name__}: {one_line(error)})"
     return (
         f"{file}: holds {next(filter(None, refused.groups()))}, which no checkpoint needs; reading it may run any code;"
-        " where you trust whoever wrote it, add --trust_checkpoint"
+        " if you trust the source, add --trust_checkpoint"
     )
 
 

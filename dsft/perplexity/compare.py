@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.modes import find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, on_data
 from dsft.perplexity.sums import ONE_DOCUMENT, exp, in_words, ratio_interval, sign_test, units_of
-from dsft.runtime.console import print_table, say
+from dsft.runtime.console import print_table, say, show_table
 
 ESTIMATES = {
     "perplexity_ratio": "perplexity, ratio",
@@ -64,6 +65,8 @@ class Comparison:
     protocol: str | None
     group: str | None = None
     """With group_by: the documents that alone are compared."""
+    base_perplexity: float
+    perplexity: float
     perplexity_ratio: Estimate | None
     """None over two tokenizers."""
     nats_per_token: Estimate | None
@@ -112,6 +115,23 @@ class Comparison:
 
 class Comparisons(tuple[Comparison, ...]):
     """A comparison for each model and data set, or for each of their groups."""
+
+    def overview(self) -> Table:
+        """Return one table: a row for each comparison."""
+        table = Table("data", "model", "base", "perplexity", "ratio (95 %)", "better", "worse")
+        for each in self:
+            ratio = each.perplexity_ratio or each.byte_perplexity_ratio
+            data = on_data(each.data, each.protocol)
+            table.add_row(
+                data if each.group is None else f"{data}, {each.group}",
+                each.model,
+                f"{each.base_perplexity:,.2f}",
+                f"{each.perplexity:,.2f}",
+                f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})" if ratio else "",
+                str(each.better),
+                str(each.worse),
+            )
+        return table
 
     def tables(self) -> list[tuple[str, dict[str, str]]]:
         """Return titles and rows, for the screen: a table for each comparison, one for all groups of a data set."""
@@ -340,6 +360,8 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         base=base.model,
         data=base.data,
         protocol=base.protocol,
+        base_perplexity=before.perplexity,
+        perplexity=after.perplexity,
         perplexity_ratio=nats_per_token and nats_per_token.mapped(exp),
         nats_per_token=nats_per_token,
         bits_per_byte=per_byte and per_byte.mapped(lambda nats: nats / math.log(2)),
@@ -369,8 +391,7 @@ def print_together(evaluations: list[Evaluation]) -> None:
     if len({evaluation.model for evaluation in evaluations}) == 1:
         return
     try:
-        for table in compare_results(evaluations).tables():
-            print_table(*table)
+        show_table(compare_results(evaluations).overview())
     except UserError as error:  # the results stand; only what joins them does not
         for problem in error.problems:
             say(f"note: not compared: {problem}")

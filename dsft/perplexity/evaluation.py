@@ -413,7 +413,7 @@ def _out_of_memory_explained(config: EvalConfig, doing: str) -> contextlib.Abstr
         peaks = peak_memory_bytes()
         taken = peaks["gpu" if memory == "GPU" and "gpu" in peaks else "host"] / GiB
         return (
-            f"in {doing} {config.model} ({one_line(error)}): {taken:.3g} GiB of {memory} memory were taken at most; use"
+            f"in {doing} {config.model} ({one_line(error)}): peak {memory} memory was {taken:.3g} GiB; use"
             f" a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks with zero 3, or zero"
             " 3-offload if a GPU ran out"
         )

@@ -218,7 +218,7 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        known = " (known from an earlier evaluation)" if self.is_known else ""
+        known = " (cached)" if self.is_known else ""
         return f"Perplexity of {self.model} on {on_data(self.data, self.protocol)}{known}"
 
     def __repr__(self) -> str:

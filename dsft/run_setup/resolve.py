@@ -150,7 +150,7 @@ class Choice:
 
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
-    """Checks and decides a training; None where its checkpoint is its end already. Collective.
+    """Checks and decides a training; None if its checkpoint is complete already. Collective.
 
     Raises:
         UserError: with all problems that can be found before weights load, on every rank, and with `problems`, those of
@@ -172,7 +172,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if finished:
         patience = ", or early_stopping_patience," if before.early_stopping_patience else ""
         say(
-            f"nothing left to train: {run.checkpoint} is its end; raise max_steps or num_train_epochs{patience} to"
+            f"training is already complete at {run.checkpoint}; raise max_steps or num_train_epochs{patience} to"
             " continue"
         )
         return None

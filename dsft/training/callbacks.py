@@ -106,7 +106,7 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Goes on counting where a checkpoint has stopped, be it at the end of the patience; transformers' own begins
-        anew.
+        again.
         """
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         vars(self).update(saved)

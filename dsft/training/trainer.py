@@ -642,7 +642,9 @@ class PerplexityTrainer(Trainer):
         best = self.state.best_model_checkpoint
         if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or in memory
             return
-        missing = distributed.on_rank_0(lambda: resume_errors(Path(best)) if Path(best).is_dir() else ["it is gone"])
+        missing = distributed.on_rank_0(
+            lambda: resume_errors(Path(best)) if Path(best).is_dir() else ["it does not exist"]
+        )
         if errors := missing or changed_files(best):
             say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
             self.state.best_model_checkpoint = None

@@ -250,7 +250,7 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     (tmp_path / "full" / "precious.txt").write_text("x")
     for source, out, part in (
         (tiny / "model", tmp_path / "full", "choose a new folder"),
-        (tmp_path / "no", tmp_path / "o", "is no folder"),
+        (tmp_path / "no", tmp_path / "o", "is not a folder"),
         (tiny / "model", tmp_path / "out.gguf", "dsft writes a folder of safetensors"),
         (tmp_path / "full", tmp_path / "o", "neither safetensors"),
     ):

@@ -136,7 +136,7 @@ FLIPPED = {
 
 @pytest.mark.parametrize("name", FLIPPED)
 def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_six, options, tmp_path, capsys, name):
-    """A flipped bit in trainer_state.json ended in a traceback, or in `nothing left to train` without a model."""
+    """A flipped bit in trainer_state.json ended in a traceback, or in a training that was complete without a model."""
     run, (file, before) = Path(shutil.copytree(run_of_six, tmp_path / "run")), FLIPPED[name]
     newest = run / "checkpoint-6"
     flip_a_bit(newest / file, before)
@@ -247,7 +247,7 @@ def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of
     again = options(run, zero="2", max_steps=6, resume_from_checkpoint="auto")
     assert on_ranks(2, resumed, [again, again], log=tmp_path / "log")[0] == ["done", "done"]
     assert (run / "final" / "model.safetensors").read_bytes() == expected
-    assert (tmp_path / "log").read_text().count("nothing left to train") == 1
+    assert (tmp_path / "log").read_text().count("training is already complete") == 1
 
 
 def with_damaged_best(changed: dict, gone: dict) -> None:
@@ -275,7 +275,7 @@ def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(options, tiny, tmp_p
     on_ranks(2, with_damaged_best, *(options(tmp_path / name, **words) for name in names), log=tmp_path / "log")
     log = (tmp_path / "log").read_text()
     assert "the best checkpoint, is damaged (the content of model.safetensors" in log
-    assert "the best checkpoint, is damaged (it is gone)" in log
+    assert "the best checkpoint, is damaged (it does not exist)" in log
     for name in names:
         assert json.loads((tmp_path / name / "run.json").read_text())["results"]["best_checkpoint"] is None
         final, last = (tmp_path / name / part / "model.safetensors" for part in ("final", "checkpoint-4"))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES
+from tiny import ARCHITECTURES, write_model, write_texts
 
 from dsft import errors
 from dsft.cli import quickstart
@@ -60,8 +60,8 @@ def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeyp
         (["plan", "--model", "./nowhere"], "model=./nowhere"),
         (["plan", "--model", "x", "--gpus", "8x80"], "'80' is not a size"),
         (["plan", "--model", "x", "--nodes", "0"], "--nodes 0: must be at least 1"),
-        (["merge", "./nowhere", "out"], "./nowhere: is no folder"),
-        (["export", "./nowhere", "out"], "./nowhere: is no folder"),
+        (["merge", "./nowhere", "out"], "./nowhere: is not a folder"),
+        (["export", "./nowhere", "out"], "./nowhere: is not a folder"),
         (["export", "./nowhere"], "out: missing"),
         (["plan", "--model", "x", "--methd", "lora"], "methd: unknown key; did you mean 'method'?"),
         (["plan"], "model: missing"),
@@ -173,6 +173,20 @@ def test_demo_data_is_the_same_each_time(tmp_path):
     files = [path.relative_to(first) for path in first.rglob("*") if path.is_file() and path.suffix != ".yaml"]
     assert len(files) >= 7
     assert all((first / path).read_bytes() == (second / path).read_bytes() for path in files)
+
+
+def test_a_training_that_is_done_is_not_started_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path / "train.jsonl", 4)
+    write_model(tmp_path / "base")
+    (tmp_path / "run").mkdir()
+    for name in ("run.yaml", "run/options.yaml"):
+        (tmp_path / name).write_text("{model: base, data: train.jsonl, output_dir: run, max_steps: 7}")
+    (tmp_path / "run" / "run.json").write_text('{"status": "done", "results": {"steps": 7}}')
+    for more in ([], ["--resume_from_checkpoint", "auto"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "run.yaml", *more])
+        assert not ended.value.code and "run: finished at step 7; --overwrite" in capsys.readouterr().out
 
 
 def test_another_system_than_linux_is_named(monkeypatch, capsys):

@@ -378,7 +378,7 @@ def test_overwrite_replaces_a_run_and_auto_continues_one(options, tmp_path):
     assert read_json(out / "run.json")["results"]["steps"] == 4
     final = (out / "final" / "model.safetensors").read_bytes()
     finished = train(max_steps=4, resume_from_checkpoint="auto", **saving)
-    assert finished.returncode == 0 and "nothing left to train" in finished.stdout
+    assert finished.returncode == 0 and "training is already complete" in finished.stdout
     assert (out / "final" / "model.safetensors").read_bytes() == final
     assert train(overwrite=True).returncode == 0
     assert read_json(out / "run.json")["results"]["steps"] == 2 and not checkpoints(str(out))

@@ -403,7 +403,8 @@ def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(fo
     assert printed["perplexity_ratio"]["low"] == expected.perplexity_ratio.low and printed["model"] == "base"
     run_command("compare", [folders[2]])
     shown = capsys.readouterr().out
-    assert "other against base on texts.jsonl" in shown and "sign test: p = " in shown and "gained most" in shown
+    assert shown.index("ratio (95 %)") < shown.index("other against base on texts.jsonl")
+    assert "sign test: p = " in shown and "gained most" in shown
     for name in (tmp_path, tmp_path / "perplexity.json"):
         with pytest.raises(
             UserError, match=f"no perplexity.json; write one with dsft eval ... --output_dir {tmp_path}$"

@@ -24,7 +24,7 @@ CASES = {
     "plan --model nowhere/model.json": "model",
     "plan --model MODEL --modell x": "modell: unknown key; did you mean 'model'",
     "checkpoints NEW": "holds no checkpoints",
-    "verify NEW": "is no folder",
+    "verify NEW": "is not a folder",
     "verify": "folder: missing",
     "export NEW": "out: missing",
     "export NEW OUT": "NEW",

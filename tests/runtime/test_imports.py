@@ -24,7 +24,7 @@ BAD = {
         "seq_len: expected a whole number",
     ],
     ("prepare", "--data", "no.jsonl", "--model", "./nowhere"): ["data: no.jsonl", "model=./nowhere"],
-    ("export", "./nowhere", "out"): ["./nowhere: is no folder"],
+    ("export", "./nowhere", "out"): ["./nowhere: is not a folder"],
     ("plan", "--model", "./nowhere", "--zero", "4", "--gpus", "8x80GB"): ["model=./nowhere", "zero=4"],
     ("merge", "./dsft", "out"): ["./dsft: holds neither safetensors"],
 }
