@@ -8,13 +8,33 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_API = ("load_config", "build_model", "plan", "evaluate_perplexity", "compare", "read_run")
+_MODULES = ("train", "report")
+"""Modules that can be called."""
+_FUNCTIONS = {
+    "build_model": "dsft.api",
+    "chat": "dsft.cli.notebook",
+    "compare": "dsft.api",
+    "evaluate_perplexity": "dsft.api",
+    "export": "dsft.api",
+    "load_config": "dsft.api",
+    "merge": "dsft.api",
+    "plan": "dsft.api",
+    "preview": "dsft.cli.notebook",
+    "read_run": "dsft.api",
+}
+"""Name -> its module, which is loaded at first use: it imports torch and transformers."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load the API at first use: it imports torch and transformers."""
-    if name == "train":
-        return importlib.import_module("dsft.train")  # the module is the function
-    if name in _API:
-        return getattr(importlib.import_module("dsft.api"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"dsft.{name}")
+    if name == "evaluate":
+        name = "evaluate_perplexity"
+    if name in _FUNCTIONS:
+        importlib.import_module("dsft.runtime").quiet_libraries()
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module 'dsft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_MODULES, *_FUNCTIONS, "evaluate", "__version__"])

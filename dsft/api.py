@@ -2,35 +2,45 @@
 
 import dsft
 config = dsft.load_config("run.yaml", learning_rate=1e-4)
-chosen, candidates, size = dsft.plan("runs/first/final")
+print(dsft.plan("runs/first/final"))
 model = dsft.build_model(config, dtype="float32")
-result = dsft.evaluate_perplexity(model="runs/first", data="held_out.jsonl", seq_len=512)
-comparisons = dsft.compare("results", base="runs/first/final")
+print(dsft.evaluate(model="runs/first", data="held_out.jsonl", seq_len=512))
+print(dsft.compare("results", base="runs/first/final"))
+print(dsft.chat("runs/first", "Which number follows 41?"))
 run = dsft.read_run("runs/first")
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dsft.checkpoints.export import export, merge
 from dsft.checkpoints.run_folder import read_run
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import build_model
-from dsft.models.size import ModelSize
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.results import Evaluation
-from dsft.planner.choose import Plan
 from dsft.run_setup.evaluation_checks import check_evaluation
-from dsft.run_setup.resolve import plan_run, resolve_offline
+from dsft.run_setup.resolve import Choice, plan_run, resolve_offline
 from dsft.runtime import distributed
+from dsft.runtime.console import set_up_screen
 from dsft.runtime.distributed import only_run_in
 from dsft.runtime.hardware import Machine, this_machine
 
-__all__ = ["build_model", "compare", "evaluate_perplexity", "load_config", "plan", "read_run"]
+__all__ = [
+    "build_model",
+    "compare",
+    "evaluate_perplexity",
+    "export",
+    "load_config",
+    "merge",
+    "plan",
+    "read_run",
+]
 
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:
@@ -48,8 +58,8 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     return config
 
 
-def plan(model: str, *, machine: Machine | None = None, **options: Any) -> tuple[Plan, list[Plan], ModelSize]:
-    """(the choice, every candidate, the model's size) of a training with these options, from the model's config alone.
+def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choice:
+    """Plan a training with these options, from the model's config alone. Returns the plan, its candidates and reason.
 
     Args:
         machine: by default this one.
@@ -61,8 +71,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> tuple
     training = make_config(TrainConfig, {"model": model, **options}, problems)
     machine = machine or this_machine()
     run = resolve_offline(training, machine, problems=problems)
-    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
-    return choice.plan, list(choice.candidates), run.job.size
+    return plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
 
 
 def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
@@ -73,6 +82,7 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
         UserError: with every problem found.
         TrainingStopped: where a loss is NaN or infinite.
     """
+    set_up_screen()
     problems: list[str] = []
     config = evaluation_config(options, problems)
     if len(config.model) > 1 or len(config.data) > 1:

@@ -46,7 +46,7 @@ def cell(model: str, method: str, gpus: str) -> str:
     (machine,) = read_machines(PlanOptions(gpus=gpus, host_memory=MACHINES[gpus]))
     options = {"method": method, "seq_len": SEQ_LEN, "per_device_train_batch_size": 1}
     try:
-        chosen = plan(model, machine=machine, **options)[0]
+        chosen = plan(model, machine=machine, **options).plan
     except UserError:
         return "no"
     if not chosen.fits:

@@ -35,6 +35,7 @@ def test_no_module_or_folder_is_named_like_a_library_or_standard_module():
 def test_import_dsft_loads_no_library_and_sets_no_variable():
     code = (
         "import os, sys; before = dict(os.environ); import dsft; "
+        "assert {'train', 'evaluate', 'plan', 'chat', 'report', 'preview', 'merge'} < {*dir(dsft)}; "
         "assert dict(os.environ) == before; assert not {'torch', 'transformers', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

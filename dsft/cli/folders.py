@@ -84,7 +84,7 @@ def export_or_merge(options: ExportOptions | MergeOptions) -> None:
     show_text(f"dsft: {'merged, ' if is_merge else ''}written: {folder}")
 
 
-def chat(options: ChatOptions) -> None:
+def chat(options: ChatOptions) -> str | None:
     """Answer each line that is typed, or `prompt` alone, in the model's own chat template. transformers' TextStreamer
     prints answers while they are made. Raises UserError where there is no model or no chat template, or, with `prompt`,
     no answer.
@@ -143,8 +143,7 @@ def chat(options: ChatOptions) -> None:
     system = options.system
     messages = begun(system)
     if options.prompt is not None:
-        answer([*messages, {"role": "user", "content": options.prompt}])
-        return
+        return answer([*messages, {"role": "user", "content": options.prompt}])["content"]
     is_typed = sys.stdin.isatty()
     if is_typed:
         with contextlib.suppress(ImportError):

@@ -9,19 +9,17 @@ dsft --version
 import dataclasses
 import errno
 import importlib
-import logging
 import os
 import select
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_options, split_flags
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
-from dsft.runtime import quick_imports
+from dsft.runtime import quick_imports, quiet_libraries
 from dsft.runtime.launcher_env import check_environment, unset_single_process_env
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -80,9 +78,7 @@ def run_command(name: str, words: list[str]) -> None:
         arguments = (command.options(**values), run_words)
     else:
         arguments = (read_command(command.options, words),)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of the libraries among each other
-    # DeepSpeed finds no GPU here, or does not look; commands that start ranks say what these run on.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    quiet_libraries()
     module, _, function = command.function.partition(":")
     with quick_imports():
         room = importlib.import_module(module)

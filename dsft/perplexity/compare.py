@@ -149,6 +149,14 @@ class Comparisons(tuple[Comparison, ...]):
             tables[-1][1][each.group] = f"{measure} {rows[measure]}\n{rows['documents']}"
         return tables
 
+    def __str__(self) -> str:
+        lines = []
+        for title, rows in self.tables():
+            lines.append(title)
+            for name, value in rows.items():
+                lines.append(f"  {name:<28}" + value.replace("\n", "\n" + 30 * " "))
+        return "\n".join(lines)
+
     def to_pandas(self) -> Any:
         """Return a pandas.DataFrame with a row for each comparison."""
         rows = []

@@ -226,6 +226,10 @@ class Evaluation:
         names = ("model", "data", "protocol", "mode")
         return f"Evaluation({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}, {self.perplexity!r})"
 
+    def __str__(self) -> str:
+        rows = self.summary().items()
+        return "\n".join(f"{name:<24}" + value.replace("\n", "\n" + 24 * " ") for name, value in rows)
+
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the result, for the screen."""
         result = self.perplexity

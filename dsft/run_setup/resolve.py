@@ -148,6 +148,9 @@ class Choice:
     def text(self) -> str:
         return " ".join([self.reason, *self.notes])
 
+    def __repr__(self) -> str:  # of a notebook
+        return self.text
+
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
     """Checks and decides a training; None if its checkpoint is complete already. Collective.

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import logging
+import warnings
 from collections.abc import Iterator
 
 
@@ -18,3 +20,9 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def quiet_libraries() -> None:
+    """Hide warnings of the libraries among each other, and DeepSpeed's that it finds no GPU, or does not look."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
