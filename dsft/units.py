@@ -48,6 +48,14 @@ def in_gib(num_bytes: float) -> str:
     return f"{num_bytes / GiB:.3g} GiB" if num_bytes < 1000 * GiB else f"{num_bytes / GiB:,.0f} GiB"
 
 
+def in_time(seconds: float) -> str:
+    """Write a duration in the largest unit that it fills: 40 s, 12 min, 2.4 h, 3.1 days."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.2g} {name}"
+    return f"{seconds:.2g} s"
+
+
 def in_columns(text: str, *, is_terminal: bool, is_command: bool = False) -> str:
     """Break lines between words where a terminal is too narrow for them; of a command, so that a shell takes them as
     one. In a file they stay whole, so that paths and commands can be searched for.

@@ -42,7 +42,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
 
     if not has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
-    answer(options, training, machines)
+    answer(options, training, machines, argv)
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +13,37 @@ from rich.table import Table
 from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
+from dsft.config.deepspeed import offloads
 from dsft.config.options import HALF_PRECISION, TrainConfig
+from dsft.data.tokens import tokenise
 from dsft.errors import UserError
-from dsft.models.size import ModelSize
-from dsft.planner.choose import Plan, as_dict, checkpointing_flags
+from dsft.models.size import USUAL_MODELS, ModelSize
+from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose
 from dsft.planner.evaluation import plan_evaluation
-from dsft.planner.memory import Job, resolve_auto
-from dsft.run_setup.alternatives import longest_sequence, ways_to_fit
+from dsft.planner.memory import Job, resolve_auto, terms_at_peak
+from dsft.planner.speed import CARDS, card_of
+from dsft.run_setup.alternatives import Alternative, faster_ways, longest_sequence, ways_to_fit
 from dsft.run_setup.resolve import Choice, TrainingRun, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine
-from dsft.units import GiB, in_gib
+from dsft.units import GiB, MiB, in_gib, in_time, plural
 
 NOTHING_FITS = 1
 """Exit code."""
+SHOWN_PLANS = 5
+SMALLER = 0.85
+"""Share of the chosen plan's memory that a smaller one takes at most."""
+MOST_READ_BYTES = 2**28
+TOKENISED_ROWS = 200
 
 
-def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> None:
+def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], words: Sequence[str]) -> None:
     """Print the answer for one machine or several. Ends with NOTHING_FITS where nothing does. Raises UserError with
     every problem of the model.
 
     Args:
         training: as it was asked for, without decisions.
+        words: the options of the training as the user wrote them.
     """
     if options.perplexity:
         fits = answer_perplexity(options, training, machines[0])
@@ -41,7 +52,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine])
     elif len(machines) > 1:
         fits = compare_machines(options, training, machines)
     else:
-        fits = answer_training(options, training, machines[0])
+        fits = answer_training(options, training, machines[0], words)
     if not fits:
         raise SystemExit(NOTHING_FITS)
 
@@ -50,10 +61,10 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
-def new_table(*columns: str, **options: Any) -> Table:
-    table = Table(title_justify="left", caption_justify="left", box=SIMPLE_HEAD, show_edge=False, **options)
+def new_table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in columns:
-        table.add_column(name, no_wrap=name != "formula")
+        table.add_column(name, no_wrap=True)
     return table
 
 
@@ -65,13 +76,13 @@ def decide(options: PlanOptions, training: TrainConfig, machine: Machine) -> Tra
     return run
 
 
-def answer_training(options: PlanOptions, training: TrainConfig, machine: Machine) -> bool:
-    """One machine: the chosen plan beside its candidates, its terms, hours and files, or what else would fit."""
+def answer_training(options: PlanOptions, training: TrainConfig, machine: Machine, words: Sequence[str]) -> bool:
+    """One machine: what is chosen, and the ways that are faster and smaller; what else would fit where nothing does."""
     run = decide(options, training, machine)
     choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
     plan = choice.plan
     ways = [] if plan.fits else ways_to_fit(training, machine, attention=options.attention)
-    hours = training_hours(options.tokens, run, plan)
+    seconds = training_seconds(options.tokens, run, plan)
     if options.write:
         clipping = run.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
         write_plan(Path(options.write), plan, run.job, machine, max_grad_norm=clipping)
@@ -82,30 +93,136 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
                 "candidates": [as_dict(candidate) for candidate in choice.candidates],
                 "model": dataclasses.asdict(run.job.size),
                 "machine": dataclasses.asdict(machine),
-                "hours": hours,
+                "hours": seconds and seconds / 3600,
                 "would_fit": [way.change for way in ways],
             }
         )
         return plan.fits
-    show_text(f"{describe_question(run)}\n{describe_model(run.job.size)}\n{machine}")
-    show_table(plans_table(choice, list(choice.candidates) if options.all else [plan], machine))
+    lines = [f"{describe_job(run)}: {describe_plan(plan, machine)}", describe_memory(plan, machine)]
+    if plan.fits:
+        if plan.has_time_estimate:
+            lines.append(describe_time(run, plan, seconds))
+        lines.append(train_command(words))
+        lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine, options.attention)]
+        if smaller := smaller_plan(choice, machine):
+            lines.append(f"smaller: {describe_smaller(smaller, plan, run.job)}")
+    lines += [f"would fit: {describe_way(way)}" for way in ways]
+    show_text("\n".join(lines))
+    show_table(plans_table(choice, machine, everything=options.all))
     if options.explain:
-        show_table(terms_table(plan))
-    show_text("\n".join([choice.reason, *choice.notes]))
-    if not run.job.activations(zero_3=False).is_measured:
-        show_text(f"activations: those of a Llama as wide: {run.job.size.model_type} does not run without weights")
-    if hours is not None:
-        show_text(f"about {hours:,.1f} hours of training, {hours * machine.world_size:,.0f} GPU hours")
+        explain(run, choice, machine)
     if options.write:
         show_text(f"dsft: written: {Path(options.write) / 'deepspeed.json'}")
-    if plan.fits:
-        batch = f"--per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps {plan.accumulation}"
-        flags = f"--zero {plan.zero} {batch} {checkpointing_flags(plan, run.job)}"
-        show_text(f"dsft train takes this plan by itself; to fix it: {flags}")
-    for way in ways:
-        change = " ".join(f"--{name} {value}" for name, value in way.change.items())
-        show_text(f"would fit: {change} ({way.plan.label}, {in_gib(way.plan.device_bytes)})")
     return plan.fits
+
+
+def describe_job(run: TrainingRun) -> str:
+    machine = run.machine
+    gpus = f"{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}"
+    if not machine.has_gpu:
+        gpus = plural(machine.ranks_per_node, "CPU rank")
+    if machine.nodes > 1:
+        gpus = f"{machine.nodes} nodes of {gpus}"
+    return f"{Path(run.options.model).name}, {run.options.method}, {gpus}"
+
+
+def describe_plan(plan: Plan, machine: Machine) -> str:
+    """What is chosen; nothing is sharded over one GPU, whatever its stage."""
+    layers = f"of 1 layer in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else plan.checkpointing
+    parts = [f"checkpointing {layers}", f"batch {plan.micro_batch} x {plan.accumulation}"]
+    if machine.world_size > 1:
+        parts = [f"ZeRO {plan.zero}", *parts]
+    elif offloads(plan.deepspeed_config):
+        parts = [f"{offloaded_part(plan)} offloaded", *parts]
+    return ", ".join(parts)
+
+
+def offloaded_part(plan: Plan) -> str:
+    zero = plan.deepspeed_config["zero_optimization"]
+    parts = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+    offloaded = [part for part, key in parts.items() if zero.get(key)]
+    return "both" if len(offloaded) == 2 else "".join(offloaded) or "nothing"
+
+
+def describe_memory(plan: Plan, machine: Machine) -> str:
+    share = plan.device_bytes / machine.device_bytes
+    each = f" per {machine.place}" if machine.world_size > 1 else ""
+    memory = f"{plan.device_bytes / GiB:.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
+    if offloads(plan.deepspeed_config) or "host" in plan.limiting_resource:
+        memory += f", host memory {plan.host_bytes / GiB:,.0f} of {machine.host_bytes / GiB:,.0f} GiB"
+    return f"fits: {memory}" if plan.fits else f"nothing fits; the closest takes {memory}"
+
+
+def describe_time(run: TrainingRun, plan: Plan, seconds: float | None) -> str:
+    """The time of a step, and of the whole training where its steps are known."""
+    text = f"{plan.step_seconds:.2g} s per step, {plan.tokens_per_second:,.0f} tokens/s"
+    if seconds:
+        steps = run.options.training.get("max_steps", -1)
+        epochs = run.options.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+        whole = plural(steps, "step") if steps > 0 else f"{epochs:g} epoch{'s' * (epochs != 1)}"
+        text = f"{whole}: about {in_time(seconds)}; {text}"
+    if not CARDS[card_of(run.machine)].utilisation:
+        text += " (a guess: no training on this card was published)"
+    return text
+
+
+def train_command(words: Sequence[str]) -> str:
+    """The training of this plan, as one line for a shell."""
+    named = {word.partition("=")[0] for word in words}
+    missing = []
+    if "--config" not in named and all(word.startswith("--") for word in words[:1]):
+        missing = [
+            word
+            for name, word in (("--data", "--data DATA"), ("--output_dir", "--output_dir runs/first"))
+            if name not in named
+        ]
+    return " ".join(["dsft train", shlex.join(words), *missing])
+
+
+def describe_way(way: Alternative) -> str:
+    change = " ".join(f"--{name} {value}" for name, value in way.change.items())
+    time = f", {way.plan.tokens_per_second:,.0f} tokens/s" if way.plan.has_time_estimate else ""
+    return f"{change} ({in_gib(way.plan.device_bytes)}{time})"
+
+
+def smaller_plan(choice: Choice, machine: Machine) -> Plan | None:
+    """The best of the plans that take clearly less of a GPU, without those whose options are long."""
+    most = SMALLER * choice.plan.device_bytes
+    short = [plan for plan in choice.plans if plan.fits and plan.checkpoint_every == 1]
+    smaller = [plan for plan in short if plan.device_bytes <= most]
+    return choose(smaller, machine) if smaller else None
+
+
+def describe_smaller(smaller: Plan, plan: Plan, job: Job) -> str:
+    text = f"{in_gib(smaller.device_bytes)}"
+    if plan.has_time_estimate:
+        text += f", {smaller.tokens_per_second:,.0f} tokens/s"
+    return f"{text}: {plan_flags(smaller, job)}"
+
+
+def plan_flags(plan: Plan, job: Job) -> str:
+    """The options with which a training takes exactly this plan."""
+    batch = f"--per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps {plan.accumulation}"
+    return f"--zero {plan.zero} {batch} {checkpointing_flags(plan, job)}"
+
+
+def explain(run: TrainingRun, choice: Choice, machine: Machine) -> None:
+    """Print what was assumed, and every term of the chosen plan."""
+    plan, job = choice.plan, run.job
+    lines = ["", describe_question(run), describe_model(job.size), str(machine), choice.reason, *choice.notes]
+    if run.options.model in USUAL_MODELS:
+        lines.append(f"configuration of {run.options.model}: as dsft brings it along")
+    if not job.activations.is_measured:
+        lines.append(f"activations: those of a Llama as wide: {job.size.model_type} does not run without weights")
+    lines.append(f"to keep this plan: {plan_flags(plan, job)}")
+    for place, title in (("device", f"one {machine.place}"), ("host", "host memory of one node")):
+        at_peak = terms_at_peak(plan.terms, place)
+        lines += ["", f"{title}, GiB:"]
+        for term in plan.terms:
+            if term.place == place and term.num_bytes >= MiB:
+                note = "" if term in at_peak else "; not at the peak"
+                lines.append(f"{term.num_bytes / GiB:9.2f}  {term.name} ({term.formula}{note})")
+    show_text("\n".join(lines))
 
 
 def compare_machines(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> bool:
@@ -117,65 +234,77 @@ def compare_machines(options: PlanOptions, training: TrainConfig, machines: list
     if options.json:
         print_json([{"machine": dataclasses.asdict(machine), "plan": as_dict(plan)} for machine, plan in plans])
     else:
-        table = new_table("machine", "ZeRO", "ckpt", "batch", "GiB", "host", "tokens/s", "per GPU", "fits")
+        table = new_table("machine", "ZeRO", "ckpt", "batch", "GiB", "tokens/s", "fits")
         for machine, plan in plans:
-            speed = plan.tokens_per_second
+            nodes = f"{machine.nodes} x " if machine.nodes > 1 else ""
             table.add_row(
-                f"{machine.nodes} x {machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}",
-                *plan_cells(plan),
-                f"{speed:,.0f}" if plan.has_time_estimate else "-",
-                f"{speed / machine.world_size:,.0f}" if plan.has_time_estimate else "-",
+                f"{nodes}{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}",
+                plan.zero if machine.world_size > 1 else "-",
+                plan.checkpointing,
+                f"{plan.micro_batch} x {plan.accumulation}",
+                f"{plan.device_bytes / GiB:,.1f}",
+                f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
                 plan.limiting_resource or "yes",
             )
         show_table(table)
     return any(plan.fits for _, plan in plans)
 
 
-def plan_cells(plan: Plan) -> list[str]:
-    return [
-        plan.zero,
-        plan.checkpointing,
-        f"{plan.micro_batch} x {plan.accumulation}",
-        f"{plan.device_bytes / GiB:,.1f}",
-        f"{plan.host_bytes / GiB:,.1f}",
-    ]
-
-
-def plans_table(choice: Choice, plans: list[Plan], machine: Machine) -> Table:
-    """The table of these candidates, the chosen one marked."""
+def plans_table(choice: Choice, machine: Machine, *, everything: bool) -> Table:
+    """The chosen plan, and the best of the others; of one GPU's only those that differ in more than the stage."""
+    is_alone = machine.world_size == 1
     table = new_table(
-        *("", "ZeRO", "ckpt", "batch", "GiB", "host", "s/step", "tokens/s", "fits"),
-        caption=f"GiB per {machine.place}; host: GiB per node; batch: sequences of a micro batch x accumulation",
+        "", "offloaded" if is_alone else "ZeRO", "checkpointing", "batch", "peak GiB", "s/step", "tokens/s"
     )
+    plans = sorted(choice.candidates, key=lambda plan: plan.step_seconds / plan.tokens_per_step)
+    if not everything:
+        plans = [plan for plan in plans if plan.fits]
+    plans = [choice.plan, *(plan for plan in plans if plan is not choice.plan)]
+    shown = set()
     for plan in plans:
+        kind = offloaded_part(plan) if is_alone else plan.zero
+        if not everything and ((kind, plan.checkpointing) in shown or len(shown) == SHOWN_PLANS):
+            continue
+        shown.add((kind, plan.checkpointing))
         table.add_row(
             "->" if plan is choice.plan else "",
-            *plan_cells(plan),
+            kind,
+            plan.checkpointing,
+            f"{plan.micro_batch} x {plan.accumulation}",
+            f"{plan.device_bytes / GiB:,.1f}{'' if plan.fits else ' (no)'}",
             f"{plan.step_seconds:,.2g}" if plan.has_time_estimate else "-",
             f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
-            f"no: {plan.limiting_resource}" if plan.limiting_resource else "yes",
         )
     return table
 
 
-def terms_table(plan: Plan) -> Table:
-    """Every term of one plan with its formula."""
-    table = new_table("term", "held", "where", "GiB", "formula", title=plan.label)
-    for term in plan.terms:
-        if term.num_bytes:
-            place = "one GPU or rank" if term.place == "device" else "one node"
-            table.add_row(term.name, term.phase, place, f"{term.num_bytes / GiB:,.3f}", term.formula)
-    return table
-
-
-def training_hours(tokens: float | None, run: TrainingRun, plan: Plan) -> float | None:
-    """Hours of the whole training, on data of so many tokens or for `max_steps`; None where neither is known."""
+def training_seconds(tokens: float | None, run: TrainingRun, plan: Plan) -> float | None:
+    """Seconds of the whole training: of `max_steps`, or of its epochs over so many tokens, else over those of the data;
+    None where neither is known.
+    """
+    if not plan.has_time_estimate:
+        return None
     training = run.options.training
     steps = training.get("max_steps", -1)
-    if steps <= 0:
-        epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
-        steps = (tokens or 0) * epochs / plan.tokens_per_step
-    return steps * plan.step_seconds / 3600 if steps and plan.has_time_estimate else None
+    if steps > 0:
+        return steps * plan.step_seconds
+    tokens = tokens or count_tokens(run)
+    epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
+    return tokens * epochs / plan.tokens_per_second if tokens else None
+
+
+def count_tokens(run: TrainingRun) -> float | None:
+    """Estimate the tokens of the data by its first rows; None where there is none, or it takes long to read."""
+    size_bytes = sum(each.source.size_bytes for each in run.data)
+    if not run.data or run.tokenizer is None or size_bytes > MOST_READ_BYTES:
+        return None
+    tokens = 0.0
+    for each in run.data:
+        num_rows = sum(len(batch.rows) for batch in each.batches())
+        batch = each.source.first_batch()
+        sample = dataclasses.replace(batch, rows=batch.rows[:TOKENISED_ROWS])
+        tokens += num_rows * len(tokenise(sample, each.rules, run.tokenizer).ids) / len(sample.rows)
+    return tokens
 
 
 def answer_longest(options: PlanOptions, training: TrainConfig, machine: Machine) -> bool:

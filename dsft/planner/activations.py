@@ -52,6 +52,8 @@ class Activations:
     """Made once for all layers: rotary angles, masks."""
     layers: tuple[float, ...]
     """Kept for the backward of each layer that is not checkpointed."""
+    layers_zero_3: tuple[float, ...]
+    """The same with DeepSpeed's linear layers of ZeRO-3, which keep the inputs of frozen weights too."""
     layers_fixed: tuple[float, ...]
     """The same, of a micro batch of any size: weights that are merged with adapters."""
     inputs: tuple[float, ...]
@@ -101,7 +103,7 @@ AttentionInterface.register("dsft_masked", _fused_attention)
 AttentionMaskInterface.register("dsft_masked", sdpa_mask)
 
 
-def measure_or_assume(job: Job, *, zero_3: bool) -> Activations:
+def measure_or_assume(job: Job) -> Activations:
     """Measure the activations of a job; of code that does not run over fake tensors, take those of a Llama as wide."""
     size = job.size
     is_fp32_mixture = job.dtype == "float32" and size.fused_expert_params > 0
@@ -115,27 +117,32 @@ def measure_or_assume(job: Job, *, zero_3: bool) -> Activations:
             trainable=job.trainable,
             frozen=job.frozen,
             liger=job.liger and size.model_type in LIGER_MODELS,
-            zero_3=zero_3,
         )
     except UNMEASURABLE:
         width = 11 * size.hidden_size + 4 * size.ffn_size
         if job.attention == "eager":
             width += 3 * size.num_heads * job.seq_len
+        layers = (float(job.weight_bytes * width),) * size.num_layers
         return Activations(
             shared=0.0,
-            layers=(float(job.weight_bytes * width),) * size.num_layers,
+            layers=layers,
+            layers_zero_3=layers,
             layers_fixed=(0.0,) * size.num_layers,
             inputs=(float(job.weight_bytes * size.hidden_size),) * size.num_layers,
             is_measured=False,
         )
-    if is_fp32_mixture:
-        return Activations(
-            shared=2 * measured.shared,
-            layers=tuple(2 * number for number in measured.layers),
-            layers_fixed=tuple(2 * number for number in measured.layers_fixed),
-            inputs=tuple(2 * number for number in measured.inputs),
-        )
-    return measured
+    return _doubled(measured) if is_fp32_mixture else measured
+
+
+def _doubled(measured: Activations) -> Activations:
+    """Return what twice as wide numbers take."""
+    return Activations(
+        shared=2 * measured.shared,
+        layers=tuple(2 * number for number in measured.layers),
+        layers_zero_3=tuple(2 * number for number in measured.layers_zero_3),
+        layers_fixed=tuple(2 * number for number in measured.layers_fixed),
+        inputs=tuple(2 * number for number in measured.inputs),
+    )
 
 
 def measure_activations(
@@ -148,14 +155,12 @@ def measure_activations(
     trainable: tuple[str, ...] = (),
     frozen: tuple[str, ...] = (),
     liger: bool = False,
-    zero_3: bool = False,
 ) -> Activations:
     """Run one forward of the model without weights and count what its backward would need.
 
     Args:
         trainable, frozen: patterns of the parameters that are trained, and of those that are not.
         liger: with Liger's norms and feed-forwards, which keep their inputs alone.
-        zero_3: with DeepSpeed's linear layers of ZeRO-3, which keep the inputs of frozen weights too.
     """
     model = _meta_model(config, attention)
     if adapters is not None:
@@ -177,25 +182,29 @@ def measure_activations(
     # transformers asks no fake tensor for its values, and they have a CPU's operators.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
-        counter.attach(model, liger=liger, zero_3=zero_3)
+        counter.attach(model, liger=liger)
         for batch in MEASURED_BATCHES:
             counter.start([*model.parameters(), *model.buffers()])
             ids_BT = torch.zeros(batch, tokens, dtype=torch.long)
             mask = {} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)}
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 model(input_ids=ids_BT, use_cache=False, logits_to_keep=1, **mask)
-            runs.append((counter.shared_bytes, counter.layer_bytes, counter.input_bytes))
-    (_, few, _), (shared, many, inputs) = runs
-    more_tokens = (MEASURED_BATCHES[1] - MEASURED_BATCHES[0]) * tokens
+            runs.append((counter.shared_bytes, counter.layer_bytes, counter.input_bytes, counter.linear_bytes()))
+    (_, few, _, _), (shared, many, inputs, linear) = runs
+    most_tokens = MEASURED_BATCHES[1] * tokens
+    more_tokens = most_tokens - MEASURED_BATCHES[0] * tokens
     per_token = [(many[first] - few[first]) / more_tokens for first in first_alike]
     fixed = [
         few[first] - MEASURED_BATCHES[0] * tokens * slope for first, slope in zip(first_alike, per_token, strict=True)
     ]
     return Activations(
-        shared=shared / (MEASURED_BATCHES[1] * tokens),
+        shared=shared / most_tokens,
         layers=tuple(per_token),
+        layers_zero_3=tuple(
+            number + linear[first] / most_tokens for number, first in zip(per_token, first_alike, strict=True)
+        ),
         layers_fixed=tuple(fixed),
-        inputs=tuple(inputs[first] / (MEASURED_BATCHES[1] * tokens) for first in first_alike),
+        inputs=tuple(inputs[first] / most_tokens for first in first_alike),
     )
 
 
@@ -245,6 +254,8 @@ class _SavedBytes:
         self.layer_bytes = [0] * len(self.layers)
         self.input_bytes = [0] * len(self.layers)
         self.shared_bytes = 0
+        self.linear_inputs: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        """Storage by address, with the layer in which a linear layer read it first."""
         self.seen: dict[int, torch.UntypedStorage] = {}
         """By address; holding a storage keeps its address from being used again."""
         self.layer: int | None = None
@@ -265,13 +276,21 @@ class _SavedBytes:
                 self.layer_bytes[self.layer] += storage.nbytes()
         return tensor
 
-    def attach(self, model: nn.Module, *, liger: bool, zero_3: bool) -> None:
+    def linear_bytes(self) -> list[int]:
+        """Return, for each layer, the bytes that linear layers read and no backward needs."""
+        layer_bytes = [0] * len(self.layers)
+        for address, (layer, storage) in self.linear_inputs.items():
+            if address not in self.seen:
+                layer_bytes[layer] += storage.nbytes()
+        return layer_bytes
+
+    def attach(self, model: nn.Module, *, liger: bool) -> None:
         for index, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
             layer.register_forward_hook(self._left)
         for module in model.modules():
             is_gated = all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
-            if zero_3 and type(module) is nn.Linear:
+            if type(module) is nn.Linear:
                 module.register_forward_pre_hook(self._entering_linear)
             if isinstance(module, nn.Dropout):  # a GPU keeps a mask of bools, a CPU one of the activations' dtype
                 module.forward = _dropout_of_gpu(module)
@@ -304,7 +323,9 @@ class _SavedBytes:
         self.layer = None
 
     def _entering_linear(self, linear, args):
-        self.save(args[0])
+        storage = args[0].untyped_storage()
+        if self.layer is not None:
+            self.linear_inputs.setdefault(storage._cdata, (self.layer, storage))
 
     def _entering_norm(self, norm, args):
         self.save(args[0])

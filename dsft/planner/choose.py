@@ -52,8 +52,8 @@ OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
 HOST_SHARE = 0.95
 """Of a node's memory; the rest is the system's."""
 RESERVE_BYTES = 2**29
-"""Left free on a GPU: what is outside of torch was up to 0.3 GiB more than is assumed. Under ZeRO-3 torch's cache has
-gathered parameters to return instead.
+"""Left free on a GPU: what is outside of torch was up to 0.3 GiB more than is assumed. Where ZeRO-3 gathers parameters,
+torch's cache has those to return instead.
 """
 FULL = 0.92
 """Share of a GPU's memory from which a plan must gain FULL_COSTS over a smaller one."""
@@ -90,7 +90,8 @@ def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
     missing = []
-    if machine.has_gpu and device + (RESERVE_BYTES if stage < 3 else 0) > machine.device_bytes:
+    gathers = stage == 3 and machine.world_size > 1
+    if machine.has_gpu and device + (0 if gathers else RESERVE_BYTES) > machine.device_bytes:
         missing.append("GPU memory")
     if host > HOST_SHARE * machine.host_bytes:
         missing.append("host memory")
@@ -332,11 +333,12 @@ def _first_that_fits(
     batch: Batch,
     every: int,
 ) -> Plan:
-    """Predict one candidate with the first of its settings that fits, else with the last and leanest."""
+    """Predict one candidate with the first of its settings that leaves some room, else with the last and leanest."""
     for config in settings(name, zero_file, job, machine, batch.accumulation):
         layout = ZeroLayout(job, config, machine, accumulation=batch.accumulation)
         needs = add_up(training_terms(layout, batch, every=every), machine, stage=layout.stage)
-        if not needs["limiting_resource"]:
+        is_full = machine.has_gpu and needs["device_bytes"] > FULL * machine.device_bytes
+        if not needs["limiting_resource"] and not is_full:
             break
     return Plan(
         **needs,
@@ -377,7 +379,8 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
     def preference(plan: Plan) -> tuple[int, bool, int]:
         is_roomy = plan.device_bytes <= ROOMY * machine.device_bytes
         size = -plan.micro_batch if is_roomy else plan.device_bytes
-        return (NAMES.index(plan.zero) if plan.zero in NAMES else 0, not is_roomy, size)
+        stage_rank = NAMES.index(plan.zero) if plan.zero in NAMES else 0
+        return (stage_rank, not is_roomy, size)
 
     least = min(map(cost, fitting))
     return min((plan for plan in fitting if cost(plan) <= SAME_SPEED * least), key=preference)

@@ -165,7 +165,7 @@ def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine) -> Evaluatio
         weights = item * (layout.persistent_params + layout.gathered_params + prefetched)
         weights += shard if layout.param_device == "none" else 0
     # The backbone without gradients, or, after it, hidden states twice and a tile of the logits in fp32.
-    measured = job.activations(zero_3=False)
+    measured = job.activations
     backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(measured.layers))
     device = "cuda" if machine.has_gpu else "cpu"
     tile = min(tokens, ROW_TILE[device]) * min(size.vocab_size, VOCAB_TILE[device])

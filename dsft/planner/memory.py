@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
+
 from dsft.config.deepspeed import get_value
 from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from dsft.units import DTYPE_BYTES, GB, Batch, MiB
@@ -207,10 +209,9 @@ class Job:
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
         return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
 
-    def activations(self, *, zero_3: bool) -> "Activations":
+    @property
+    def activations(self) -> "Activations":
         """Measure what autograd keeps of a token, once for all jobs in which it is the same."""
-        # ZeRO-3's linear layers keep more only of frozen weights, and a quantised base is not sharded.
-        has_frozen = self.size.num_trainable < self.size.num_params - self.size.other_params
         key = (
             self.model_config.to_json_string(),
             self.adapters and str(sorted(self.adapters.to_dict().items(), key=str)),
@@ -218,12 +219,11 @@ class Job:
             self.attention,
             None if self.attention == "flash" else self.seq_len,
             (self.trainable, self.frozen, self.liger),
-            zero_3 and has_frozen and not self.size.quantization,
         )
         if key not in _measured:
             from dsft.planner.activations import measure_or_assume
 
-            _measured[key] = measure_or_assume(self, zero_3=key[-1])
+            _measured[key] = measure_or_assume(self)
         return _measured[key]
 
 
@@ -327,8 +327,8 @@ FRAGMENTATION = 0.03
 """Of what torch allocates, what its allocator holds beyond it where memory is short (with expandable segments)."""
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
-PROCESS_BYTES = {True: 3 * GB, False: int(0.65 * GB)}
-"""Host memory of one rank before it holds a model, with a GPU and without."""
+GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GB, int(0.65 * GB)
+"""Host memory of one rank before it holds a model, on a machine on paper."""
 WORKSPACE_BYTES = 64 * MiB
 """Of cuBLAS on GPUs of compute capability 9.0, for the threads of forward and backward."""
 
@@ -354,17 +354,19 @@ def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term
 def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
     """List what one micro batch makes; first what layers keep until their backward."""
     job, size, item = layout.job, layout.size, layout.weight_bytes
-    measured = job.activations(zero_3=layout.stage == 3)
+    measured = job.activations
+    # A quantised base is not sharded, and keeps its own linear layers.
+    kept_by_layers = measured.layers_zero_3 if layout.stage == 3 and not size.quantization else measured.layers
     tokens = -(-batch.micro * job.seq_len // batch.sequence_parallel)
     again = [bool(every) and number % every == 0 for number in range(len(measured.layers))]
-    kept = sum(bytes_of for bytes_of, is_again in zip(measured.layers, again, strict=True) if not is_again)
+    kept = sum(bytes_of for bytes_of, is_again in zip(kept_by_layers, again, strict=True) if not is_again)
     fixed = sum(number for number, is_again in zip(measured.layers_fixed, again, strict=True) if not is_again)
     inputs = sum(bytes_of for bytes_of, is_again in zip(measured.inputs, again, strict=True) if is_again)
     offloads_inputs = job.checkpoint_offload and layout.machine.has_gpu
     # Gradients of a layer: of gate and up, and of the hidden states. Liger's take the place of what was kept.
     backward = item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
     if any(again):
-        backward += max(measured.layers)
+        backward += max(kept_by_layers)
     work = max(tokens * backward + max(measured.layers_fixed, default=0) * any(again), head_bytes(job, tokens))
     terms = [
         Term(
@@ -513,6 +515,12 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     return terms
 
 
+@functools.cache  # ranks compare their plans
+def own_process_bytes() -> int:
+    """Return the memory of this process, which has imported what a rank imports."""
+    return psutil.Process().memory_info().rss
+
+
 def host_terms(layout: ZeroLayout) -> list[Term]:
     """List what a node's host memory holds: processes, what is offloaded to it, weights that are saved."""
     machine, item, share, size, optimizer = (
@@ -530,7 +538,10 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     def pinned(num_bytes: float) -> float:
         return pinned_bytes(num_bytes) if offload.get("pin_memory") and machine.has_gpu else num_bytes
 
-    terms = [on_node("processes", PROCESS_BYTES[machine.has_gpu], "Python, torch, DeepSpeed")]
+    process = GPU_PROCESS_BYTES if machine.has_gpu else CPU_PROCESS_BYTES
+    if machine.measured and not machine.has_gpu:
+        process = own_process_bytes()
+    terms = [on_node("processes", process, "Python, torch, DeepSpeed")]
     if layout.optimizer_device == "cpu" and layout.stage < 3:
         # All but the moments are pinned (stage_1_and_2.py); gradients of several micro batches are kept apart.
         sums = layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item

@@ -40,8 +40,8 @@ class Card:
     """What torch sees as the card's total: without what the driver and ECC keep."""
     tflops: float
     """Dense bf16 (fp16 where there is no bf16) matrix products by the data sheet."""
-    utilisation: float = 0.5
-    """Share of that rate that a training reaches, by published steps of its generation."""
+    utilisation: float | None = None
+    """Share of that rate that a training reaches, by published steps of its generation; None where there are none."""
     memory_gbps: float
     """GB/s of its own memory."""
     nvlink_gbps: float
@@ -103,6 +103,7 @@ def card_of(machine: Machine) -> str:
 
 # ---- speeds of the hardware
 
+ASSUMED_UTILISATION = 0.5
 NETWORK_EFFICIENCY = 0.8
 PCIE_EFFICIENCY = 0.8
 ASSUMED_NETWORK_GBPS = 50
@@ -137,7 +138,7 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
         return Speeds(flops=5e10, device_bytes=1e10, link_bytes=2e9, network_bytes=1e9, host_link_bytes=1e10)
     card = CARDS[card_of(machine)]
     link, network = parse_interconnect(machine.interconnect, card)
-    flops = 1e12 * card.tflops * card.utilisation
+    flops = 1e12 * card.tflops * (card.utilisation or ASSUMED_UTILISATION)
     if dtype == "float32":  # TF32 multiplies half as fast as bf16; cards before Ampere have no tensor cores for fp32
         flops /= 2 if card.has_bf16 else 8
     return Speeds(
@@ -182,7 +183,7 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
 
 # ---- one optimizer step
 
-NARROW = 300
+NARROW = 600
 """Width at which products of matrices reach half of what wide ones do."""
 EXPERT_SHARE = 0.17
 """Of the rate of products, what the grouped ones of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""

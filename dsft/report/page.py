@@ -31,7 +31,7 @@ CHARTS = {
     "peak_gpu_gib": "Peak GPU memory of the fullest rank, GiB",
     "peak_host_gib": "Peak host memory of the fullest rank, GiB",
 }
-"""Metric -> title of its chart, beside those of loss and perplexity."""
+"""Metric -> title of its chart, beside those of losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +60,27 @@ class Run:
 def read_runs(folders: list[str]) -> list[Run]:
     """Read runs; they are named by their folders. Raises UserError if one is not a run, or cannot be read."""
     paths = [Path(folder).expanduser() for folder in dict.fromkeys(folders)]
-    last_parts = [path.resolve().name for path in paths]
-    are_unlike = len(set(last_parts)) == len(paths)
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
     runs = []
-    for path, last_part in zip(paths, last_parts, strict=True):
+    for path, name in zip(paths, names, strict=True):
         read_options_of_run(str(path))  # without them it is not a run of dsft
-        log = []
-        try:
-            text = (path / METRICS).read_text(encoding="utf-8") if (path / METRICS).is_file() else ""
-            for line in text.splitlines(keepends=True):
-                if line.endswith("\n"):  # a kill may cut off the last one
-                    entry = json.loads(line)
-                    log.append({key: value for key, value in entry.items() if _is_shown(value)})
-        except ValueError as error:
-            raise UserError(f"{path}: {METRICS} cannot be read ({error})") from None
-        name = last_part if are_unlike else str(path)
-        runs.append(Run(name=name, folder=path, facts=read_run(str(path)), log=log))
+        runs.append(Run(name=name, folder=path, facts=read_run(str(path)), log=read_log(path / METRICS)))
     return runs
 
 
-def _is_shown(value: Any) -> bool:
+def read_log(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    lines = text.split("\n")[:-1]  # a kill may cut off the last one
+    try:
+        entries = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error})") from None
+    return [{name: value for name, value in entry.items() if is_shown(value)} for entry in entries]
+
+
+def is_shown(value: Any) -> bool:
     return isinstance(value, str) or (value is not None and isfinite(value))
 
 
@@ -106,72 +107,72 @@ def write_report(folders: list[str], out: Path | None = None) -> Path:
 
 def headline(runs: list[Run]) -> list[list[str]]:
     """Return the rows at the top: a column for each run."""
-    columns = []
-    for run in runs:
-        facts = run.facts
-        results = facts.get("results") or {}
-        losses = [value for _, value in run.points("loss")]
-        evaluated = [entry for entry in run.log if "eval_perplexity" in entry]
-        perplexity = "not measured"
-        if evaluated:
-            perplexity = in_digits(evaluated[-1]["eval_perplexity"])
-            bounds = [evaluated[-1].get(f"eval_perplexity_{end}") for end in ("low", "high")]
-            if None not in bounds:
-                perplexity += f", {in_words(bounds)}"
-            if len(evaluated) > 1:
-                perplexity = f"{in_digits(evaluated[0]['eval_perplexity'])} → {perplexity}"
-        newest = {name: value for entry in run.log for name, value in entry.items()}
-        minutes, seconds = divmod(round(newest.get("train_runtime", 0)), 60)
-        column = {
-            "status": "\n".join(filter(None, [run.status, facts.get("error")])),
-            "model": f"{facts['config']['model']}, {facts['config'].get('method', '')}",
-            "held-out perplexity": perplexity,
-            "training loss": f"{in_digits(losses[0])} → {in_digits(losses[-1])}" if losses else "",
-            "optimizer steps": f"{newest['step']:,}" if run.log else "",
-            "tokens seen": f"{newest.get('num_input_tokens_seen', 0):,}",
-            "tokens per second": in_digits(newest.get("train_tokens_per_second", 0.0)),
-            "time": f"{minutes // 60}:{minutes % 60:02}:{seconds:02} h",
-            "machine": facts.get("machine", ""),
-            "plan": (facts.get("plan") or {}).get("reason", ""),
-            "started": facts.get("created", ""),
-            "final model": results.get("final_model", ""),
-            "warnings": "\n".join(results.get("warnings", [])),
-        }
-        columns.append(column)
+    columns = [run_summary(run) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))]
 
 
+def run_summary(run: Run) -> dict[str, str]:
+    facts = run.facts
+    results = facts.get("results") or {}
+    newest = {name: value for entry in run.log for name, value in entry.items()}
+    losses = [value for _, value in run.points("loss")]
+    perplexities = [in_digits(value) for _, value in run.points("eval_perplexity")]
+    interval = [newest.get("eval_perplexity_low"), newest.get("eval_perplexity_high")]
+    minutes, seconds = divmod(round(newest.get("train_runtime", 0)), 60)
+    return {
+        "status": "\n".join(filter(None, [run.status, facts.get("error")])),
+        "model": f"{facts['config']['model']}, {facts['config'].get('method', '')}",
+        "held-out perplexity": " → ".join(perplexities[:1] + perplexities[1:][-1:]) or "not measured",
+        "its interval": "" if None in interval else in_words(interval),
+        "training loss": f"{in_digits(losses[0])} → {in_digits(losses[-1])}" if losses else "",
+        "optimizer steps": f"{newest['step']:,}" if run.log else "",
+        "tokens seen": f"{newest.get('num_input_tokens_seen', 0):,}",
+        "tokens per second": in_digits(newest.get("train_tokens_per_second", 0.0)),
+        "time": f"{minutes // 60}:{minutes % 60:02}:{seconds:02} h",
+        "machine": facts.get("machine", ""),
+        "plan": (facts.get("plan") or {}).get("reason", ""),
+        "started": facts.get("created", ""),
+        "final model": results.get("final_model", ""),
+        "warnings": "\n".join(results.get("warnings", [])),
+    }
+
+
 def charts(runs: list[Run]) -> list[dict[str, Any]]:
     """Return title, SVG and legend of each chart that the runs have numbers for."""
-    made = []
-
-    def add(title: str, metrics: dict[str, str], *, is_log: bool = False) -> None:
-        curves: list[Curve] = []
-        for run in runs:
-            for metric, kind in metrics.items():
-                if points := run.points(metric):
-                    name = " ".join(filter(None, [run.name if len(runs) > 1 else "", kind]))
-                    is_held_out = metric.startswith("eval_")
-                    is_noisy = not is_held_out and metric != "learning_rate"
-                    colour = len(curves) % NUM_COLOURS
-                    curves.append(
-                        Curve(name=name, points=points, colour=colour, is_noisy=is_noisy, has_dots=is_held_out)
-                    )
+    logged = dict.fromkeys(name for run in runs for entry in run.log for name in entry)
+    titles = {"Loss, nats per token": {"loss": "training", "eval_loss": "held out"}}
+    for kind, title in (("source", "Loss of each source"), ("eval", "Loss of each held-out set")):
+        titles[title] = {name: match[1] for name in logged if (match := re.fullmatch(f"{kind}_(.+)_loss", name))}
+    titles |= {title: {metric: ""} for metric, title in CHARTS.items()}
+    if "peak_gpu_gib" in logged:
+        del titles[CHARTS["peak_host_gib"]]
+    charts = []
+    for title, metrics in titles.items():
+        curves = curves_of(runs, metrics)
         if curves:
             legend = [(curve.name, curve.colour) for curve in curves if curve.name]
-            made.append({"title": title, "svg": draw(curves, is_log=is_log), "legend": legend})
+            charts.append({"title": title, "svg": draw(curves), "legend": legend})
+    return charts
 
-    add("Loss, nats per token", {"loss": "training", "eval_loss": "held out"})
-    add("Held-out perplexity", {"eval_perplexity": ""}, is_log=True)
-    logged = dict.fromkeys(name for run in runs for entry in run.log for name in entry)
-    for kind, title in (("source", "Loss of each source"), ("eval", "Loss of each held-out set")):
-        parts = {name: match[1] for name in logged if (match := re.fullmatch(f"{kind}_(.+)_loss", name))}
-        add(title, parts)
-    for metric, title in CHARTS.items():
-        if metric != "peak_host_gib" or "peak_gpu_gib" not in logged:
-            add(title, {metric: ""})
-    return made
+
+def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
+    """Return a curve for each run and each of the metrics that it has, named by the metric's word."""
+    curves: list[Curve] = []
+    for run in runs:
+        for metric, word in metrics.items():
+            points = run.points(metric)
+            is_held_out = metric.startswith("eval_")
+            if points:
+                curve = Curve(
+                    name=" ".join(filter(None, [run.name if len(runs) > 1 else "", word])),
+                    points=points,
+                    colour=len(curves) % NUM_COLOURS,
+                    is_noisy=not is_held_out and metric != "learning_rate",
+                    has_dots=is_held_out,
+                )
+                curves.append(curve)
+    return curves
 
 
 def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
@@ -203,13 +204,13 @@ def folded(runs: list[Run]) -> dict[str, str]:
         given = {key: value for key, value in config.items() if defaults.get(key, ...) != value}
         decisions = [f"{each['name']}: {each['value']}   ({each['reason']})" for each in run.facts.get("decisions", [])]
         texts |= {
-            f"Options of {run.name} that are not the defaults": _yaml(given),
+            f"Options of {run.name} that are not the defaults": as_yaml(given),
             f"What dsft decided for {run.name}": "\n".join(decisions),
-            f"DeepSpeed's configuration of {run.name}": _yaml(run.facts.get("deepspeed", {})),
-            f"Versions of {run.name}": _yaml(run.facts.get("versions", {})),
+            f"DeepSpeed's configuration of {run.name}": as_yaml(run.facts.get("deepspeed", {})),
+            f"Versions of {run.name}": as_yaml(run.facts.get("versions", {})),
         }
     return texts
 
 
-def _yaml(values: dict[str, Any]) -> str:
+def as_yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)

@@ -6,14 +6,18 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+from dsft.config.deepspeed import offloads
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.planner.activations import Attention, attention_of
 from dsft.planner.choose import Plan
 from dsft.planner.memory import DEFAULT_OPTIMIZER
+from dsft.planner.speed import CARDS, card_of
 from dsft.run_setup.resolve import TrainingRun, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine
 
+BFLOAT16_STATES = {"states": "bfloat16"}
+CLEARLY_FASTER = 1.1
 MOST_NODES = 64
 SHORTEST = 512
 LENGTH_STEP, MOST_POSITIONS = 256, 2**20
@@ -44,6 +48,7 @@ def ways_to_fit(options: TrainConfig, machine: Machine, *, attention: Attention 
     trials.append([{"method": method} for method in methods])
     if options.method == "full" and options.training.get("optim", DEFAULT_OPTIMIZER) == DEFAULT_OPTIMIZER:
         trials.append([{"optim": "adamw_8bit"}])
+        trials.append([BFLOAT16_STATES])
     if (options.training.get("per_device_train_batch_size") or 1) > 1:
         trials.append([{"per_device_train_batch_size": 1}])
     if options.sequence_parallel == 1 and machine.ranks_per_node > 1:
@@ -58,6 +63,17 @@ def ways_to_fit(options: TrainConfig, machine: Machine, *, attention: Attention 
         if way:
             alternatives.append(way)
     return alternatives
+
+
+def faster_ways(options: TrainConfig, plan: Plan, machine: Machine, attention: Attention | None) -> list[Alternative]:
+    """Find another precision with which a training that fits is clearly faster, if there is one."""
+    changes = []
+    if machine.has_gpu and not CARDS[card_of(machine)].has_bf16 and options.dtype == "auto":
+        changes.append({"dtype": "float16"})
+    if options.method == "full" and offloads(plan.deepspeed_config):
+        changes.append(BFLOAT16_STATES)
+    ways = [_tried(options, change, machine, attention) for change in changes]
+    return [way for way in ways if way and way.plan.tokens_per_second > CLEARLY_FASTER * plan.tokens_per_second]
 
 
 def _is_sensible(change: dict[str, Any]) -> bool:

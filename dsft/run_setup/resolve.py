@@ -139,6 +139,8 @@ class Choice:
     plan: Plan
     candidates: tuple[Plan, ...]
     """The best of each configuration, with activation checkpointing and without."""
+    plans: tuple[Plan, ...]
+    """All that were considered."""
     reason: str
     """One sentence."""
     notes: tuple[str, ...]
@@ -377,8 +379,7 @@ def check_run(
         asked = options.attn_implementation
         elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
         named_usually = options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists()
-        if is_usual := not starts and named_usually:
-            run.notes.append(f"planned with the configuration of {options.model} that dsft brings along")
+        is_usual = not starts and named_usually
         try:
             if options.add_tokens:  # the model grows by them
                 faults: list[str] = []
@@ -570,6 +571,7 @@ def choose_plan(
     return Choice(
         plan=plan,
         candidates=tuple(best_of_each(plans, machine)),
+        plans=tuple(plans),
         reason=reason(plan, machine, zero=zero, resumes=resumes),
         notes=tuple(notes),
     )

@@ -52,12 +52,34 @@ def test_machines_on_paper_have_the_memory_that_torch_sees(tmp_path):
     assert (uneven.world_size, uneven.host_names) == (12, ("a", "b"))
 
 
-def test_the_plan_is_printed_with_its_terms_and_the_flags_that_fix_it(capsys):
-    text = printed(capsys, "--gpus", "1x4090", "--explain", "--tokens", "1e9")
-    assert "->" in text and "optimizer state" in text and "is the fastest that fits" in text
-    assert re.search(r"about [\d.]+ hours of training", text) and re.search(
-        r"--zero \d --per_device_train_batch_size", text
-    )
+def test_the_answer_comes_first_in_lines_that_fit_80_columns(capsys):
+    lines = printed(capsys, "--method", "lora", "--gpus", "1x4090", "--tokens", "1e9").splitlines()
+    assert lines[0].startswith("Qwen2.5-0.5B, lora, 1x4090: checkpointing off, batch ")
+    assert re.fullmatch(r"fits: [\d.]+ of 23.6 GiB \(\d+%\)", lines[1])
+    assert re.match(r"3 epochs: about [\d.]+ (h|days); ", lines[2])
+    assert lines[3].startswith("dsft train --model Qwen/Qwen2.5-0.5B --seq_len 512 --method lora --data DATA")
+    assert "ZeRO" not in "\n".join(lines), "nothing is sharded over one GPU"
+    assert max(map(len, lines[5:])) <= 80 and sum(bool(re.match(r" (->)? +\w", line)) for line in lines) <= 7
+
+
+def test_what_was_assumed_is_behind_explain(capsys):
+    text = printed(capsys, "--gpus", "8xH100", "--explain")
+    assert "optimizer state (" in text and "is the fastest that fits" in text
+    assert re.search(r"to keep this plan: --zero \d --per_device_train_batch_size", text)
+    assert "optimizer state" not in printed(capsys, "--gpus", "8xH100")
+
+
+def test_the_time_is_that_of_the_data_and_of_a_card_without_published_steps_a_guess(capsys, tiny, tmp_path):
+    words = ["--model", str(tiny / "model"), "--seq_len", "32", "--data", str(tiny / "pairs.jsonl")]
+    main(["plan", *words, "--gpus", "1xL4", "--num_train_epochs", "1"])
+    text = capsys.readouterr().out
+    assert re.search(r"^1 epoch: about .*\(a guess: ", text, re.MULTILINE)
+
+
+def test_a_faster_precision_is_named(capsys):
+    assert "faster: --dtype float16" in printed(capsys, "--gpus", "1xT4")
+    main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "1xH100"])
+    assert "faster: --states bfloat16" in capsys.readouterr().out
 
 
 def test_several_machines_have_a_row_each(capsys):

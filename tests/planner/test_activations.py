@@ -70,8 +70,9 @@ def test_zero_3_keeps_the_inputs_of_frozen_layers_and_liger_keeps_less():
     config = AutoConfig.for_model("llama", **WIDTHS)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
-    def kept(**changes) -> float:
-        return measure_activations(config, dtype="bfloat16", seq_len=TIME, attention="flash", **changes).layers[0]
+    def measured(**changes):
+        return measure_activations(config, dtype="bfloat16", seq_len=TIME, attention="flash", **changes)
 
-    assert kept(adapters=adapters) < kept(adapters=adapters, zero_3=True)
-    assert kept(liger=True) < kept()
+    adapted, plain = measured(adapters=adapters), measured()
+    assert adapted.layers[0] < adapted.layers_zero_3[0]
+    assert plain.layers == plain.layers_zero_3 and measured(liger=True).layers[0] < plain.layers[0]

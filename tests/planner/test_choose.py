@@ -48,7 +48,7 @@ def chosen(job: Job, machine: Machine) -> Plan:
     [
         ("Qwen/Qwen2.5-0.5B", "full", 1, "4090", {"2"}),
         ("Qwen/Qwen2.5-0.5B", "full", 8, "H100", {"0", "1"}),
-        ("meta-llama/Llama-3.1-8B", "full", 8, "H100", {"1", "2"}),
+        ("meta-llama/Llama-3.1-8B", "full", 8, "H100", {"1", "2", "3"}),
         ("meta-llama/Llama-3.1-8B", "full", 1, "H100", {"2-offload"}),
         ("meta-llama/Llama-3.1-8B", "lora", 1, "4090", {"2"}),
         ("meta-llama/Llama-3.1-8B", "lora", 8, "H100", {"0", "1", "2"}),

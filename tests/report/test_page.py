@@ -48,10 +48,10 @@ def test_a_run_has_its_numbers_its_curves_and_loads_nothing(tmp_path):
     assert "<script" not in html and not re.search(r"(src|href)=", html.replace(HOSTILE, "").replace("img src", ""))
     (read,) = read_runs([str(run)])
     rows = dict(headline([read]))
-    assert rows["held-out perplexity"] == "20.5 → 12.18, 11.5 to 13.25 (95 %)"
+    assert rows["held-out perplexity"] == "20.5 → 12.18" and rows["its interval"] == "11.5 to 13.25 (95 %)"
     assert rows["training loss"] == "4 → 0.1" and rows["tokens seen"] == "4,000" and rows["time"] == "0:26:40 h"
     titles = [chart["title"] for chart in charts([read])]
-    assert titles[:2] == ["Loss, nats per token", "Held-out perplexity"] and "Learning rate" in titles
+    assert titles[0] == "Loss, nats per token" and "Learning rate" in titles
     assert html.count("<svg") == len(titles)
 
 
@@ -77,10 +77,9 @@ def test_a_run_that_was_killed_early_has_a_page_and_what_is_not_a_run_is_refused
 
 
 @pytest.mark.parametrize("ys", [[3.0], [2.0, 2.0], [0.0, 1e-5], [1.0, 1e6], [-1.0, 5.0]])
-@pytest.mark.parametrize("is_log", [False, True])
-def test_axes_have_ticks_and_all_points_are_inside_of_the_picture(ys, is_log):
+def test_axes_have_ticks_and_all_points_are_inside_of_the_picture(ys):
     points = [(1e6 * place, y) for place, y in enumerate(ys)]
-    svg = draw([Curve(name="<run>", points=points, colour=0, has_dots=True)], is_log=is_log)
+    svg = draw([Curve(name="<run>", points=points, colour=0, has_dots=True)])
     assert svg.count("<text") >= 2 and "&lt;run&gt;" in svg
     for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg):
         assert 0 < float(x) < 520 and 0 < float(y) < 250

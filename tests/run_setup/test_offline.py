@@ -113,7 +113,7 @@ def test_all_problems_come_at_once(asked):
 def test_a_usual_model_is_planned_without_the_hub(name):
     run = resolve_offline(TrainConfig(model=name, method="lora", training={"use_liger_kernel": False}), EIGHT_GPUS)
     assert run.model.size.num_layers == USUAL_MODELS[name]["num_hidden_layers"]
-    assert run.notes == [f"planned with the configuration of {name} that dsft brings along"]
+    assert run.notes == []
 
 
 def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():

@@ -1,0 +1,90 @@
+"""The forty plans of benchmarks/expert_plans.md, written by hand before the planner was asked."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from dsft.cli.commands import PlanOptions
+from dsft.cli.plan import read_machines
+from dsft.config.options import TrainConfig
+from dsft.models.size import USUAL_MODELS, empty_model, model_size, usual_config
+from dsft.models.trained import adapters_of
+from dsft.planner.choose import FULL, Plan, all_plans, choose
+from dsft.planner.memory import Job
+
+PAGE = Path(__file__).parents[2] / "benchmarks" / "expert_plans.md"
+LEAST_AGREEING = 35
+OTHER_MODELS = {
+    "openai/gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "vocab_size": 151936,
+    },
+}
+
+
+def read_rows() -> list[list[str]]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    table = [line for line in lines if line.startswith("| ") and "/" in line.split("|")[1]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def plan_of(model: str, method: str, gpus: str, tokens: str, other: str) -> tuple[Plan, int]:
+    """Return the plan and the bytes of a GPU."""
+    nodes, _, node = gpus.rpartition("x8x") if gpus.count("x") == 2 else ("1", "", "")
+    host = re.search(r"host (\w+)", other)
+    options = PlanOptions(
+        gpus=f"8x{node}" if node else gpus,
+        nodes=int(nodes),
+        host_memory=host[1] if host else "1TB",
+    )
+    (machine,) = read_machines(options)
+    config = usual_config(model) if model in USUAL_MODELS else AutoConfig.for_model(**OTHER_MODELS[model])
+    training = TrainConfig(model=model, method=method)
+    adapters = adapters_of(training, empty_model(config))
+    sequences = re.search(r"(\d+) sequences", other)
+    parallel = re.search(r"sequence_parallel (\d+)", other)
+    job = Job(
+        size=model_size(empty_model(config), training, adapters=adapters),
+        model_config=config,
+        adapters=adapters,
+        seq_len=int(tokens),
+        tiled_loss=True,
+        dtype="float16" if "float16" in other else "bfloat16",
+        sequences_per_step=int(sequences[1]) if sequences else 64,
+        sequence_parallel=int(parallel[1]) if parallel else 1,
+    )
+    return choose(all_plans(job, machine), machine), machine.device_bytes
+
+
+@pytest.mark.exhaustive
+def test_most_of_forty_plans_are_those_of_an_expert():
+    rows = read_rows()
+    assert len(rows) == 40
+    others = []
+    for model, method, gpus, tokens, other, stages, checkpointing, _ in rows:
+        plan, device_bytes = plan_of(model, method, gpus, tokens, other)
+        agrees = not plan.fits if stages == "none" else plan.fits and plan.zero in stages.split()
+        if plan.fits:
+            agrees = agrees and checkpointing in ("any", "on" if plan.activation_checkpointing else "off")
+            agrees = agrees and plan.device_bytes <= FULL * device_bytes
+        if not agrees:
+            share = plan.device_bytes / device_bytes
+            others.append(f"{model} {method} {gpus} {tokens} {other}: {plan.label}, {share:.0%}, fits: {plan.fits}")
+    print(f"{len(rows) - len(others)} of {len(rows)} plans are an expert's")
+    assert len(rows) - len(others) >= LEAST_AGREEING, "\n".join(others)
