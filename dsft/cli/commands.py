@@ -47,7 +47,7 @@ class PlanOptions(QuestionFields, HardwareFields):
     """Every candidate, not only the chosen one."""
     explain: bool = False
     """Every term of the chosen plan with its formula."""
-    write: str | None = None
+    out: str | None = None
     """Folder to write the chosen plan to, as deepspeed.json."""
 
 

@@ -24,6 +24,8 @@ from dsft.runtime.launcher_env import check_environment, unset_single_process_en
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Of an OSError that a full disk, or a quota, gives."""
+SLOW = ("preview", "prepare", "plan", "export", "merge", "chat")
+"""Commands that are silent for seconds while they load libraries."""
 SYNONYMS = {
     "sft": "train",
     "finetune": "train",
@@ -79,6 +81,8 @@ def run_command(name: str, words: list[str]) -> None:
     else:
         arguments = (read_command(command.options, words),)
     quiet_libraries()
+    if name in SLOW and sys.stderr.isatty():
+        print("dsft: loading PyTorch and transformers", file=sys.stderr)
     module, _, function = command.function.partition(":")
     with quick_imports():
         room = importlib.import_module(module)

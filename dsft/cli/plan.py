@@ -30,8 +30,8 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     problems: list[str] = []
     if options.perplexity and options.longest:
         problems.append("--perplexity and --longest: keep one")
-    if (options.perplexity or options.longest) and (options.write or options.explain):
-        problems.append("--perplexity and --longest make no plan of a training: leave out --write and --explain")
+    if (options.perplexity or options.longest) and (options.out or options.explain):
+        problems.append("--perplexity and --longest make no plan of a training: leave out --out and --explain")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come

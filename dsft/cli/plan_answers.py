@@ -83,9 +83,9 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
     plan = choice.plan
     ways = [] if plan.fits else ways_to_fit(training, machine, attention=options.attention)
     seconds = training_seconds(options.tokens, run, plan)
-    if options.write:
+    if options.out:
         clipping = run.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
-        write_plan(Path(options.write), plan, run.job, machine, max_grad_norm=clipping)
+        write_plan(Path(options.out), plan, run.job, machine, max_grad_norm=clipping)
     if options.json:
         print_json(
             {
@@ -111,8 +111,8 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
     show_table(plans_table(choice, machine, everything=options.all))
     if options.explain:
         explain(run, choice, machine)
-    if options.write:
-        show_text(f"dsft: written: {Path(options.write) / 'deepspeed.json'}")
+    if options.out:
+        show_text(f"dsft: written: {Path(options.out) / 'deepspeed.json'}")
     return plan.fits
 
 
@@ -396,4 +396,4 @@ def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad
         with path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"--write {folder}: {path} cannot be written ({error.strerror})") from error
+        raise UserError(f"--out {folder}: {path} cannot be written ({error.strerror})") from error

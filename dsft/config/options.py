@@ -87,6 +87,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "no_ssh": "on every node deepspeed --hostfile HOSTS --no_ssh --node_rank N dsft/train.py --config run.yaml",
     "slurm": "sbatch scripts/slurm/torchrun.sbatch --config run.yaml",
     "accelerate": "accelerate launch --config_file FILE dsft/train.py --config run.yaml",
+    "write": "dsft plan --out FOLDER",
     "streaming": "data is tokenised once, on disk, and kept there (data_cache)",
     "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",
     "data_weights": "name an entry of data several times to train it as often in an epoch",
