@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import PeftModel
 from quantized import as_fp8, describe, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dsft.checkpoints.export import copy_processor, export, merge
+from dsft.checkpoints.export import export, merge
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
@@ -232,19 +231,6 @@ def test_what_cannot_be_read_is_named_in_one_line(adapter, tiny, tmp_path):
             export(str(gptq), str(tmp_path / "out"))
 
 
-def test_a_merge_into_a_wider_dtype_is_not_rounded_to_the_base_s(adapter, tiny, tmp_path):
-    _, folder = adapter
-    base = str(tmp_path / "base")
-    AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.bfloat16).save_pretrained(base)
-    description = folder / "adapter_config.json"
-    description.write_text(json.dumps(json.loads(description.read_text()) | {"base_model_name_or_path": base}))
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    expected = PeftModel.from_pretrained(plain, folder).merge_and_unload(safe_merge=True).state_dict()
-    merged = load_file(merge(str(folder), str(tmp_path / "merged"), dtype="float32") / "model.safetensors")
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
-
-
 def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("x")
@@ -268,15 +254,6 @@ def test_a_failed_export_leaves_nothing(tiny, tmp_path):
     with pytest.raises(UserError, match="cannot be exported .*5 apples"):
         export(str(tiny / "model"), str(tmp_path / "new"), max_shard_size="5 apples")
     assert not [*tmp_path.iterdir()]
-
-
-def test_what_is_copied_of_a_read_only_model_is_not_read_only(tmp_path):
-    """A save of a user who is not root could not bring it to the disk."""
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "preprocessor_config.json").write_text("{}")
-    (tmp_path / "package" / "preprocessor_config.json").chmod(0o444)
-    copy_processor(str(tmp_path / "package"), tmp_path)
-    assert (tmp_path / "preprocessor_config.json").stat().st_mode & 0o200
 
 
 def test_an_adapter_of_another_base_is_refused(adapter, tmp_path):

@@ -2,9 +2,7 @@
 
 import copy
 import json
-import math
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -12,10 +10,9 @@ import pytest
 import torch
 from conftest import grid
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import PROBE, run_entry, train_all
+from ranks import PROBE, train_all
 from safetensors.torch import load_file, save_file
 from tiny import write_model
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.export import merge
@@ -34,14 +31,11 @@ BASES = {
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "gpt2": ("gpt2", {}),
     "mixtral": ("mixtral", {}),
-    "gemma3": ("gemma3", {}),
 }
 SHAPES = [
     ("llama", {}),
-    ("llama", {"use_rslora": True, "lora_dropout": 0.1}),
     ("llama", {"use_dora": True}),
     ("llama", {"init_lora_weights": "gaussian", "exclude_modules": ["q_proj"]}),
-    ("llama", {"init_lora_weights": "orthogonal"}),
     ("llama", {"init_lora_weights": "eva"}),
     ("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
     ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
@@ -49,14 +43,10 @@ SHAPES = [
     ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
     ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     ("biased", {"bias": "all"}),
-    ("biased", {"bias": "lora_only"}),
     ("gpt2", {"fan_in_fan_out": True}),
-    ("tied", {}),
-    ("mixtral", {"target_modules": ["q_proj"]}),
     ("llama", {"init_lora_weights": "pissa"}),
     ("llama", {"init_lora_weights": "olora"}),
     ("llama", {"init_lora_weights": "mica"}),
-    ("gpt2", {"init_lora_weights": "pissa", "fan_in_fan_out": True}),
     ("llama", {"trainable_token_indices": [3, 5]}),
     ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
     ("biased", {"lora_bias": True}),
@@ -64,9 +54,7 @@ SHAPES = [
     ("tied", {"target_modules": ["lm_head"]}),
     ("tied", {"modules_to_save": ["embed_tokens"]}),
     ("tied", {"modules_to_save": ["lm_head"]}),
-    ("tied", {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
     ("tied", {"trainable_token_indices": [3, 5]}),
-    ("gemma3", {"target_modules": ["embed_tokens", "q_proj"]}),
     ("mixtral", {}),
     ("mixtral", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
 ]
@@ -140,7 +128,10 @@ def assert_as_in_peft(adapter: Path, base: Path, out: Path, rows: int | None = N
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-6 * max(1.0, expected.abs().max().item()))
 
 
-@pytest.mark.parametrize(("base", "options"), grid(SHAPES, quick=[SHAPES[2], SHAPES[9], SHAPES[16], SHAPES[24]]))
+@pytest.mark.parametrize(
+    ("base", "options"),
+    grid(SHAPES, quick=[case for case in SHAPES if "pissa" in case[1].values() or case[1].keys() & {"use_dora"}]),
+)
 def test_lora_is_scored_and_merged_as_in_peft(bases, tmp_path, base, options):
     write_adapter(tmp_path / "adapter", bases / base, lora(**options))
     assert_as_in_peft(tmp_path / "adapter", bases / base, tmp_path / "out")
@@ -152,13 +143,9 @@ RESIZED = [
     ("llama", 386, {"modules_to_save": ["embed_tokens", "lm_head"]}),
     ("llama", 386, {"trainable_token_indices": {"embed_tokens": [384, 385], "lm_head": [384, 385]}}),
     ("llama", 386, {"trainable_token_indices": [384, 385]}),
-    ("tied", 380, {"trainable_token_indices": [3]}),
-    ("tied", 448, {"trainable_token_indices": [384]}),
     ("tied", 386, {}),
-    ("llama", 386, {"modules_to_save": ["lm_head"]}),
     ("tied", 386, {"modules_to_save": ["embed_tokens"]}),
     ("llama", 386, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    ("gemma3", 386, {"trainable_token_indices": [385]}),
 ]
 """Bases, rows of the embedding and head that the adapter was trained with, and options of the adapter."""
 
@@ -190,22 +177,6 @@ def test_an_embedding_that_a_training_of_the_adapter_would_lose_is_refused(bases
     measure_model(TrainConfig(**known, adapter=str(tmp_path / "trained")))
     with pytest.raises(UserError, match=r"has a model.embed_tokens of 386 rows, its base one of 384"):
         measure_model(TrainConfig(**known, adapter=str(tmp_path / "frozen")))
-
-
-def test_an_adapter_of_the_hub_that_trained_tokens_takes_its_own_tokenizer(bases, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    cached = tmp_path / "hub" / "models--ns--adapter"
-    folder = cached / "snapshots" / ("a" * 40)
-    write_adapter(folder, bases / "tied", lora(trainable_token_indices=[384]), rows=385)
-    tokenizer = AutoTokenizer.from_pretrained(bases / "tied")
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(folder)
-    for file in (cached / "refs" / "main", cached / ".no_exist" / folder.name / "config.json"):
-        file.parent.mkdir(parents=True)
-        file.write_text(folder.name)
-    options = TrainConfig(model=str(bases / "tied"), method="lora", adapter="ns/adapter")
-    for each in (options, replace(options, adapter=str(folder))):
-        assert load_tokenizer(each).get_vocab()["<new>"] == len(tokenizer) - 1
 
 
 def of_type(name: str, options: dict):
@@ -310,53 +281,6 @@ def test_an_adapter_takes_the_tokenizer_of_its_base(bases, adapter):
     assert load_tokenizer(EvalConfig(model=str(adapter), data="-")).name_or_path == str(bases / "llama")
 
 
-EVALUATED = {
-    **{start: ("llama", "LoraConfig", SOME | {"init_lora_weights": start}) for start in ("pissa", "olora")},
-    "tokens": ("tied", "LoraConfig", SOME | {"trainable_token_indices": [3, 5]}),
-    "resized": ("tied", "LoraConfig", SOME | {"trainable_token_indices": [3, 5]}),
-    "tied embedding": ("tied", "LoraConfig", {"target_modules": ["embed_tokens", "q_proj"]}),
-    **{
-        name: ("llama", name, TYPES[name])
-        for name in ("VeraConfig", "OFTConfig", "IA3Config", "LoHaConfig", "LoKrConfig")
-    },
-}
-"""What changes the base, or needs more than LoRA's matrices."""
-
-
-@torch.no_grad()
-def perplexity_in_peft(adapter: Path, base: Path, data: Path, rows: int | None) -> float:
-    """Of windows of 64 tokens over all texts joined, the first token of each is context."""
-    model = PeftModel.from_pretrained(base_of(base, rows), adapter).eval()
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
-    windows = torch.tensor(tokenizer("".join(texts), add_special_tokens=False).input_ids).split(64)
-    nats = [functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in windows]
-    return math.exp(sum(nats).item() / sum(len(ids) - 1 for ids in windows))
-
-
-def evaluated(adapters: list[Path], data: Path, out: Path, *, world: int, zero: str) -> list[float]:
-    words = ["--model", *adapters, "--data", data, "--output_dir", out, "--zero", zero]
-    words += ["--seq_len", 64, "--separator", "none", "--bos", "off", "--dtype", "float32"]
-    result = run_entry("dsft.eval_ppl", words, world=world)
-    assert result.returncode == 0, result.stderr[-3000:]
-    results = json.loads((out / "perplexity.json").read_text())["results"]
-    perplexities = {result["model"]: result["perplexity"] for result in results}
-    return [perplexities[str(adapter)] for adapter in adapters]
-
-
-@pytest.mark.launch
-def test_an_evaluation_of_any_adapter_gives_the_perplexity_of_peft(bases, tiny, tmp_path):
-    data, adapters, expected = tiny / "held_out.jsonl", [], []
-    for name, (base, config, options) in EVALUATED.items():
-        folder, rows = tmp_path / name.replace(" ", "-"), 386 if name == "resized" else None
-        adapters.append(write_adapter(folder, bases / base, of_type(config, options), rows=rows))
-        expected.append(perplexity_in_peft(folder, bases / base, data, rows))
-    assert evaluated(adapters, data, tmp_path / "out", world=1, zero="0") == pytest.approx(expected, rel=1e-6)
-    some = [number for number, name in enumerate(EVALUATED) if name in ("pissa", "resized")]
-    sharded = evaluated([adapters[number] for number in some], data, tmp_path / "sharded", world=2, zero="3")
-    assert sharded == pytest.approx([expected[number] for number in some], rel=1e-6)
-
-
 def test_an_adapter_is_merged_and_scored_with_the_revision_of_its_base(tmp_path, monkeypatch):
     """A base on the hub may have changed since."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -381,16 +305,12 @@ def test_an_adapter_is_merged_and_scored_with_the_revision_of_its_base(tmp_path,
 OWN = {
     "dora-3": ("llama", {"use_dora": True, "zero": "3", "lora_modules_to_save": ["norm"]}),
     "ends-3": ("llama", {"lora_target_modules": ["embed_tokens", "lm_head", "q_proj"], "zero": "3"}),
-    "rslora-dropout-0": ("biased", {"use_rslora": True, "lora_dropout": 0.2, "zero": "0"}),
-    "tied-embedding-2": ("tied", {"lora_target_modules": ["embed_tokens", "q_proj"], "zero": "2"}),
     "tied-head-3": ("tied", {"lora_target_modules": ["lm_head"], "zero": "3"}),
     "tied-saved-embedding-3": ("tied", {"lora_modules_to_save": ["embed_tokens"], "zero": "3"}),
     "tied-saved-head-2": ("tied", {"lora_modules_to_save": ["lm_head"], "zero": "2"}),
     "tiled-head-2": ("llama", {"tiled_loss": True, "lora_target_modules": ["lm_head"], "zero": "2"}),
-    "packed-1": ("gpt2", {"packing": True, "zero": "1"}),
     "experts-3": ("mixtral", {"zero": "3"}),
     "continued-pissa-3": ("llama", {"adapter": lora(init_lora_weights="pissa"), "zero": "3"}),
-    "continued-olora-0": ("llama", {"adapter": lora(init_lora_weights="olora"), "zero": "0"}),
     "continued-tokens-2": ("tied", {"adapter": lora(trainable_token_indices=[3, 5]), "zero": "2"}),
     "continued-IA3-2": ("llama", {"adapter": of_type("IA3Config", TYPES["IA3Config"]), "zero": "2"}),
 }

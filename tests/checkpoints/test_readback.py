@@ -12,15 +12,13 @@ from tiny import write_model
 
 from dsft.api import evaluate_perplexity
 from dsft.checkpoints.export import export
-from dsft.checkpoints.manifest import MANIFEST, share_of
+from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.readback import missing_weights
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.run_setup.resolve import check_start, resume_decisions
-from dsft.runtime import distributed
-from dsft.training.trainer import PerplexityTrainer
 
 
 def test_empty_and_missing_tensors_are_named(tmp_path):
@@ -105,17 +103,6 @@ def test_auto_takes_the_newest_checkpoint_whose_bytes_are_those_that_were_writte
     assert "the content of" in named and "--verify_resume false" in named
     assert "resuming from " + str(tmp_path / "untouched/checkpoint-6") in log and "hashed in" in log
     assert "resuming from " + str(tmp_path / "unverified/checkpoint-6") in log
-
-
-def test_every_file_is_read_by_one_rank_and_bytes_are_even(tmp_path):
-    sizes = {"model-1.safetensors": 5000, "config.json": 10, "model-2.safetensors": 5000, "rng_state_0.pth": 100}
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    files = sorted(tmp_path.iterdir())
-    shares = [share_of(files, reader=reader, readers=2) for reader in range(2)]
-    assert sorted(shares[0] + shares[1]) == files
-    read = [sum(sizes[file.name] for file in share) for share in shares]
-    assert abs(read[0] - read[1]) <= 200
 
 
 def flip_a_bit(file: Path, before: bytes) -> None:
@@ -248,35 +235,3 @@ def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of
     assert on_ranks(2, resumed, [again, again], log=tmp_path / "log")[0] == ["done", "done"]
     assert (run / "final" / "model.safetensors").read_bytes() == expected
     assert (tmp_path / "log").read_text().count("training is already complete") == 1
-
-
-def with_damaged_best(changed: dict, gone: dict) -> None:
-    """Train twice; the best checkpoint gets a changed byte, or is removed, before it is loaded at the end."""
-    load = PerplexityTrainer._load_best_model
-
-    def damage_and_load(trainer) -> None:
-        if distributed.rank() == 0:
-            best = Path(trainer.state.best_model_checkpoint)
-            change_a_byte(best / "model.safetensors") if "changed" in str(best) else shutil.rmtree(best)
-        distributed.wait_for_all()
-        load(trainer)
-
-    PerplexityTrainer._load_best_model = damage_and_load
-    train(changed)
-    train(gone)
-
-
-@pytest.mark.launch
-def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(options, tiny, tmp_path):
-    words = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    words |= {"load_best_model_at_end": True, "eval_data": str(tiny / "held_out.jsonl")}
-    words |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the best is the first
-    names = ("changed", "gone")
-    on_ranks(2, with_damaged_best, *(options(tmp_path / name, **words) for name in names), log=tmp_path / "log")
-    log = (tmp_path / "log").read_text()
-    assert "the best checkpoint, is damaged (the content of model.safetensors" in log
-    assert "the best checkpoint, is damaged (it does not exist)" in log
-    for name in names:
-        assert json.loads((tmp_path / name / "run.json").read_text())["results"]["best_checkpoint"] is None
-        final, last = (tmp_path / name / part / "model.safetensors" for part in ("final", "checkpoint-4"))
-        assert final.read_bytes() == last.read_bytes()

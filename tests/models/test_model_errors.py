@@ -194,11 +194,6 @@ def test_a_config_without_weights_is_refused_in_an_evaluation(tiny, tmp_path):
         evaluate_perplexity(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 
-def test_liger_kernels_need_their_package(problems_of):
-    problems = problems_of(use_liger_kernel=True)
-    assert len(problems) == 1 and "pip install liger-kernel" in problems[0], problems
-
-
 LLAMA_4 = (
     transformers.Llama4TextConfig,
     GATED

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import transformers
-from ranks import on_ranks, run_entry
+from ranks import on_ranks
 from tiny import write_model
 
 from dsft.api import evaluate
@@ -13,7 +13,6 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
 from dsft.models.size import measure_model
 from dsft.models.trials import RowRules
-from dsft.perplexity import scoring
 from dsft.planner.activations import attention_of
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -65,30 +64,6 @@ def test_four_ranks_share_windows_by_two_and_by_four(tiny, models, model, zero):
     assert_agree(both[:2], expected)
     assert_agree(both[2:], expected)  # each key head on two ranks
     assert on_ranks(2, _results, by_two) == [both[:2]] * 2  # the same bits with one team as with two
-
-
-def _interrupted(options: dict) -> None:
-    score, left = scoring.score, [3]
-
-    def counted(*arguments):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return score(*arguments)
-
-    scoring.score = counted
-    with pytest.raises(KeyboardInterrupt):
-        next(evaluate(EvalConfig(**options)))
-
-
-@pytest.mark.exhaustive
-def test_an_interrupted_evaluation_resumes_on_more_teams(tiny, models, tmp_path):
-    options = options_for(tiny, models["llama"], sequence_parallel=2, batch_tokens=56)
-    ((expected,), *_) = on_ranks(2, _results, [options])
-    options["output_dir"] = str(tmp_path / "out")
-    on_ranks(2, _interrupted, options)
-    assert list(tmp_path.glob("out/partial/*/rank-0.jsonl"))
-    assert on_ranks(4, _results, [options]) == [[expected]] * 4
 
 
 @pytest.mark.exhaustive
@@ -167,14 +142,6 @@ def test_ranks_that_cannot_form_teams_are_told_which_numbers_can():
     assert refused_ranks(1, 3) == refused_ranks(4, 8) == ""
     assert "divide the number of ranks, which is 6; use 1, 2, 3 or 6" in refused_ranks(4, 6)
     assert refused_ranks(2, 1).endswith("use 1")
-
-
-@pytest.mark.exhaustive
-def test_a_refusal_is_one_line_and_exit_code_2(tiny):
-    words = ["--model", tiny / "model", "--data", tiny / "held_out.jsonl", "--seq_len", "32"]
-    result = run_entry("dsft.eval_ppl", [*words, "--sequence_parallel", "2", "--attn_implementation", "eager"], world=2)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert result.stderr.count("use sdpa or flash_attention_2") == 1
 
 
 def test_rows_are_padded_so_that_ranks_share_them_evenly():

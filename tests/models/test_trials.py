@@ -1,6 +1,5 @@
 """What trials find of an architecture: no token sees a later one, no row another; padding without a mask."""
 
-import json
 import random
 
 import numpy as np
@@ -8,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import flags, grid, read_json
-from ranks import on_ranks, run_entry, train_all
-from tiny import ARCHITECTURES, COMMON, sentences, write_model, write_texts
+from conftest import flags, grid
+from ranks import on_ranks, run_entry
+from tiny import ARCHITECTURES, COMMON, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,7 +21,7 @@ from dsft.models.size import measure_model
 from dsft.models.trials import RowRules, architecture_problems, small_model, trains_in_tiles
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
-from dsft.run_setup.resolve import TrainingRun, decide_run, job_of
+from dsft.run_setup.resolve import TrainingRun, decide_run
 from dsft.runtime.hardware import this_machine
 from dsft.units import IGNORED
 
@@ -64,14 +63,6 @@ def test_the_mask_is_kept_where_the_loss_of_a_router_counts_padding(tmp_path):
     options, facts = TrainConfig(seq_len=64, dtype="float32"), facts_of("mixtral", tmp_path, **balanced)
     decide_run(run := TrainingRun(options=options, machine=this_machine(), model=facts))
     assert run.masked
-
-
-def test_the_plan_of_padded_rows_has_no_mask_where_training_has_none(tmp_path):
-    options, facts = TrainConfig(seq_len=64, dtype="float32", packing=False), facts_of("llama", tmp_path)
-    decide_run(run := TrainingRun(options=options, machine=this_machine(), model=facts))
-    assert not run.masked, "nor has the last window of a text"
-    assert run.job.attention == "flash"
-    assert job_of(run.options, facts, masked=True).attention == "sdpa"
 
 
 CPU = torch.device("cpu")
@@ -180,22 +171,6 @@ def test_longrope_has_the_same_bits_on_1_and_2_ranks(phi, tmp_path):
     assert _sums(options)[0] == pytest.approx(_sums(options | {"batch_tokens": 8})[0], rel=1e-6)
 
 
-def test_longrope_in_training_counts_the_batches_that_mix_its_sides_and_evaluates_each_row_by_its_own(phi, tmp_path):
-    rows = [{"prompt": "the ", "completion": text} for text in sentences(40, longest=90)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
-    options = {"model": str(phi), "data": str(data), "eval_data": str(data), "seq_len": 128, "max_steps": 1}
-    options |= {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 40, "learning_rate": 1e-9}
-    options |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "disable_tqdm": True}
-    log = train_all(1, [options], tmp_path / "log")
-    assert "batches with sequences on both sides of 64 tokens" in log, log[-3000:]
-    # So few tokens that no batch could hold a long row and another one.
-    options = {"model": str(tmp_path / "run"), "data": str(data), "seq_len": 128, "batch_tokens": 128}
-    apart = evaluate_perplexity(**options, progress=False)
-    evaluated = read_json(tmp_path / "run" / "run.json")["results"]["eval_loss"]
-    assert evaluated == pytest.approx(apart.perplexity.loss, rel=1e-6)
-
-
 @pytest.mark.parametrize("positions", [100, 256])
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "llama"])
 def test_as_many_tokens_as_there_are_positions_are_scored(tiny, tmp_path, monkeypatch, architecture, positions):
@@ -267,8 +242,3 @@ def test_a_trial_is_not_answered_by_rounding(architecture):
         answers.append(trains_in_tiles(CONFIG_MAPPING[architecture]()))
         assert torch.equal(torch.get_rng_state(), state)
     assert answers == [True] * 3
-
-
-def test_experts_that_a_token_reaches_in_one_pass_alone_end_no_trial():
-    config = CONFIG_MAPPING["longcat_flash"]()
-    assert trains_in_tiles(config)
