@@ -1,8 +1,6 @@
 """Looks after a run's folder: `run.json` (options, plan, versions, results) beside the checkpoints and `final/`."""
 
 import contextlib
-import importlib.util
-import itertools
 import json
 import os
 import re
@@ -57,10 +55,12 @@ WEIGHTS_ONLY = "resume_weights_only"
 
 def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the samples in an entry of the log: (prompt, answer)."""
-    names = ([name.format(number) for name in SAMPLE] for number in itertools.count(1))
-    return [
-        (entry[prompt], entry[answer]) for prompt, answer in itertools.takewhile(lambda pair: pair[1] in entry, names)
-    ]
+    samples = []
+    prompt, answer = (name.format(1) for name in SAMPLE)
+    while answer in entry:
+        samples.append((entry[prompt], entry[answer]))
+        prompt, answer = (name.format(len(samples) + 1) for name in SAMPLE)
+    return samples
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -93,11 +93,8 @@ def check_output_dir(config, problems: list[str]) -> None:
         )
     if not config.overwrite and not resume:
         # Another rank may just try whether the folder can be written.
-        names = {file.name for file in path.iterdir() if not file.name.startswith(PROBE)} - {
-            LOCK,
-            OPTIONS_FILE,
-            ENV_FILE,
-        }
+        names = {file.name for file in path.iterdir() if not file.name.startswith(PROBE)}
+        names -= {LOCK, OPTIONS_FILE, ENV_FILE}
         has_failed = False
         if RUN in names and not names - {RUN, LOGS}:  # it failed before it left more than its logs
             with contextlib.suppress(UserError):
@@ -253,8 +250,8 @@ def read_run(output_dir: str) -> dict[str, Any]:
     path = Path(output_dir) / RUN
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON ({error}); was it written by dsft?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error}); was it written by dsft?") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no JSON object; was it written by dsft?")
     return content
@@ -287,7 +284,7 @@ def sealed_checkpoint(model: str) -> Path | None:
 
 
 def damage(model: str) -> list[str]:
-    """List the problems of the checkpoint that `model` names, by sizes and small files; `Verification` does more."""
+    """List the problems of the checkpoint that `model` names, by sizes and small files; `changed_files` reads all."""
     folder = sealed_checkpoint(model)
     errors = integrity_errors(folder) if folder else []
     if errors and has_only_shards(model):  # somebody removed the weights that the shards hold, too
@@ -301,8 +298,6 @@ def find_weights(source: str) -> Path:
     """
     folder = Path(source)
     if folder.is_file() and is_gguf(source):
-        if importlib.util.find_spec("gguf") is None:
-            raise UserError(f"{source}: needs the package gguf; pip install gguf")
         return folder
     if not folder.is_dir():
         kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is not a folder"

@@ -96,10 +96,10 @@ class ModelSize:
     """Of experts that are one parameter in each layer, which no linear layer holds."""
     unadapted_expert_params: int
     """With LoRA: parameters of fused experts that got no adapter."""
-    largest_module_params: int
-    """Parameters held directly by one module, the most that is gathered at once while ZeRO-3 loads."""
     largest_gathered_params: int
-    """The same, or of a block of experts in a list: the most that ZeRO-3 gathers at once in any case."""
+    """Parameters held directly by one module, or of a block of experts in a list: the most that ZeRO-3 gathers at once
+    in any case.
+    """
     numels: tuple[tuple[int, int], ...]
     """(elements of a parameter, how many parameters have so many), adapters included."""
     trainable_numels: tuple[tuple[int, int], ...]
@@ -349,13 +349,10 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # In a step ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
-    largest = largest_gathered = 0
+    largest_gathered = 0
     for module in model.modules():
         is_block = any(name.endswith("experts") and isinstance(m, nn.ModuleList) for name, m in module.named_children())
-        direct = sum(p.numel() for p in module.parameters(recurse=False))
-        gathered = sum(p.numel() for p in module.parameters()) if is_block else direct
-        largest = max(largest, direct)
-        largest_gathered = max(largest_gathered, gathered)
+        largest_gathered = max(largest_gathered, sum(p.numel() for p in module.parameters(recurse=is_block)))
     # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt, and
     # bitsandbytes does not quantise; those of convolutions have 3 dimensions too.
     kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
@@ -397,7 +394,6 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
         fused_expert_params=sum(fused.values()),
         unadapted_expert_params=unadapted,
-        largest_module_params=largest,
         largest_gathered_params=largest_gathered,
         numels=numels,
         trainable_numels=trainable_numels,

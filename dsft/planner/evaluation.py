@@ -161,7 +161,7 @@ def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine) -> Evaluatio
     weights = layout.frozen_bytes
     if layout.stage == 3:
         shard = item * size.num_params // machine.world_size
-        prefetched = layout.zero["stage3_prefetch_bucket_size"] + size.largest_module_params
+        prefetched = layout.zero["stage3_prefetch_bucket_size"] + size.largest_gathered_params
         weights = item * (layout.persistent_params + layout.gathered_params + prefetched)
         weights += shard if layout.param_device == "none" else 0
     # The backbone without gradients, or, after it, hidden states twice and a tile of the logits in fp32.

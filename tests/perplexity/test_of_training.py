@@ -156,7 +156,7 @@ def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
         assert len(caught.value.problems) == 1, caught.value.problems
 
 
-@pytest.mark.parametrize(("content", "named"), [("{", "is no JSON"), ("{}", "holds no options of a training")])
+@pytest.mark.parametrize(("content", "named"), [("{", "cannot be read"), ("{}", "holds no options of a training")])
 def test_a_run_json_that_dsft_did_not_write_is_one_problem(content, named, tmp_path):
     (tmp_path / "run.json").write_text(content)
     problems = []
