@@ -11,6 +11,7 @@ exceptions; what it reports is an error. A file that cannot be read is named.
 import contextlib
 import copy
 import io
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LOAD_ERRORS = ("automatic conversion of the weights", "Error(s) in loading state_dict")
 """What transformers says of weights that do not fit."""
 NO_PLACE = "of its weights have no place in the model"
+MASKS = re.compile(r"\.attn(\.attention)?\.(masked_)?bias$")
+"""Buffers of masks that files of GPT-2, GPT-Neo and GPT-J still have."""
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -392,7 +395,7 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
         f"{name} is {list(shape)} in its weights, {list(expected)} by its config; are both of the same model?"
         for name, shape, expected in sorted(info["mismatched_keys"])[:1]
     ]
-    if unexpected := info["unexpected_keys"]:
+    if unexpected := [name for name in info["unexpected_keys"] if not MASKS.search(name)]:
         problems.append(
             f"{_tensors(unexpected, NO_PLACE)}; is its config of another model? Where they may go, load and save it"
             " once with transformers (from_pretrained, save_pretrained)"

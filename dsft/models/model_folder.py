@@ -53,8 +53,8 @@ def step_folder(checkpoint: str | Path) -> Path | None:
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
         return folder
-    # A host that lost its power may have left the file empty.
-    named = (folder / "latest").read_text().strip() if (folder / "latest").is_file() else ""
+    # A host that lost its power may have left the file empty. A folder outside of the checkpoint is not taken.
+    named = Path((folder / "latest").read_text().strip()).name if (folder / "latest").is_file() else ""
     if named and (folder / named).is_dir():
         return folder / named
     return max((path for path in folder.glob("global_step*") if path.is_dir()), key=number_in, default=None)
@@ -85,6 +85,10 @@ def adapter_description(model: str) -> dict[str, Any] | None:
         raise UserError(
             f"{file}: names its own folder as its base; move the adapter's files into a folder of their own"
         )
+    if not Path(content[BASE]).exists() and (file.parent / content[BASE]).is_dir():
+        content[BASE] = str(file.parent / content[BASE])
+    if missing(BASE, content[BASE]):
+        raise UserError(f"{file}: its base {content[BASE]} does not exist; set {BASE} in it to where the base is now")
     return content
 
 

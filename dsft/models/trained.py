@@ -28,10 +28,12 @@ from dsft.runtime import patches
 from dsft.units import plural
 
 ALL_LINEAR = "all-linear"
+MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Values of `model_type` for which peft refuses to adapt out_proj: Mamba's kernel reads its weight."""
 LINEAR = (nn.Linear, Conv1D)
 ADAPTER_TYPES = frozenset(
     (
-        *("ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "RANDLORA"),
+        *("BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "RANDLORA"),
         *("TRAINABLE_TOKENS", "VBLORA", "VERA"),
     )
 )
@@ -161,6 +163,8 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
     targets = options.lora_target_modules
     if targets == [ALL_LINEAR]:
         targets = ALL_LINEAR
+        if model.config.model_type in MAMBA_TYPES:
+            excluded.append(r"(.*\.)?out_proj")
         experts = set()  # parameters that hold all experts of a layer, by one name for all layers
         for name, parameter in model.named_parameters():
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
@@ -346,9 +350,9 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
         for parameter in {p: None for end in _ends(model).values() for p in end.parameters()}:  # tied ones once
             with gather_params_ctx([parameter]):
                 if parameter.device.type != "meta":
-                    is_old = torch.ones(len(parameter), dtype=torch.bool, device=parameter.device)
-                    is_old[rows] = False
-                    parameter[rows] = parameter[is_old].float().mean(0).to(parameter.dtype)
+                    parameter[rows] = 0
+                    mean = parameter.sum(0, dtype=torch.float32) / (len(parameter) - len(rows))
+                    parameter[rows] = mean.to(parameter.dtype)
     return rows
 
 

@@ -66,7 +66,6 @@ TYPES = {
     "IA3Config": {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "LoHaConfig": SOME,
     "LoKrConfig": SOME,
-    "AdaLoraConfig": SOME | {"total_step": 10},
     "FourierFTConfig": SOME | {"n_frequency": 20},
     "VBLoRAConfig": SOME | {"num_vectors": 8, "vector_length": 16, "r": 4},
     "RandLoraConfig": SOME,

@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import flags
 from ranks import run_entry
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, GATED, write_model
 
 from dsft.api import evaluate_perplexity
@@ -17,8 +17,10 @@ from dsft.cli.commands import PreviewOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.size import max_positions
-from dsft.models.tokenizer import generate
+from dsft.models.build import weight_problems
+from dsft.models.model_folder import adapter_base
+from dsft.models.size import max_positions, measure_model
+from dsft.models.tokenizer import generate, ids_beyond
 from dsft.models.trained import add_lora, lora_config
 from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine
@@ -243,3 +245,43 @@ def test_what_every_save_needs_is_tried_before_a_rank_starts(problems_of, tmp_pa
     assert len(problems) == 2, problems
     assert f"{model}/generation_config.json: cannot be read" in problems[0]
     assert f"tokenizer {model}: cannot be saved (Invalid chat template name: 'tools/rag')" in problems[1]
+
+
+def test_masks_in_old_files_are_no_weights(tmp_path):
+    model = write_model(tmp_path / "model", "gpt2")
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8),
+    }
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert not weight_problems(str(model), measure_model(TrainConfig(model=str(model))))
+
+
+def test_a_special_token_without_a_row_is_no_problem_and_another_token_is(tmp_path):
+    """Gemma 3 1B has a token for images, and no row for it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(write_model(tmp_path / "model"))
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert not ids_beyond(tokenizer, rows)
+    tokenizer.add_tokens(["<tool>"])
+    assert "<tool>" in ids_beyond(tokenizer, rows)[0]
+
+
+def test_a_base_that_has_moved_is_named_by_its_key(tmp_path):
+    base = write_model(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    add_lora(model, TrainConfig(method="lora", lora_r=2)).save_pretrained(tmp_path / "adapter")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=f"its base {base} does not exist; set base_model_name_or_path"):
+        adapter_base(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../moved"}))
+    assert adapter_base(str(tmp_path / "adapter")) == str(tmp_path / "adapter" / ".." / "moved")
+
+
+def test_lora_leaves_out_what_peft_does_not_adapt_in_mamba():
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    adapted = add_lora(transformers.MambaForCausalLM(config), TrainConfig(method="lora", lora_r=2))
+    names = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert names and not any("out_proj" in name for name in names)
