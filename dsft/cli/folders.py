@@ -110,7 +110,8 @@ def chat(options: ChatOptions) -> str | None:
             f"{source}: its tokenizer has no chat template, so there is no form for turns; --raw continues text, and"
             " --chat_template names the template that it was trained in (a file, or a preset such as chatml)"
         )
-    if not options.raw and is_run(options.model) and read_run(options.model).get("uses_chat_template") is False:
+    runs = [folder for folder in (Path(options.model), Path(options.model).parent) if is_run(folder)]
+    if not options.raw and runs and read_run(str(runs[0])).get("uses_chat_template") is False:
         note = "dsft: note: this model was trained on rows without its chat template; --raw continues text"
         print(note, file=sys.stderr)
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()

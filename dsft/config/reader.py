@@ -32,7 +32,7 @@ from dsft.config.options import (
     TrainConfig,
     argument_types,
 )
-from dsft.errors import nearest, one_line, raise_if_any, without_second_errors
+from dsft.errors import limited_time, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
 """Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
@@ -55,7 +55,7 @@ AT_LEAST_1 = """lora_r lora_alpha max_documents stride sequence_parallel ddp_tim
     early_stopping_patience max_skipped_steps max_new_tokens"""
 MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
 NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
-    eval_delay verify generate_samples temperature early_stopping_threshold
+    eval_delay generate_samples temperature early_stopping_threshold
     router_aux_loss max_restarts wait_for_nodes"""
 SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
 BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
@@ -112,6 +112,7 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: ty
     return cls() if values is None else make_config(cls, values, problems, also=also)
 
 
+@limited_time("reading the options (aliases of YAML may be endless)")
 def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)

@@ -9,7 +9,7 @@ Templates are not parsed: neither their {% generation %} markers nor their roles
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -363,16 +363,14 @@ def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
     return None
 
 
-def _count_shared(first: Sequence[str], second: Sequence[str]) -> int:
+def _count_shared(first: Iterable[str], second: Iterable[str]) -> int:
     """Counts the characters, or tokens, that both begin with."""
-    least, most = 0, min(len(first), len(second))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if first[:middle] == second[:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
+    number = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        number += 1
+    return number
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -33,6 +33,7 @@ import pyarrow.parquet
 from dsft.config import user_code
 from dsft.config.options import DataFields
 from dsft.errors import UserError, one_line
+from dsft.runtime.hardware import free_host_bytes
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # of endings
@@ -44,7 +45,8 @@ SPLITS = {
 """Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py, SPLIT_KEYWORDS)."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings after those of text
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
-MOST_TEXT_BYTES = 1 << 30  # of a text file: it is one document, and one call of the tokenizer
+MEMORY_OF_TEXT = 150
+"""Bytes of memory that a byte of a text file takes at most: it is one document, and one call of the tokenizer."""
 NEAR_CUT = 1000  # characters within which a text is cut at a blank
 BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -177,8 +179,7 @@ class HeldOut:
     def _part_of_text(self, values: dict[str, str]) -> dict[str, str]:
         ((column, text),) = values.items()
         cut = round(len(text) * (1 - self.fraction))
-        near = range(cut, min(cut + NEAR_CUT, len(text)))
-        cut = next((place for place in near if text[place].isspace()), cut)  # not within a word
+        cut = max(cut, text.find(" ", cut, cut + NEAR_CUT))  # not within a word
         return {column: text[cut:] if self.wanted else text[:cut]}
 
 
@@ -371,8 +372,12 @@ def _read_columnar(path: str) -> Iterator[Row]:
 def _read_text(path: str) -> Iterator[Row]:
     """Reads the file as one document."""
     with _open(path) as content:
-        encoded = content.read(MOST_TEXT_BYTES + 1)
-    if len(encoded) > MOST_TEXT_BYTES:
-        raise UserError(f"{path} is one text of more than 1 GiB; use jsonl, with one document on each line")
+        most_bytes = free_host_bytes() // MEMORY_OF_TEXT
+        encoded = content.read(most_bytes + 1)
+    if len(encoded) > most_bytes:
+        raise UserError(
+            f"{path} is one text of more than {most_bytes / 1e6:,.0f} MB, and is tokenised at once, which takes"
+            f" {MEMORY_OF_TEXT} times its size of memory; use jsonl, with one document on each line"
+        )
     if text := encoded.decode("utf-8-sig"):
         yield Row({"text": text}, 1)

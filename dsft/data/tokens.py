@@ -18,7 +18,7 @@ from dsft.config.options import DataFields
 from dsft.data.chats import TEMPLATE_ERRORS, Rendered, Spans, render_chat
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, Pair, Text, canonical, format_rules
 from dsft.data.sources import Batch, Row
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, limited_time, one_line
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of its own, where SentencePiece has no piece for a character
 
@@ -79,7 +79,8 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                 builder.add(ids, [(trained_from, len(ids), 1)], partial(batch.where, row))
             case Chat():  # in the tokenizer's template
                 try:
-                    rendered, notes = render_chat(sample, tokenizer, rules)
+                    with limited_time("the chat template"):
+                        rendered, notes = render_chat(sample, tokenizer, rules)
                     sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
                     kind = "" if isinstance(error, ValueError) else "the chat template raised: "

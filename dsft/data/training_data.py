@@ -53,6 +53,7 @@ UNUSED_TEMPLATE = (
     " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
 )
 WARNED_SHARE = 0.01  # of the rows: a note warns if more are too long and dropped
+MOST_PROMPT = 1 << 20  # tokens, where the model has no limit
 LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
 CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
 
@@ -143,12 +144,10 @@ def check_prompts(
         return [f"generate_samples: the chat template raised: {one_line(error)}"]
     problems = []
     for number, prompt in enumerate(prompts, start=1):
-        if not prompt.ids:
-            problems.append(f"generate_samples: prompt {number} is empty")
-        elif positions and len(prompt.ids) >= positions:
+        if not 0 < len(prompt.ids) < (positions or MOST_PROMPT):
             problems.append(
-                f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens, and the model positions for"
-                f" {positions:,}, of which the answer needs some; shorten it"
+                f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens; it needs at least one, and fewer"
+                f" than the model's {positions or MOST_PROMPT:,} positions"
             )
     return problems
 
@@ -215,8 +214,8 @@ def load_training_data(
     cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
-        how = {"show_progress": not config.training.get("disable_tqdm")}  # of the process that prepares; others wait
-        return [prepare(replace(each, held_out=rows), tokenizer, cache, **how) for each in sources]
+        shown = not config.training.get("disable_tqdm")  # by the process that prepares; others wait
+        return [prepare(replace(each, held_out=rows), tokenizer, cache, show_progress=shown) for each in sources]
 
     held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
     if held_out_share and not any(store.counts["rows"] for store in held_out_stores):
@@ -271,12 +270,6 @@ def load_training_data(
             f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
             f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
             " plain, or add_tokens: markers, is learnt faster"
-        )
-    stops = answer_ends(data, tokenizer)
-    if stops and stops != [tokenizer.eos_token_id]:
-        notes.append(
-            f"answers end with {', '.join(tokenizer.convert_ids_to_tokens(stops))}, and the tokenizer's end token is"
-            f" {tokenizer.eos_token}: a server must stop at each of them (eos_token_id of the generation configuration)"
         )
     are_chats = tokenizer.chat_template and all(each.rules.form is Chat for each in data)
     if tokenizer.chat_template and not are_chats:

@@ -80,8 +80,6 @@ class Comparison:
     same: int
     p_value: float
     """Of the sign test, two-sided: of so uneven a split, were better and worse equally likely."""
-    p_adjusted: float
-    """The same after Holm's correction for all comparisons that were made together."""
     units: str
     """What the intervals are computed over: documents, or blocks of windows."""
     moved: tuple[MovedDocument, ...]
@@ -95,11 +93,9 @@ class Comparison:
 
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the comparison, for the screen."""
-        adjusted = f", {self.p_adjusted:.2g} by Holm" if self.p_adjusted != self.p_value else ""
         rows = {title: str(getattr(self, name)) for name, title in ESTIMATES.items() if getattr(self, name)}
         rows["documents"] = (
-            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same"
-            f" (sign test: p = {self.p_value:.2g}{adjusted})"
+            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same (sign test: p = {self.p_value:.2g})"
         )
         rows["interval"] = f"none: {self.units}" if self.units == ONE_DOCUMENT else f"over {self.units}, in pairs"
         if self.note:
@@ -202,7 +198,7 @@ def compare_results(
         UserError: if the base is not there, a model has no result on the base's texts, or results cannot be compared.
     """
     of_model: dict[str, list[Evaluation]] = {}
-    for evaluation in named_apart(without_repeats(evaluations)):
+    for evaluation in told_apart(evaluations):
         of_model.setdefault(evaluation.model, []).append(evaluation)
     base = _find_base(base, list(of_model))
     references = of_model.pop(base)
@@ -242,52 +238,36 @@ def compare_results(
                 if before.perplexity.tokens and after.perplexity.tokens:
                     comparisons.append(replace(compare_pair(before, after), group=label))
     raise_if_any(problems)
-    # Holm, A simple sequentially rejective multiple test procedure, 1979: the smallest p-value times their number, the
-    # next times one less, none smaller than the one before.
-    order = sorted(range(len(comparisons)), key=lambda place: comparisons[place].p_value)
-    adjusted = 0.0
-    for rank, place in enumerate(order):
-        adjusted = max(adjusted, min(1.0, (len(order) - rank) * comparisons[place].p_value))
-        comparisons[place] = replace(comparisons[place], p_adjusted=adjusted)
     return Comparisons(comparisons)
 
 
 def _find_base(base: str | None, models: list[str]) -> str:
-    if base is None:
-        return models[0]
-    if base in models:
-        return base
+    if base is None or base in models:
+        return base or models[0]
     parts = Path(base).parts
     ending = [model for model in models if Path(model).parts[-len(parts) :] == parts]
-    known = ", ".join(models)
-    if not ending:
-        raise UserError(f"base={base}: no such model in these results, which have {known}{nearest(base, models)}")
-    if len(ending) > 1:
-        raise UserError(f"base={base} matches {len(ending)} models; name more of the path: {known}")
+    if len(ending) != 1:
+        raise UserError(
+            f"base={base} matches {len(ending)} of the models in these results: {', '.join(models)}"
+            + nearest(base, models)
+        )
     return ending[0]
 
 
-def without_repeats(evaluations: list[Evaluation]) -> list[Evaluation]:
-    """Take a result that several folders hold, such as that of a base model beside each of its runs, once."""
+def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Take a result that several folders have once, and name results of one model in two dtypes or attentions apart."""
     unlike: dict[tuple, Evaluation] = {}
+    options_of: dict[str, set[tuple]] = {}
     for each in evaluations:
-        options = tuple(each.options.get(option) for option in COMPUTED_BY)
-        unlike.setdefault((each.key, options, *each.hashes.values(), each.perplexity.nats), each)
-    return list(unlike.values())
-
-
-def named_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
-    """Name results of one model in two dtypes or attentions apart."""
-    for option in COMPUTED_BY:
-        values: dict[tuple, set] = {}
-        for each in evaluations:
-            values.setdefault(each.key, set()).add(each.options.get(option))
-        apart = {key[0] for key, of_key in values.items() if len(of_key) > 1}
-        evaluations = [
-            replace(each, model=f"{each.model} ({each.options.get(option)})") if each.model in apart else each
-            for each in evaluations
-        ]
-    return evaluations
+        options = tuple(str(each.options.get(option)) for option in COMPUTED_BY)
+        unlike.setdefault((options, each.key, *each.hashes.values(), each.perplexity.nats), each)
+        options_of.setdefault(each.model, set()).add(options)
+    apart = []
+    for (options, *_), each in unlike.items():
+        values_of_each = zip(*options_of[each.model], strict=True)
+        differing = [value for value, values in zip(options, values_of_each, strict=True) if len({*values}) > 1]
+        apart.append(replace(each, model=f"{each.model} ({', '.join(differing)})") if differing else each)
+    return apart
 
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
@@ -296,17 +276,19 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     if same_tokens and base.hashes["windows"] == other.hashes["windows"] and base.protocol == other.protocol:
         return ""  # options may be named or left out, and BOS be there or not: these tokens are in these windows
     names = f"{other.model} and {base.model} on {base.data}"
-    decisive = ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
-    differing = [name for name in dict.fromkeys(decisive) if base.options.get(name) != other.options.get(name)]
+    decisive = dict.fromkeys(
+        ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
+    )
+    differing = [name for name in decisive if base.options.get(name) != other.options.get(name)]
     if differing or same_tokens:
         values = [f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing]
         values = ", ".join(values) or "by another dsft"
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
     is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
-    ours_D, theirs_D = (each.perplexity.document_bytes[is_scored_D] for each in (base, other))
-    if not ours_D.any() or not theirs_D.any():
+    base_D, other_D = (each.perplexity.document_bytes[is_scored_D] for each in (base, other))
+    if not base_D.any() or not other_D.any():
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
-    if find_mode(base.mode).is_text or np.array_equal(ours_D, theirs_D):  # a text is scored whole, but for first tokens
+    if find_mode(base.mode).is_text or np.array_equal(base_D, other_D):  # a text is scored whole, but for first tokens
         return ""
     return (
         f"{names} are of other scored text: cut to seq_len at other places, or rendered otherwise; evaluate both with a"
@@ -362,7 +344,6 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         MovedDocument(document=number, base_nats=float(before.document_nats[number]), nats=float(nats_D[number]))
         for number in ends
     ]
-    p_value = sign_test(better, worse)
     return Comparison(
         model=other.model,
         base=base.model,
@@ -377,8 +358,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         better=better,
         worse=worse,
         same=int(is_scored_D.sum()) - better - worse,
-        p_value=p_value,
-        p_adjusted=p_value,
+        p_value=sign_test(better, worse),
         units=units,
         moved=tuple(moved),
         note="; ".join(notes),
@@ -386,16 +366,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
 
 
 def print_together(evaluations: list[Evaluation]) -> None:
-    """Print how the results of one launch compare: all against the reference, and every model against the first."""
-    against: dict[str, dict[str, str]] = {}
-    for evaluation in evaluations:
-        if divergence := evaluation.divergence:
-            rows = against.setdefault(on_data(evaluation.data, evaluation.protocol), {})
-            rows.setdefault(f"{divergence.reference} (reference)", f"{divergence.reference_perplexity:,.4f}")
-            rows[evaluation.model] = (
-                f"{evaluation.perplexity.perplexity:,.4f}  (KL {divergence.kl:.6f} nats per token, same top token"
-                f" {divergence.same_top:.2%})"
-            )
+    """Print how the models of one launch compare with the first."""
     if len({evaluation.model for evaluation in evaluations}) == 1:
         return
     try:
@@ -403,5 +374,3 @@ def print_together(evaluations: list[Evaluation]) -> None:
     except UserError as error:  # the results stand; only what joins them does not
         for problem in error.problems:
             say(f"note: not compared: {problem}")
-    for texts, rows in against.items():
-        print_table(f"Perplexity on {texts}, against the reference", rows)

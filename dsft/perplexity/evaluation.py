@@ -8,14 +8,12 @@ import functools
 import gc
 import hashlib
 import json
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
@@ -37,16 +35,15 @@ from dsft.models.size import ModelSize, check_sharding
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_config
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
-from dsft.perplexity.scoring import evaluate_windows, exact_products
-from dsft.perplexity.sums import Perplexity
-from dsft.perplexity.windows import Windows, pieces_of
+from dsft.perplexity.scoring import evaluate_windows
+from dsft.perplexity.windows import Windows
 from dsft.planner.activations import attention_of
 from dsft.planner.evaluation import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, set_back_peaks
 from dsft.runtime.software import versions
-from dsft.units import IGNORED, GiB
+from dsft.units import GiB
 
 TOKENS = "tokens.parquet"  # folder in output_dir
 OTHER_OPTIONS = (
@@ -54,7 +51,7 @@ OTHER_OPTIONS = (
     *("max_documents", "group_by", "save_tokens", "reference"),
 )
 """Options that decide how a result is computed and what is kept of it."""
-SCORING = 10  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 11  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
@@ -120,7 +117,7 @@ def evaluate_models(
             facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
             facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        known = [results and results.known(job.about, verified=bool(config.verify), tokens=job.tokens) for job in jobs]
+        known = [results and results.known(job.about, tokens=job.tokens) for job in jobs]
         with contextlib.ExitStack() as stack:
             if not all(known):
                 for each in (candidate, *others):
@@ -245,7 +242,7 @@ def _evaluate_job(
     """Score a data set, or what an interrupted evaluation left of it. Collective."""
     config = job.config
     partial = None
-    if config.output_dir:
+    if config.output_dir and not job.tokens:
         partial = Path(config.output_dir) / "partial" / job.about["fingerprint"][:32]
     recorder = Recorder(job.windows, partial=partial, tokens=job.tokens)
     with watchdog.phase("evaluating"):
@@ -263,7 +260,6 @@ def _evaluate_job(
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start
-        difference = verify(models[0], job.windows, result, config.verify, seed=config.seed) if config.verify else None
     evaluation = Evaluation(
         **job.about,
         perplexity=result,
@@ -272,38 +268,9 @@ def _evaluate_job(
         machine=str(machine),
         tokens_folder=job.tokens and str(job.tokens),
         seconds=seconds,
-        verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
     return evaluation, recorder
-
-
-@torch.no_grad()
-@exact_products()
-def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
-    """Score `number` random documents again, each window alone with full logits, and compare their nats.
-
-    Returns the largest relative difference. Every rank does the same work, so that it holds for a sharded model too.
-    Collective under ZeRO-3.
-    """
-    scored = np.flatnonzero(result.document_tokens).tolist()
-    chosen = random.Random(seed).sample(scored, min(number, len(scored)))
-    plain, pieces = dict.fromkeys(chosen, 0.0), pieces_of(windows)
-    for window in np.unique(pieces.windows[np.isin(pieces.documents, chosen)]):
-        watchdog.heartbeat()
-        ids, targets = (
-            torch.from_numpy(array.astype("int64")).to(distributed.device())
-            for array in windows.inputs_and_targets(window)
-        )
-        log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        is_scored_T = targets != IGNORED
-        nats = -log_probs_TV[is_scored_T].gather(1, targets[is_scored_T][:, None])[:, 0].double().cpu()
-        places = pieces.of([window])
-        parts = nats.split(pieces.tokens[places].tolist())
-        for document, part in zip(pieces.documents[places].tolist(), parts, strict=True):
-            if document in plain:
-                plain[document] += part.sum().item()
-    return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
 
 
 def fingerprint(

@@ -5,9 +5,7 @@ documents.parquet                 a row for each document of these
 partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
 tokens.parquet/FINGERPRINT/       with save_tokens: parts of a table with a row for each scored token
 
-Batches do not depend on the number of ranks, so another number may resume. A batch is noted for resuming only when the
-part with its tokens is on disk, and parts that no note names are removed at the next start: no token is lost or written
-twice.
+Batches do not depend on the number of ranks, so another number may resume. With save_tokens there is no resuming.
 """
 
 import contextlib
@@ -54,7 +52,7 @@ DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 """Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
 RESULT_FIELDS = (
     *("perplexity", "nats", "tokens", "reported_loss", "reference_loss", "bytes", "words", "word_perplexity"),
-    *("byte_perplexity", "bits_per_byte", "documents", "unscored_documents", "fed_tokens", "rows_alone"),
+    *("byte_perplexity", "bits_per_byte", "documents", "unscored_documents", "fed_tokens"),
 )
 """What a report has of its Perplexity by the same name."""
 Key = tuple[str, str, str]
@@ -94,6 +92,8 @@ class Divergence:
     """Mean KL(model || reference) in nats."""
     same_top: float
     """Share of the tokens for which both rank the same token first."""
+    intervals: dict[str, Interval] = field(compare=False)  # may be NaN
+    """The 95 % intervals over documents of kl, reverse_kl and same_top."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,6 @@ class Evaluation:
     fingerprint: str
     """Of all that the result depends on, see `evaluation.py`."""
     versions: dict[str, str]
-    verified_difference: float | None
-    """With `verify`: largest |nats - plain nats| / plain nats over the documents that were scored again."""
     document_groups: dict[str, np.ndarray] = field(default_factory=dict)
     """[D] with group_by: the value of each document, by column."""
     is_known: bool = False
@@ -150,7 +148,6 @@ class Evaluation:
         report |= {
             "groups": self.groups,
             "divergence": asdict(self.divergence) if self.divergence else None,
-            "divergence_intervals": self.divergence_intervals,
             "nats_per_token": result.loss,
             "interval": asdict(self.intervals),
             "blocks": {"nats": result.block_nats.tolist(), "tokens": result.block_tokens.tolist()},
@@ -199,22 +196,14 @@ class Evaluation:
         if not self.reference:
             return None
         result = self.perplexity
-        means = [math.fsum(row_D) / result.tokens for row_D in result.document_pairs[1:]]
-        return Divergence(
-            reference=self.reference,
-            reference_perplexity=exp(result.reference_loss),
-            **dict(zip(COLUMNS[2:], means, strict=True)),
-        )
-
-    @functools.cached_property
-    def divergence_intervals(self) -> dict[str, Interval]:
-        """The 95 % intervals over documents of the means against the reference: kl, reverse_kl, same_top."""
-        result, intervals = self.perplexity, {}
-        for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=False):
-            scored = result.document_tokens > 0
-            low, high = ratio_interval(np.stack([row_D, result.document_tokens])[:, scored], 1)
+        is_scored_D = result.document_tokens > 0
+        means, intervals = {}, {}
+        for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=True):
+            means[name] = math.fsum(row_D) / result.tokens
+            low, high = ratio_interval(np.stack([row_D, result.document_tokens])[:, is_scored_D], 1)
             intervals[name] = max(low, 0.0), min(high, 1.0) if name == "same_top" else high  # NaN stays NaN
-        return intervals
+        perplexity = exp(result.reference_loss)
+        return Divergence(reference=self.reference, reference_perplexity=perplexity, intervals=intervals, **means)
 
     @property
     def title(self) -> str:
@@ -259,7 +248,7 @@ class Evaluation:
                 lines.append(f"and {len(groups) - SHOWN_GROUPS:,} more in {REPORTS}")
             rows[f"by {name}"] = "\n".join(lines)
         if divergence := self.divergence:
-            intervals = self.divergence_intervals
+            intervals = divergence.intervals
             rows[f"against {divergence.reference}"] = (
                 f"KL(reference || model) {divergence.kl:.6f}{_bounds(intervals['kl'], '.6f')} nats per token\n"
                 f"KL(model || reference) {divergence.reverse_kl:.6f}{_bounds(intervals['reverse_kl'], '.6f')}\n"
@@ -273,8 +262,6 @@ class Evaluation:
             left_out.append(f"{self.truncated_documents:,} truncated")
         if left_out:
             rows["documents"] = ", ".join(left_out)
-        if self.verified_difference is not None:
-            rows["verified"] = f"largest relative difference to the plain way {self.verified_difference:.1e}"
         quantization = self.options.get("quantization", UNQUANTISED)
         quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
         peaks = [f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()]
@@ -331,30 +318,21 @@ class Results:
                 f" ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 
-    def known(self, about: Mapping[str, Any], *, verified: bool, tokens: Path | None) -> Evaluation | None:
-        """Find a result that was the same in everything that counts, `verified` if that is asked for, and all of whose
-        tokens are in the folder `tokens` if they are to be kept. Collective. Args: `about`: what is known of it before
-        it is scored.
+    def known(self, about: Mapping[str, Any], *, tokens: Path | None) -> Evaluation | None:
+        """Find a result that was the same in everything that counts, with the folder `tokens` if they are to be kept.
+        Collective. Args: `about`: what is known of it before it is scored.
         """
 
         def find() -> Evaluation | None:
             for key, report in self.reports.items():
-                is_verified = report.get("verified_difference") is not None
-                if report.get("fingerprint") == about["fingerprint"] and (is_verified or not verified):
+                has_tokens = tokens is None or tokens.is_dir()
+                if report.get("fingerprint") == about["fingerprint"] and has_tokens:
                     return self.evaluation(key)
             return None
 
         evaluation = distributed.on_rank_0(find)
         if evaluation is None:
             return None
-        if tokens:
-            rows = {}
-            for part in tokens.glob("*.parquet"):
-                with contextlib.suppress(OSError, pyarrow.ArrowException):  # a part that was cut off has no tokens
-                    rows[part.name] = pyarrow.parquet.read_metadata(part).num_rows
-            rows = dict(distributed.from_all([*rows.items()]))  # nodes that share no folder keep their own parts
-            if sum(rows.values()) != evaluation.perplexity.tokens:
-                return None
         # A copy of a model or of its data has the same result, and output_dir may have been moved.
         names = {"model": about["model"], "data": about["data"], "tokens_folder": tokens and str(tokens)}
         return replace(evaluation, **names)
@@ -389,7 +367,7 @@ class Results:
             pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["reference"] else ())]
             reference_loss = report["reference_loss"]
             perplexity = Perplexity(
-                **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss", "rows_alone")},
+                **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss")},
                 reference_loss=math.nan if reference_loss is None else reference_loss,
                 block_nats=np.array(report["blocks"]["nats"], np.float64),
                 block_tokens=np.array(report["blocks"]["tokens"], np.int64),
@@ -405,8 +383,8 @@ class Results:
 
 
 class Recorder:
-    """Takes every batch that this rank scores, writes what resuming needs, and knows what was scored before.
-    Collective: every rank makes one.
+    """Takes every batch that this rank scores: writes what resuming needs, or the scored tokens. Collective: every rank
+    makes one.
 
     Args:
         partial: folder of the lines of this evaluation; None if it cannot be resumed.
@@ -415,33 +393,30 @@ class Recorder:
 
     def __init__(self, windows: Windows, *, partial: Path | None = None, tokens: Path | None = None):
         self.windows, self.partial, self.tokens = windows, partial, tokens
-        lines = []
+        self.known: dict[int, list[list[float]]] = {}
+        """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         if partial:
             partial.mkdir(parents=True, exist_ok=True)
             # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
+            lines = []
             for path in sorted(partial.glob("rank-*.jsonl")):
                 for line in path.read_text(encoding="utf-8").splitlines():
                     with contextlib.suppress(ValueError):  # of the line that was written when the rank was killed
                         lines.append(json.loads(line))
-            lines = list({line[0]: line for line in distributed.from_all(lines)}.values())
+            self.known = dict(distributed.from_all(lines))
             self._file = (partial / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
-        self.known = {batch: sums for batch, sums, _ in lines}
-        """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         if tokens:
-            self._document_starts = windows.document_starts  # once: it takes a pass over all documents
-            tokens.mkdir(parents=True, exist_ok=True)
-            kept = {part for _, _, part in lines}
-            for path in tokens.iterdir():
-                if path.name not in kept:  # no line names it, so its batches are scored again
-                    path.unlink(missing_ok=True)  # another rank of this node may have been first
+            shutil.rmtree(tokens, ignore_errors=True)  # of an evaluation that was interrupted
             distributed.wait_for_all()
-        self._lines: list[list] = []
-        self._tables: list[pyarrow.Table] = []
-        """Of the tokens that are not on disk yet."""
+            tokens.mkdir(parents=True, exist_ok=True)
+            self._document_starts = windows.document_starts  # once: it takes a pass over all documents
+            self._tables: list[pyarrow.Table] = []
 
     def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
         """Take a scored batch: its columns, window by window, nats first; and sums of its pieces, [K][pieces]."""
-        self._lines.append([batch, piece_sums])
+        if self.partial:  # Python's repr of a float, as JSON has it, gives back every bit
+            self._file.write(f"\n{json.dumps([batch, piece_sums])}")
+            self._file.flush()
         if self.tokens:
             places = np.concatenate([self.windows.scored_places(window) for window in windows])
             documents = self.windows.documents_of(places)
@@ -452,22 +427,15 @@ class Recorder:
                 "nats": columns_KN[0].numpy(),
             }
             self._tables.append(pyarrow.table(columns))
-        if not self.tokens or sum(map(len, self._tables)) >= PART_TOKENS:
-            self.flush()
+            if sum(map(len, self._tables)) >= PART_TOKENS:
+                self.flush(f"batch-{batch:08d}")
 
-    def flush(self) -> None:
-        """Put everything on disk: the tokens as a part, then the lines that name it."""
-        part = None
-        if self._tables:
-            part = f"batch-{self._lines[0][0]:08d}-rank-{distributed.rank()}.parquet"
-            beside = self.tokens / f"{part}.tmp"
-            pyarrow.parquet.write_table(pyarrow.concat_tables(self._tables), beside)
-            beside.replace(self.tokens / part)
-        if self.partial:
-            for line in self._lines:  # Python's repr of a float, as JSON has it, gives back every bit
-                self._file.write(f"\n{json.dumps([*line, part])}")
-                self._file.flush()
-        self._lines, self._tables = [], []
+    def flush(self, name: str = "last") -> None:
+        """Write the tokens that are in memory."""
+        if self.tokens and self._tables:
+            part = self.tokens / f"{name}-rank-{distributed.rank()}.parquet"
+            pyarrow.parquet.write_table(pyarrow.concat_tables(self._tables), part)
+            self._tables = []
 
     def remove(self) -> None:
         """Remove the lines, which are not needed any more once the result is written. Collective."""

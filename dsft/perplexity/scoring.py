@@ -24,6 +24,7 @@ D documents.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
@@ -160,7 +161,7 @@ def evaluate_windows(
     sums_KP = sum_over_ranks(torch.from_numpy(sums_KP)).numpy()
     for index, batch_sums in recorder.known.items():
         sums_KP[:, pieces.of(batches[index])] = batch_sums
-    return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens), rows_alone=rules.alone)
+    return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens))
 
 
 def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -251,7 +252,8 @@ class _Sums:
         shrunk_N = (before_N - self.largest_N).exp()
         weights_NW = exp_in_place(logits_NW - self.largest_N.float()[:, None])
         self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
-        self.change_N = self.change_N * shrunk_N + weights_NW.mul_(change_NW).sum(dim=1).double()
+        changes_NW = weights_NW.mul_(change_NW).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # 0 * inf is 0
+        self.change_N = self.change_N * shrunk_N + changes_NW.sum(dim=1).double()
 
 
 def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N: torch.Tensor) -> torch.Tensor:

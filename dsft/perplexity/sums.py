@@ -62,8 +62,6 @@ class Perplexity:
     """Mean of nats as the protocol weighs them; without a protocol the same as `loss`."""
     reference_loss: float = math.nan
     """The same of the reference; NaN without one."""
-    rows_alone: bool = False
-    """Whether each window was a batch of its own, since rows change each other's logits in this architecture."""
 
     def __repr__(self) -> str:
         """Without the arrays of documents and blocks."""
@@ -140,7 +138,7 @@ def exp(value: float) -> float:
     return math.inf if value > 709 else math.exp(value)
 
 
-def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int, rows_alone: bool) -> Perplexity:
+def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int) -> Perplexity:
     """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
     other columns. Raises TrainingStopped if some are NaN or infinite.
     """
@@ -174,7 +172,6 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
         fed_tokens=fed_tokens,
         reported_loss=loss,
         reference_loss=of_reference[0] if of_reference else math.nan,
-        rows_alone=rows_alone,
     )
 
 

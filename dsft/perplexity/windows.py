@@ -3,6 +3,7 @@ windows in which a model sees it, 24 bytes each. `modes.py` defines which window
 scores of one document.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
-    from dsft.data.epoch import Sequence
+    from dsft.data.epoch import Sequence, Sequences
 
 
 @dataclass(kw_only=True)
@@ -130,6 +131,14 @@ def pieces_of(windows: Windows) -> Pieces:
         tokens=tokens_P[counted],
         begins=np.searchsorted(windows_P[counted], np.arange(len(windows.spans) + 1)),
     )
+
+
+@functools.lru_cache(maxsize=1)
+def windows_of_held_out(held_out: "Sequences") -> Windows:
+    """Make the windows of a training's held-out data, once for all of its evaluations. Intervals are over documents,
+    which a window of training may contain several of, or a part of one.
+    """
+    return windows_of_sequences(held_out, held_out.document_ends)
 
 
 def windows_of_sequences(sequences: "Iterable[Sequence]", document_ends: np.ndarray | None = None) -> Windows:

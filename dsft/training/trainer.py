@@ -54,7 +54,7 @@ from dsft.models.sequence_parallel import team_of
 from dsft.models.trained import learning_rates, rate_factors
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
-from dsft.perplexity.windows import windows_of_sequences
+from dsft.perplexity.windows import windows_of_held_out
 from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -475,8 +475,7 @@ class PerplexityTrainer(Trainer):
         """Measures perplexity over all tokens of the held-out data, for any batch size and ranks. Collective."""
         start = time.perf_counter()
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
-        # Intervals are over documents, which a window of training may hold several of, or a part of one.
-        windows = windows_of_sequences(held_out, held_out.document_ends)
+        windows = windows_of_held_out(held_out)
         with watchdog.phase("evaluating"), self.work.paused():
             result = evaluate_windows(
                 self.model,

@@ -482,9 +482,7 @@ def test_a_number_out_of_bounds_is_named_once_with_its_bounds(name, value, expec
     assert len(problems) == 1 and problems[0].startswith(name) and expected in problems[0], problems
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("seed", -1), ("max_documents", 0), ("verify", -1), ("batch_tokens", 0), ("stride", 0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("seed", -1), ("max_documents", 0), ("batch_tokens", 0), ("stride", 0)])
 def test_an_evaluation_s_numbers_too(name, value):
     problems = problems_of(EvalConfig, **{name: value})
     assert len(problems) == 1 and problems[0].startswith(name), problems

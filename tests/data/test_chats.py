@@ -20,10 +20,9 @@ from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.chats import _forms, chat_ids
-from dsft.data.formats import canonical, format_rules
+from dsft.data.formats import TURN_FLAGS, canonical, format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokens import Tokens, stop_tokens, tokenise
-from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 
 TABLE = Path(__file__).parent / "chat_table.json"
@@ -324,7 +323,7 @@ def test_an_evaluation_has_one_sequence_for_each_chat_whatever_is_scored(name):
         assert len(ids) == 1
 
 
-@pytest.mark.parametrize("off", [{"weight": 0}, {"train": False}, {"loss": False}])
+@pytest.mark.parametrize("off", [{"weight": 0}, *({key: False} for key in TURN_FLAGS)])
 def test_a_turn_of_no_weight_is_given_and_not_trained(off):
     tokenizer = tokenizer_for("qwen2_5")
     first, second, *rest = CHATS["two turns"]["messages"]
@@ -379,12 +378,6 @@ def test_two_turns_of_an_assistant_in_a_row_are_two_answers():
     assert answers(made(chat, tokenizer), tokenizer) == [["One.<|im_end|>", "Two.<|im_end|>"]]
 
 
-def test_the_history_of_alpaca_is_earlier_turns():
-    tokenizer = tokenizer_for("qwen2_5")
-    row = {"instruction": "Ask two?", "output": "Reply two.", "history": [["Ask one?", "Reply one."]]}
-    assert made(row, tokenizer).ids.tolist() == made(CHATS["two turns"], tokenizer).ids.tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -399,22 +392,6 @@ def test_the_history_of_alpaca_is_earlier_turns():
 def test_stop_tokens_are_those_that_trained_answers_end_with(name, expected):
     tokenizer = tokenizer_for(name)
     assert tokenizer.convert_ids_to_tokens(stop_tokens(tokenizer)) == expected
-
-
-def test_a_note_names_the_tokens_that_answers_end_with_where_they_are_others_than_the_end_token(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(CHATS["one turn"]) + "\n")
-    for name, is_noted in (("phi3", True), ("qwen2_5", False)):
-        tokenizer = tokenizer_for(name)
-        config = TrainConfig(model="unused", data=[str(path)], seq_len=512, data_cache=str(tmp_path / name))
-        problems: list[str] = []
-        data = check_sources(config.data, config, tokenizer, key="data", problems=problems)
-        notes = load_training_data(config, data, [], tokenizer).notes
-        assert problems == []
-        assert (
-            any("answers end with <|end|>, and the tokenizer's end token is <|endoftext|>" in n for n in notes)
-            == is_noted
-        )
 
 
 @pytest.mark.parametrize("keep_all", [False, True])  # training, evaluation

@@ -161,23 +161,10 @@ def test_a_tool_of_every_shape_is_the_one_that_a_server_gives(column):
     assert made(ROWS["messages"] | {column: [other]}).tools == [other]
 
 
-def test_blank_reasoning_is_none():
-    for key in ("reasoning_content", "thinking"):
-        assert made({"messages": [TURNS[0], TURNS[1] | {key: "\n"}]}) == made(ROWS["messages"])
-    turns = [TURNS[0], TURNS[1] | {"reasoning_content": " ", "thinking": "so"}]
-    assert made({"messages": turns}).messages[1]["reasoning_content"] == "so"
-
-
 def test_two_system_messages_that_differ_are_refused():
     turns = [{"role": "system", "content": "be brief"}, *TURNS]
     with pytest.raises(ValueError, match="the system message differs from the column of it"):
         made({"messages": turns, "system": "be kind"})
-
-
-@pytest.mark.parametrize("key", ["train", "loss", "training", "label"])
-def test_a_turn_whose_flag_is_false_is_given_and_not_trained(key):
-    turns = [TURNS[0], TURNS[1] | {key: False}, *TURNS]
-    assert made({"messages": turns}).messages[1]["weight"] == 0
 
 
 def test_a_key_of_a_message_that_is_not_read_is_refused_by_name_unless_it_is_ignored_or_null():

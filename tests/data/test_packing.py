@@ -161,12 +161,6 @@ def test_architectures_that_mix_tokens_otherwise_are_found_out(config, expected)
     assert problem is None if expected is None else expected in problem, problem
 
 
-def test_packing_is_tried_with_the_models_own_config(tiny):
-    config = AutoConfig.from_pretrained(tiny / "model")
-    packing = try_packing(config, asked=None, dtype="float32")
-    assert packing.problem is None and not packing.flash
-
-
 @pytest.mark.usefixtures("flex_without_compiler")
 def test_on_gpus_flex_attention_is_next_where_no_flash_attention_can_be_had(tiny, monkeypatch):
     """Here on a CPU, whose flash attention cannot be loaded either."""

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import Source, find_sources, read_file
+from dsft.data.sources import MEMORY_OF_TEXT, Source, find_sources, read_file
 from dsft.errors import UserError
 
 
@@ -228,10 +228,10 @@ def test_a_link_to_nothing_is_an_error(tmp_path):
         assert problem == f"data: {tmp_path / 'two.jsonl'} is a link to a file that does not exist"
 
 
-def test_a_text_of_more_than_a_gibibyte_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsft.data.sources.MOST_TEXT_BYTES", 9)
+def test_a_text_that_memory_cannot_tokenise_at_once_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dsft.data.sources.free_host_bytes", lambda: 9 * MEMORY_OF_TEXT)
     (tmp_path / "a.txt").write_text("the model")
     assert [row.values for row in read_file(str(tmp_path / "a.txt"))] == [{"text": "the model"}]
     (tmp_path / "a.txt").write_text("the models")
-    with pytest.raises(UserError, match="use jsonl"):
+    with pytest.raises(UserError, match="which takes 150 times its size of memory; use jsonl"):
         list(read_file(str(tmp_path / "a.txt")))

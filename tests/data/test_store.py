@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -278,12 +277,6 @@ def test_data_that_differ_in_any_token_are_other_data(tokenizer, tmp_path, confi
     assert first == again != changed.identity and len(changed) == 5000
 
 
-def test_an_entry_that_is_named_twice_is_trained_twice(tokenizer, tmp_path, config):
-    paths = [str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a ", "completion": "b"}]))] * 2
-    data = loaded(config(data=paths), tokenizer)
-    assert len(data.items) == 2 and data.counts["rows"] == 2
-
-
 def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config):
     """Over the full corpus, not over batches of documents."""
 
@@ -361,7 +354,7 @@ def test_sources_may_have_different_formats_and_rows_of_one_may_not(tokenizer, t
     with pytest.raises(UserError, match="b.jsonl, line 2: column 'completion' is missing"):
         loaded(config(data=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]), tokenizer)
     data = loaded(config(data=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], bad_rows="drop"), tokenizer)
-    assert data.counts["rows"] == 7 and data.counts["dropped_bad"] == 1 and "line 2" in data.notes[0]
+    assert data.counts["rows"] == 7 and data.counts["dropped_bad"] == 1 and "line 2" in data.notes[-1]
 
 
 def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_path, config):
@@ -395,13 +388,6 @@ def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
     with pytest.raises(UserError, match="a.jsonl: no trainable tokens in 1 rows .*1 dropped long"):
         loaded(config(data=[str(tmp_path / "a.jsonl")]), tokenizer)
-
-
-def test_a_folder_that_cannot_be_written_is_named(tokenizer, tmp_path, config):
-    (tmp_path / "file").write_text("")
-    write_texts(tmp_path / "a.jsonl", 5)
-    with pytest.raises(UserError, match="data_cache: .*file/cache: .*Not a directory.*name another folder"):
-        loaded(config(data=[str(tmp_path / "a.jsonl")], data_cache=str(tmp_path / "file" / "cache")), tokenizer)
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, config):
@@ -502,15 +488,6 @@ def test_rows_too_long_are_a_share_in_the_data_line(tiny, tokenizer, tmp_path, c
         assert any("longer than seq_len and left out" in note for note in data.notes) == is_warned
 
 
-def test_processes_of_the_loader_get_the_folder_and_not_the_tokens(tokenizer, tmp_path, config):
-    items = loaded(config(data=[str(write_texts(tmp_path / "a.jsonl", 3000))]), tokenizer).items
-    first = items[0]["input_ids"]
-    packed = pickle.dumps(items.stores)
-    assert len(packed) < 1000 < items.stores[0].counts["tokens"] and np.array_equal(
-        pickle.loads(packed)[0].tokens[:32], first
-    )
-
-
 def tokens_of(*samples: list[int], **counts: int) -> Tokens:
     ids = np.array([token for sample in samples for token in sample], np.int64)
     return Tokens(
@@ -521,9 +498,7 @@ def tokens_of(*samples: list[int], **counts: int) -> Tokens:
     )
 
 
-@pytest.mark.parametrize(
-    ("largest", "dtype"), [(383, "uint16"), (65_535, "uint16"), (65_536, "int32"), (128_255, "int32")]
-)
+@pytest.mark.parametrize(("largest", "dtype"), [(65_535, "uint16"), (65_536, "int32")])
 def test_every_id_of_a_vocabulary_is_kept_in_the_smallest_type(tmp_path, largest, dtype):
     with StoreWriter(tmp_path / "store", largest_id=largest) as writer:
         writer.append(tokens_of([0, largest], [largest - 1]))
@@ -546,13 +521,3 @@ def test_weights_that_come_late_are_1_where_tokens_before_and_after_are_trained(
     with StoreWriter(tmp_path / "plain", largest_id=9) as writer:
         writer.append(tokens_of([1, 2, 4]))
         assert writer.finish(source="here", is_text=False).weights is None
-
-
-def test_a_store_without_tokens_is_empty_and_an_unfinished_one_is_not_there(tmp_path):
-    with StoreWriter(tmp_path / "empty", largest_id=9) as writer:
-        store = writer.finish(source="here", is_text=False)
-    assert store.tokens.tolist() == store.ends.tolist() == []
-    with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "half", largest_id=9) as writer:
-        writer.append(tokens_of([1]))
-        raise KeyboardInterrupt
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]

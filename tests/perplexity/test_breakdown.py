@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
@@ -19,7 +18,6 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import documents, results, scoring
 from dsft.perplexity.compare import read_evaluations
-from dsft.runtime import distributed
 
 GROUPINGS = ["domain"]
 
@@ -109,7 +107,7 @@ def table_of(folder):
     return table.to_pydict()
 
 
-def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(tiny, data, tmp_path, monkeypatch):
+def test_groups_and_tokens_are_the_same_on_two_ranks(tiny, data, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PART_TOKENS", 60)
     options = options_for(tiny, data, output_dir=str(tmp_path / "alone"), save_tokens=True)
     nats, groups = _groups(options)
@@ -119,7 +117,7 @@ def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(t
     assert math.fsum(tokens["nats"]) == nats and len(tokens["nats"]) == report["tokens"]
     assert list(tokens) == ["document", "position", "token", "nats"]
     assert tokens["token"] == [token[3] for token in plain_tokens(tiny, data)]
-    # Interrupted, with a part on disk that no line names; then resumed by two ranks.
+    # Interrupted; then begun again by two ranks.
     score, left = scoring.score, [9]
 
     def counted(*arguments):
@@ -129,61 +127,31 @@ def test_groups_and_tokens_are_the_same_on_two_ranks_and_after_an_interruption(t
         return score(*arguments)
 
     monkeypatch.setattr(scoring, "score", counted)
-    options["output_dir"] = str(tmp_path / "resumed")
+    options["output_dir"] = str(tmp_path / "again")
     with pytest.raises(Interrupted):
         _groups(options)
-    (folder,) = (tmp_path / "resumed" / "tokens.parquet").iterdir()
-    parts = sorted(folder.iterdir())
-    assert len(parts) >= 2, "written as it goes"
-    shutil.copy(parts[0], folder / "batch-00000099-rank-1.parquet")
-    resumed = on_ranks(2, _groups, options)
-    assert repr(resumed[0]) == repr(resumed[1])  # with NaN
-    assert resumed[0][0] == pytest.approx(nats, rel=1e-9) and table_of(folder)["token"] == tokens["token"]
-    assert table_of(folder)["nats"] == pytest.approx(tokens["nats"], abs=1e-5)
-    assert math.fsum(table_of(folder)["nats"]) == resumed[0][0] == read_nats(tmp_path / "resumed")
-    assert all(math.fsum(row["nats"] for row in rows) == resumed[0][0] for rows in resumed[0][1].values())
-    assert parts[0].is_file() and not list(folder.glob("*.tmp"))
-    (read,) = read_evaluations([str(tmp_path / "resumed")])
-    assert repr(read.groups) == repr(resumed[0][1])
+    again = on_ranks(2, _groups, options)
+    (folder,) = (tmp_path / "again" / "tokens.parquet").iterdir()
+    assert repr(again[0]) == repr(again[1])  # with NaN
+    assert again[0][0] == pytest.approx(nats, rel=1e-9) and table_of(folder)["token"] == tokens["token"]
+    assert math.fsum(table_of(folder)["nats"]) == again[0][0] == read_nats(tmp_path / "again")
+    (read,) = read_evaluations([str(tmp_path / "again")])
+    assert repr(read.groups) == repr(again[0][1])
 
 
-def _known_and_tokens(options: dict) -> tuple[bool, int, str]:
-    """(whether the result was known, tokens that its folder holds, that folder)."""
-    folders = options["output_dir"]
-    if isinstance(folders, list):  # of ranks on nodes that share none
-        options = options | {"output_dir": folders[distributed.rank()]}
-    evaluation = next(evaluate(EvalConfig(**options)))
-    return evaluation.is_known, pyarrow.parquet.read_table(evaluation.tokens_folder).num_rows, evaluation.tokens_folder
-
-
-def test_a_result_is_known_only_with_all_the_tokens_that_it_should_keep(tiny, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "PART_TOKENS", 60)
+def test_a_result_is_known_only_with_its_tokens(tiny, data, tmp_path):
     options = options_for(tiny, data, output_dir=str(tmp_path / "out"), save_tokens=True)
-    is_known, number, folder = _known_and_tokens(options)
-    assert not is_known and _known_and_tokens(options) == (True, number, folder)
+
+    def known_and_tokens(options: dict) -> tuple[bool, int]:
+        evaluation = next(evaluate(EvalConfig(**options)))
+        return evaluation.is_known, pyarrow.parquet.read_table(evaluation.tokens_folder).num_rows
+
+    is_known, number = known_and_tokens(options)
+    assert not is_known and known_and_tokens(options) == (True, number)
     shutil.rmtree(tmp_path / "out" / "tokens.parquet")
-    assert _known_and_tokens(options) == (False, number, folder)
-    part, other, *_ = sorted(Path(folder).iterdir())
-    part.unlink()
-    assert _known_and_tokens(options) == (False, number, folder)
-    other.write_bytes(other.read_bytes()[:-1])
-    assert _known_and_tokens(options) == (False, number, folder)
+    assert known_and_tokens(options) == (False, number)
     (tmp_path / "out").rename(tmp_path / "moved")
-    moved = str(tmp_path / "moved")
-    assert _known_and_tokens(options | {"output_dir": moved}) == (
-        True,
-        number,
-        folder.replace(options["output_dir"], moved),
-    )
-
-
-def test_tokens_of_a_known_result_may_lie_on_several_nodes(tiny, data, tmp_path):
-    options = options_for(tiny, data, output_dir=[str(tmp_path / "0"), str(tmp_path / "1")], save_tokens=True)
-    first = on_ranks(2, _known_and_tokens, options)
-    assert [is_known for is_known, *_ in first] == [False] * 2 and all(number for _, number, _ in first)
-    assert on_ranks(2, _known_and_tokens, options) == [(True, number, folder) for _, number, folder in first]
-    shutil.rmtree(tmp_path / "1" / "tokens.parquet")
-    assert [is_known for is_known, *_ in on_ranks(2, _known_and_tokens, options)] == [False] * 2
+    assert known_and_tokens(options | {"output_dir": str(tmp_path / "moved")}) == (True, number)
 
 
 def read_nats(folder) -> float:

@@ -154,7 +154,7 @@ def test_rows_give_the_same_bits_from_every_kind_of_file(tiny, tmp_path, mode):
     rows = [json.loads(line) for line in path.open()]
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as file:
         file.write_table(table)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     options = {"model": [str(tiny / "model")], "seq_len": 32, "mode": mode, "zero": "0"}

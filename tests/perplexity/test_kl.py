@@ -87,6 +87,12 @@ def test_whole_tiles_of_minus_infinity_add_nothing():
     kl = (reference.exp() * (reference - model)).nan_to_num().sum(1)
     torch.testing.assert_close(columns[0], expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(columns[2], kl, atol=1e-5, rtol=0)
+    logits[1, :, :10] = 0.0  # of the reference alone: what the model excludes is lost to it
+    columns = scoring.compare_logits(zip(*(each.split(10, dim=1) for each in logits), strict=True), targets)
+    reference = logits[1].double().log_softmax(-1)
+    reverse = (model.exp() * (model - reference)).nan_to_num(neginf=0).sum(1)
+    assert columns[2].isinf().all()
+    torch.testing.assert_close(columns[3], reverse, atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +156,9 @@ def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tin
     assert evaluation.perplexity.document_pairs[1].sum() == pytest.approx(total)
     report = read_json(tmp_path / "perplexity.json")["results"][0]
     assert report == json.loads(json.dumps(evaluation.report()))
-    for name, bounds in report["divergence_intervals"].items():
+    for name, bounds in report["divergence"]["intervals"].items():
         assert bounds[0] <= divergence[name] <= bounds[1]
-    low, high = report["divergence_intervals"]["kl"]
+    low, high = report["divergence"]["intervals"]["kl"]
     assert f"({low:.6f} to {high:.6f})" in evaluation.summary()[f"against {tiny / 'model'}"]
     assert list(evaluation.to_pandas().columns)[-4:] == ["reference_nats", "kl", "reverse_kl", "same_top"]
     assert f"against {tiny / 'model'}" in evaluation.summary()

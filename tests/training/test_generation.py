@@ -167,7 +167,7 @@ def test_the_report_shows_them(runs):
         ({"generate_samples": 2}, "generate_samples: samples are made at evaluations"),
         ({"generate_samples": -1, "eval_fraction": 0.2}, "generate_samples=-1: must not be negative"),
         ({"generate_samples": ["the " * 300], "eval_fraction": 0.2}, "generate_samples: prompt 1 has"),
-        ({"generate_samples": ["a", ""], "eval_fraction": 0.2}, "generate_samples: prompt 2 is empty"),
+        ({"generate_samples": ["a", ""], "eval_fraction": 0.2}, "generate_samples: prompt 2 has 0 tokens"),
     ],
 )
 def test_what_cannot_be_sampled_is_said_before_the_model_loads(options, tmp_path, changes, text):
