@@ -366,8 +366,8 @@ def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
 def _count_shared(first: Iterable[str], second: Iterable[str]) -> int:
     """Counts the characters, or tokens, that both begin with."""
     number = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for mine, theirs in zip(first, second, strict=False):
+        if mine != theirs:
             break
         number += 1
     return number

@@ -16,7 +16,7 @@ from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.modes import find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, on_data
 from dsft.perplexity.sums import ONE_DOCUMENT, exp, in_words, ratio_interval, sign_test, units_of
-from dsft.runtime.console import print_table, say, show_table
+from dsft.runtime.console import say, show_table
 
 ESTIMATES = {
     "perplexity_ratio": "perplexity, ratio",
@@ -88,8 +88,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        group = "" if self.group is None else f", {self.group}"
-        return f"{self.model} against {self.base} on {on_data(self.data, self.protocol)}{group}"
+        return f"{self.model} against {self.base} on {on_data(self.data, self.protocol)}"
 
     def summary(self) -> dict[str, str]:
         """Return the rows of a table about the comparison, for the screen."""
@@ -130,20 +129,8 @@ class Comparisons(tuple[Comparison, ...]):
         return table
 
     def tables(self) -> list[tuple[str, dict[str, str]]]:
-        """Return titles and rows, for the screen: a table for each comparison, one for all groups of a data set."""
-        tables: list[tuple[str, dict[str, str]]] = []
-        for each in self:
-            rows = each.summary()
-            if each.group is None:
-                tables.append((each.title, rows))
-                continue
-            title = replace(each, group="by group").title
-            # One model may have several results on a data set, such as those of two seq_len.
-            if not tables or tables[-1][0] != title or each.group in tables[-1][1]:
-                tables.append((title, {"note on all groups": each.note} if each.note else {}))
-            measure = ESTIMATES["perplexity_ratio" if each.perplexity_ratio else "bits_per_byte"]
-            tables[-1][1][each.group] = f"{measure} {rows[measure]}\n{rows['documents']}"
-        return tables
+        """Return a title and rows for each comparison, for the screen; groups have their rows in `overview` alone."""
+        return [(each.title, each.summary()) for each in self if each.group is None]
 
     def __str__(self) -> str:
         lines = []
