@@ -175,9 +175,9 @@ PATCHED_LIBRARIES = {"torch", "deepspeed", "transformers", "accelerate", "peft",
 OWN_OR_PUBLIC = {
     ("models/trained.py", "adapted.save_pretrained"),  # its public argument save_embedding_layers
     ("runtime/launcher_env.py", "runner.logger.disabled"),  # a switch of Python's loggers
-    ("models/tiles.py", "inner.forward"),  # of the model itself, as Liger replaces it
-    ("models/tiles.py", "head.forward"),
-    ("models/tiles.py", "module.forward"),
+    ("models/chunked_head.py", "inner.forward"),  # of the model itself, as Liger replaces it
+    ("models/chunked_head.py", "head.forward"),
+    ("models/chunked_head.py", "module.forward"),
     ("planner/activations.py", "layer.forward"),  # of a model that only exists to be measured
     ("job/beat.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),

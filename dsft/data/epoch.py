@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from dsft.data.store import Store
+from dsft.models.chunked_head import next_tokens
 from dsft.models.sequence_parallel import share_of
-from dsft.models.tiles import next_tokens
 from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, describe_value
 

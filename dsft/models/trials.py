@@ -4,7 +4,7 @@
     row_rules              which rows may share a batch? (of the loaded model itself)
     try_packing            can samples that share a row be kept apart, and with which attention?
     attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
-    trains_in_tiles        do tiles of the loss (tiles.py) have the same loss and gradients?
+    trains_in_tiles        do tiles of the loss (chunked_head.py) have the same loss and gradients?
 
 Where the architecture's own code fails on small sizes, each answer is the cautious one.
 """
@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
+from dsft.models.chunked_head import next_tokens, sums_of_nats, tile_loss
 from dsft.models.package import auto_class, from_config
 from dsft.models.size import empty_model, max_positions, without_zero_init
-from dsft.models.tiles import next_tokens, sums_of_nats, tile_loss
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu

@@ -6,7 +6,7 @@ perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens b
 tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches are formed from the data alone. Nats of
 a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
 
-The logits of all positions never exist: they come tile by tile (`models/tiles.py`). A head that can be computed in
+The logits of all positions never exist: they come in tiles (`models/chunked_head.py`). A head that can be computed in
 parts is given some rows of hidden states at a time; a model whose head cannot scores one window at a time.
 
 With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
@@ -34,8 +34,8 @@ from torch import nn
 
 from dsft.data.epoch import form_batches
 from dsft.job import beat as watchdog
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
 from dsft.models.sequence_parallel import ALONE, Team
-from dsft.models.tiles import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
 from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sums import Perplexity, add_up, exp

@@ -402,7 +402,7 @@ def head_bytes(job: Job, tokens: int) -> int:
     # logits in fp32, their softmax and its gradient; with tiles also the product
     entry = 12 + (job.weight_bytes if job.tiled_loss or softcap else 0)
     if job.tiled_loss:
-        from dsft.models.tiles import tile_rows
+        from dsft.models.chunked_head import tile_rows
 
         return hidden + entry * job.size.vocab_size * tile_rows(job.size.vocab_size, tokens)
     if job.liger:  # liger_kernel/ops/fused_linear_cross_entropy.py

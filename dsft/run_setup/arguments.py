@@ -34,10 +34,10 @@ from dsft.config.options import (
     flagged_dtype,
 )
 from dsft.errors import UserError, nearest, one_line
+from dsft.models.chunked_head import LEAST_VOCAB
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.size import ModelFacts, ModelSize
-from dsft.models.tiles import LEAST_VOCAB
 from dsft.models.trained import learning_rates
 from dsft.models.trials import trains_in_tiles
 from dsft.planner.choose import Plan

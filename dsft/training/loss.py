@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dsft.errors import UserError
-from dsft.models.tiles import next_tokens, own_nats_of, sums_of_nats
+from dsft.models.chunked_head import next_tokens, own_nats_of, sums_of_nats
 from dsft.models.trained import unwrapped
 from dsft.units import IGNORED
 

@@ -37,10 +37,10 @@ from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.job import beat as watchdog
 from dsft.job.cause import is_consequence, record_failure
 from dsft.models.build import build_model
+from dsft.models.chunked_head import tile_loss
 from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
 from dsft.models.sequence_parallel import team_of
-from dsft.models.tiles import tile_loss
 from dsft.models.tokenizer import stop_at
 from dsft.models.trained import unwrapped
 from dsft.models.trials import length_limits

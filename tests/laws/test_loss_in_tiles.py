@@ -8,13 +8,13 @@ from conftest import grid, read_json
 from ranks import on_ranks, trained
 from safetensors.torch import load_file
 
-from dsft.models import tiles
+from dsft.models import chunked_head
 
 pytestmark = pytest.mark.launch
 
 
 def trained_in_tiles(cases: list[dict]) -> None:
-    tiles.TILE_LOGITS = 384 * 11  # 11 rows; the ranks end after this
+    chunked_head.TILE_LOGITS = 384 * 11  # 11 rows; the ranks end after this
     for options in cases:
         trained(options)
 

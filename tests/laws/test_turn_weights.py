@@ -12,7 +12,7 @@ from ranks import on_ranks, trained
 from tiny import sentences, write_jsonl
 from torch.nn import functional
 
-from dsft.models import tiles
+from dsft.models import chunked_head
 
 pytestmark = pytest.mark.launch
 WEIGHTS = (0.25, 1, None, 3, 0, 1.5)
@@ -74,7 +74,7 @@ def by_hand(model, tokenizer, rows: list[dict]) -> ByHand:
 
 
 def train_in_tiles(cases: list[dict]) -> None:
-    tiles.TILE_LOGITS = 384 * 11  # 11 rows; the ranks end after this
+    chunked_head.TILE_LOGITS = 384 * 11  # 11 rows; the ranks end after this
     for options in cases:
         trained(options)
 

@@ -16,7 +16,7 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig
 from dsft.data.epoch import sequence
 from dsft.errors import UserError
-from dsft.models import tiles
+from dsft.models import chunked_head
 from dsft.models.trials import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.windows import windows_of_sequences
@@ -43,8 +43,8 @@ def plain_columns(model, reference, windows) -> np.ndarray:
 
 @pytest.mark.parametrize("architecture", grid(MODELS, ["llama", "gemma3", "gpt2", "qwen2_moe", "opt"]))
 def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
-    monkeypatch.setitem(tiles.ROW_TILE, "cpu", 16)  # the same dictionaries everywhere
-    monkeypatch.setitem(tiles.VOCAB_TILE, "cpu", 100)
+    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)  # the same dictionaries everywhere
+    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 100)
     cls, values = MODELS[architecture]
     models = []
     for scale in (2.0, 2.2):

@@ -24,8 +24,8 @@ from dsft.config.reader import make_config
 from dsft.data.epoch import sequence
 from dsft.data.training_data import check_sources
 from dsft.errors import TrainingStopped, UserError
-from dsft.models import tiles
-from dsft.models.tiles import ChunkedHead
+from dsft.models import chunked_head
+from dsft.models.chunked_head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
@@ -359,8 +359,8 @@ HEADS = {
 
 @pytest.mark.parametrize("architecture", HEADS)
 def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architecture, monkeypatch):
-    monkeypatch.setitem(tiles.ROW_TILE, "cpu", 16)
-    monkeypatch.setitem(tiles.VOCAB_TILE, "cpu", 100)  # four tiles of a vocabulary of 384, the last one shorter
+    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)
+    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 100)  # four tiles of a vocabulary of 384, the last one shorter
     cls, values = HEADS[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).eval()
@@ -387,8 +387,8 @@ def test_no_full_logits_exist(tiny, monkeypatch):
         return original(parts, targets)
 
     monkeypatch.setattr(scoring, "negative_log_likelihood", watch)
-    monkeypatch.setitem(tiles.ROW_TILE, "cpu", 16)
-    monkeypatch.setitem(tiles.VOCAB_TILE, "cpu", 128)
+    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)
+    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 128)
     evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
     assert len(seen) > 10 and max(rows for rows, _ in seen) == 16 and max(columns for _, columns in seen) == 128
 

@@ -7,7 +7,7 @@ from tiny import ARCHITECTURES
 from transformers import LlamaForCausalLM
 
 from dsft.data.epoch import sequence
-from dsft.models.tiles import VOCAB_TILE, ChunkedHead
+from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
 from dsft.perplexity import scoring
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.models.tiles import next_tokens, tile_loss
+from dsft.models.chunked_head import next_tokens, tile_loss
 from dsft.models.trials import architecture_problems, one_thread, small_model
 from dsft.training.loss import TokenLoss
 from dsft.units import IGNORED

@@ -15,9 +15,9 @@ from tiny import ARCHITECTURES, COMMON, GATED
 from transformers import AutoModelForCausalLM, BertConfig, FalconH1Config, Llama4TextConfig, OPTConfig, TrOCRConfig
 
 from dsft.config.options import TrainConfig
-from dsft.models import tiles
+from dsft.models import chunked_head
+from dsft.models.chunked_head import ChunkedHead, are_same_logits, next_tokens, sums_of_nats, tile_loss
 from dsft.models.size import measure_model
-from dsft.models.tiles import ChunkedHead, are_same_logits, next_tokens, sums_of_nats, tile_loss
 from dsft.models.trials import small_model, trains_in_tiles
 from dsft.run_setup.arguments import tiled_loss_decision
 from dsft.run_setup.resolve import TrainingRun, decide_run
@@ -153,7 +153,7 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
     logits of all rows, against those of 64 rows.
     """
     model, ids_BT = model_of("llama", vocab_size=32768), torch.ones(1, 512, dtype=torch.long)
-    monkeypatch.setattr(tiles, "TILE_LOGITS", 64 * 32768)
+    monkeypatch.setattr(chunked_head, "TILE_LOGITS", 64 * 32768)
 
     def step(tiled: bool):
         model.zero_grad()
@@ -167,7 +167,7 @@ def test_a_large_vocabulary_takes_a_fraction_of_the_memory(monkeypatch):
 
 
 def test_in_bf16_many_tokens_round_the_head_s_gradient_little_more_than_all_logits_do(monkeypatch):
-    monkeypatch.setattr(tiles, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
+    monkeypatch.setattr(chunked_head, "TILE_LOGITS", 16 * 384)  # 256 tiles, but for MOST_TILES
     ids_BT = torch.randint(0, 384, (16, 256), generator=torch.Generator().manual_seed(0))
 
     def head_gradient(model, tiled: bool = False) -> torch.Tensor:
