@@ -18,8 +18,8 @@ import torch
 
 from dsft.data.store import Store
 from dsft.models.chunked_head import next_tokens
+from dsft.models.probes import NO_RULES, RowRules, positions
 from dsft.models.sequence_parallel import share_of
-from dsft.models.trials import NO_RULES, RowRules, positions
 from dsft.units import IGNORED, describe_value
 
 Sequence = dict[str, np.ndarray]

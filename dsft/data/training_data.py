@@ -29,8 +29,8 @@ from dsft.data.sources import HeldOut, ending, find_sources
 from dsft.data.store import Store, cache_folder, prepare
 from dsft.data.tokens import stop_tokens, tokenise
 from dsft.errors import UserError, one_line
+from dsft.models.probes import NO_RULES, RowRules
 from dsft.models.tokenizer import split_tokens, text_ids
-from dsft.models.trials import NO_RULES, RowRules
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import IGNORED, Batch
@@ -207,7 +207,7 @@ def load_training_data(
     Args:
         flash: whether attention takes the bounds of packed samples.
         masked: whether padded batches have an attention mask.
-        limits: lengths beyond which the model computes otherwise (`models/trials.py`).
+        limits: lengths beyond which the model computes otherwise (`models/probes.py`).
         part: of every batch, that this rank computes.
     """
     share, held_out_share = shares_of_rows(config)

@@ -9,7 +9,7 @@
   logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
   and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
   ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles. A trial with a small model of the
-  architecture decides whether this is done (`trials.trains_in_tiles`).
+  architecture decides whether this is done (`probes.trains_in_tiles`).
 
 Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab, W one tile of the vocabulary.
 """

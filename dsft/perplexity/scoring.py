@@ -35,8 +35,8 @@ from torch import nn
 from dsft.data.epoch import form_batches
 from dsft.job import beat as watchdog
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
+from dsft.models.probes import RowRules, row_rules
 from dsft.models.sequence_parallel import ALONE, Team
-from dsft.models.trials import RowRules, row_rules
 from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sums import Perplexity, add_up, exp
 from dsft.perplexity.windows import Windows, pieces_of

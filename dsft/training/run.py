@@ -40,10 +40,10 @@ from dsft.models.build import build_model
 from dsft.models.chunked_head import tile_loss
 from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
+from dsft.models.probes import length_limits
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
 from dsft.models.trained import unwrapped
-from dsft.models.trials import length_limits
 from dsft.models.weight_files import safe_unpickling, weights_digest
 from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import checkpointing_flags

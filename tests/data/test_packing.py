@@ -29,8 +29,8 @@ from dsft.data.epoch import (
     repeated,
     sequence,
 )
-from dsft.models import trials
-from dsft.models.trials import RowRules, attention_like_eager, is_like_eager, isolation_problem, try_packing
+from dsft.models import probes
+from dsft.models.probes import RowRules, attention_like_eager, is_like_eager, isolation_problem, try_packing
 from dsft.units import IGNORED, padded_width
 
 
@@ -164,7 +164,7 @@ def test_architectures_that_mix_tokens_otherwise_are_found_out(config, expected)
 @pytest.mark.usefixtures("flex_without_compiler")
 def test_on_gpus_flex_attention_is_next_where_no_flash_attention_can_be_had(tiny, monkeypatch):
     """Here on a CPU, whose flash attention cannot be loaded either."""
-    monkeypatch.setattr(trials, "has_gpu", lambda: True)
+    monkeypatch.setattr(probes, "has_gpu", lambda: True)
     config = AutoConfig.from_pretrained(tiny / "model")
     assert try_packing(config, asked=None, dtype="bfloat16").attn_implementation == "flex_attention"
     assert try_packing(config, asked=None, dtype="float32").attn_implementation is None

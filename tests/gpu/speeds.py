@@ -8,7 +8,7 @@ from transformers import AutoConfig, GptOssConfig
 from transformers.utils import is_flash_attn_2_available
 
 from dsft.models.build import DTYPES, resolve_dtype
-from dsft.models.trials import KERNELS, is_like_eager, isolation_problem
+from dsft.models.probes import KERNELS, is_like_eager, isolation_problem
 from dsft.planner.speed import CARDS, card_of, cards_named
 from dsft.runtime.distributed import device
 from dsft.runtime.hardware import FREE_SHARE, ask_gpu, this_machine

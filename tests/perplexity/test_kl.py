@@ -17,7 +17,7 @@ from dsft.config.options import EvalConfig
 from dsft.data.epoch import sequence
 from dsft.errors import UserError
 from dsft.models import chunked_head
-from dsft.models.trials import RowRules
+from dsft.models.probes import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.units import IGNORED

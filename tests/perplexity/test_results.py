@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.models.trials import RowRules
+from dsft.models.probes import RowRules
 from dsft.perplexity import scoring
 
 

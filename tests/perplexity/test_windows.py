@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsft.data.epoch import form_batches
-from dsft.models.trials import RowRules
+from dsft.models.probes import RowRules
 from dsft.perplexity.windows import Windows, pieces_of
 
 

@@ -14,7 +14,7 @@ from dsft.cli.plan_answers import describe_question
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models import trials
+from dsft.models import probes
 from dsft.models.size import USUAL_MODELS
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
@@ -132,7 +132,7 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
         assert resolve_offline(dataclasses.replace(options, **other), EIGHT_GPUS).job.attention == "eager"
     monkeypatch.setattr(resolve, "has_gpu", lambda: True)  # one on which neither kernel computes: here the CPU
     if kernels == "tried":  # flex attention is compiled for it, which takes seconds
-        monkeypatch.setattr(trials, "has_gpu", lambda: True)
+        monkeypatch.setattr(probes, "has_gpu", lambda: True)
     else:
         monkeypatch.setattr(resolve, "attention_like_eager", lambda *_, **__: None)
     without = resolve_offline(options, this_machine())

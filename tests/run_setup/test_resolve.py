@@ -25,8 +25,8 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model
+from dsft.models.probes import Packing
 from dsft.models.size import measure_model
-from dsft.models.trials import Packing
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
 from dsft.run_setup import resolve

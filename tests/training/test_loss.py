@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dsft.models.chunked_head import next_tokens, tile_loss
-from dsft.models.trials import architecture_problems, one_thread, small_model
+from dsft.models.probes import architecture_problems, one_thread, small_model
 from dsft.training.loss import TokenLoss
 from dsft.units import IGNORED
 
