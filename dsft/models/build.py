@@ -37,6 +37,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.adapters import (
+    add_lora,
+    gathered_rows,
+    grow_embeddings,
+    grow_for,
+    lost_ends,
+    saved_lora_config,
+    select_trained,
+    unwrapped,
+)
 from dsft.models.model_folder import (
     ADAPTER_CONFIG,
     MODEL_FILES,
@@ -58,16 +68,6 @@ from dsft.models.quantization import (
     unpacking_config,
 )
 from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
-from dsft.models.trained import (
-    add_lora,
-    gathered_rows,
-    grow_embeddings,
-    grow_for,
-    lost_ends,
-    saved_lora_config,
-    select_trained,
-    unwrapped,
-)
 from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,

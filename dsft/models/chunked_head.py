@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 
 from dsft.config.user_code import failed, name_of
 from dsft.errors import UserError
-from dsft.models.trained import unwrapped
+from dsft.models.adapters import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED

@@ -23,6 +23,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
+from dsft.models.adapters import (
+    adapted_for_a_look,
+    adapters_of,
+    check_lora_options,
+    further_problems,
+    grow_embeddings,
+    grow_for,
+    learning_rates,
+    saved_lora_config,
+    select_trained,
+)
 from dsft.models.model_folder import (
     ADAPTER_CONFIG,
     NO_GGUF,
@@ -36,17 +47,6 @@ from dsft.models.model_folder import (
 )
 from dsft.models.package import from_config, tied_weights
 from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
-from dsft.models.trained import (
-    adapted_for_a_look,
-    adapters_of,
-    check_lora_options,
-    further_problems,
-    grow_embeddings,
-    grow_for,
-    learning_rates,
-    saved_lora_config,
-    select_trained,
-)
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
 CONFIG_ERRORS = (

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from dsft.models.adapters import adapted_for_a_look, select_trained
 from dsft.models.size import ModelFacts, decoder_layers, empty_model
-from dsft.models.trained import adapted_for_a_look, select_trained
 from dsft.planner.memory import Job
 
 Attention = Literal["flash", "sdpa", "eager"]

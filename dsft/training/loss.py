@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from dsft.errors import UserError
+from dsft.models.adapters import unwrapped
 from dsft.models.chunked_head import next_tokens, own_nats_of, sums_of_nats
-from dsft.models.trained import unwrapped
 from dsft.units import IGNORED
 
 AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")

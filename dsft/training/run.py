@@ -36,6 +36,7 @@ from dsft.data.training_data import TrainingData, answer_ends, load_training_dat
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.job import beat as watchdog
 from dsft.job.cause import is_consequence, record_failure
+from dsft.models.adapters import unwrapped
 from dsft.models.build import build_model
 from dsft.models.chunked_head import tile_loss
 from dsft.models.model_folder import is_bare_config
@@ -43,7 +44,6 @@ from dsft.models.package import unreached
 from dsft.models.probes import length_limits
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
-from dsft.models.trained import unwrapped
 from dsft.models.weight_files import safe_unpickling, weights_digest
 from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import checkpointing_flags

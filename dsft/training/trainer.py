@@ -50,8 +50,8 @@ from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.job import beat as watchdog
+from dsft.models.adapters import learning_rates, rate_factors
 from dsft.models.sequence_parallel import team_of
-from dsft.models.trained import learning_rates, rate_factors
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_held_out

@@ -17,8 +17,8 @@ from dsft.checkpoints.export import export, merge
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
+from dsft.models.adapters import add_lora, unwrapped
 from dsft.models.build import build_model
-from dsft.models.trained import add_lora, unwrapped
 from dsft.models.weight_files import SafetensorsFiles, weight_bytes_in
 
 

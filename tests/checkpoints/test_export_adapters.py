@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
+from dsft.models.adapters import tokens_of
 from dsft.models.build import adapter_problems, build_model, load_weights
 from dsft.models.size import load_model_config, measure_model
 from dsft.models.tokenizer import load_tokenizer
-from dsft.models.trained import tokens_of
 from dsft.run_setup.evaluation_checks import candidate_of
 
 IDS = torch.arange(20)[None]

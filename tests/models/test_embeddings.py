@@ -14,8 +14,8 @@ from dsft.api import evaluate_perplexity
 from dsft.checkpoints.export import export
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
+from dsft.models.adapters import add_lora, grow_embeddings
 from dsft.models.tokenizer import add_tokens, check_tokenizer
-from dsft.models.trained import add_lora, grow_embeddings
 from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine
 
