@@ -87,7 +87,7 @@ def main() -> None:
 
     from dsft.config.deepspeed import read_zero_file
     from dsft.config.options import TrainConfig
-    from dsft.models.size import measure_model
+    from dsft.models.measure import measure_model
 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")

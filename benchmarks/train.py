@@ -127,7 +127,7 @@ def prepare(folder: Path, rows: list[Row]) -> None:
     from dsft.config.reader import make_config
     from dsft.data.epoch import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import load_training_data
-    from dsft.models.size import usual_config
+    from dsft.models.measure import usual_config
     from dsft.run_setup.resolve import check_run
     from dsft.runtime.hardware import this_machine
 

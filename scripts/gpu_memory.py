@@ -6,7 +6,7 @@ from dsft.api import plan
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.errors import UserError
-from dsft.models.size import USUAL_MODELS
+from dsft.models.measure import USUAL_MODELS
 from dsft.units import GiB
 
 MACHINES = {"1x4090": "64GB", "2x4090": "128GB", "1xH100": "200GB", "8xH100": "1TB"}

@@ -19,7 +19,7 @@ from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config, read_command, read_config, read_options
 from dsft.launch import launch
-from dsft.models.size import usual_config
+from dsft.models.measure import usual_config
 from dsft.perplexity.of_training import read_evaluation
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])

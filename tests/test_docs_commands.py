@@ -16,7 +16,7 @@ from ranks import run_entry
 from test_docs import PAGES, SCRIPTS, commands, name_of
 from tiny import sentences, write_jsonl, write_model
 
-from dsft.models.size import usual_config
+from dsft.models.measure import usual_config
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.launch]
 

@@ -17,7 +17,7 @@ from dsft.cli import quickstart
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 
 FULL = "train --config {folder}/full.yaml"
 

@@ -98,7 +98,7 @@ def chat(options: ChatOptions) -> str | None:
 
         from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
         from dsft.models.build import build_model, resolve_dtype
-        from dsft.models.size import max_positions
+        from dsft.models.measure import max_positions
         from dsft.models.tokenizer import generate_ids, load_tokenizer, text_ids
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(

@@ -17,7 +17,7 @@ from dsft.config.deepspeed import offloads
 from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.data.tokens import tokenise
 from dsft.errors import UserError
-from dsft.models.size import USUAL_MODELS, ModelSize
+from dsft.models.measure import USUAL_MODELS, ModelSize
 from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose
 from dsft.planner.evaluation import plan_evaluation
 from dsft.planner.memory import Job, resolve_auto, terms_at_peak

@@ -47,6 +47,7 @@ from dsft.models.adapters import (
     select_trained,
     unwrapped,
 )
+from dsft.models.measure import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.model_folder import (
     ADAPTER_CONFIG,
     MODEL_FILES,
@@ -67,7 +68,6 @@ from dsft.models.quantization import (
     quantization_on_disk,
     unpacking_config,
 )
-from dsft.models.size import ModelFacts, empty_model, load_model_config, set_router_loss
 from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,

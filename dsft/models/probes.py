@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
 from dsft.models.chunked_head import next_tokens, sums_of_nats, tile_loss
+from dsft.models.measure import empty_model, max_positions, without_zero_init
 from dsft.models.package import auto_class, from_config
-from dsft.models.size import empty_model, max_positions, without_zero_init
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dsft.models.measure import ModelFacts, ModelSize
 from dsft.models.probes import distance, random_tokens, rope_types, small_model
-from dsft.models.size import ModelFacts, ModelSize
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED, one_of

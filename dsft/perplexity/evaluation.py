@@ -28,10 +28,10 @@ from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.job import beat as watchdog
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
+from dsft.models.measure import ModelSize, check_sharding
 from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
 from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
-from dsft.models.size import ModelSize, check_sharding
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_config
 from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data

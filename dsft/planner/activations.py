@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import sdpa_mask
 
 from dsft.models.adapters import adapted_for_a_look, select_trained
-from dsft.models.size import ModelFacts, decoder_layers, empty_model
+from dsft.models.measure import ModelFacts, decoder_layers, empty_model
 from dsft.planner.memory import Job
 
 Attention = Literal["flash", "sdpa", "eager"]

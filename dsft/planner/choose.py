@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file, stage
-from dsft.models.size import ModelSize
+from dsft.models.measure import ModelSize
 from dsft.planner.activations import LIGER_MODELS
 from dsft.planner.memory import (
     DEEPSPEED_OPTIMIZERS,

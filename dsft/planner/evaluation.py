@@ -13,8 +13,8 @@ from typing import Any
 from dsft.config.deepspeed import compose, read_zero_file
 from dsft.errors import UserError
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
+from dsft.models.measure import ModelFacts
 from dsft.models.sequence_parallel import refused_ranks
-from dsft.models.size import ModelFacts
 from dsft.planner.activations import Attention, attention_of
 from dsft.planner.choose import Needs, add_up, available, needed, shortage
 from dsft.planner.memory import Job, Term, ZeroLayout, host_terms, outside_terms

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they import transformers, which a report would wait for
     from peft import PeftConfig
     from transformers import PreTrainedConfig
 
-    from dsft.models.size import ModelSize
+    from dsft.models.measure import ModelSize
     from dsft.planner.activations import Activations, Attention
 
 

@@ -24,7 +24,7 @@ from dsft.runtime.hardware import Machine
 from dsft.units import GB, Batch, GiB
 
 if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test would wait for
-    from dsft.models.size import ModelSize
+    from dsft.models.measure import ModelSize
     from dsft.planner.memory import ZeroLayout
 
 # ---- cards

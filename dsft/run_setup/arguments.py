@@ -36,10 +36,10 @@ from dsft.config.options import (
 from dsft.errors import UserError, nearest, one_line
 from dsft.models.adapters import learning_rates
 from dsft.models.chunked_head import LEAST_VOCAB
+from dsft.models.measure import ModelFacts, ModelSize
 from dsft.models.probes import trains_in_tiles
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
-from dsft.models.size import ModelFacts, ModelSize
 from dsft.planner.choose import Plan
 from dsft.planner.evaluation import DEFAULT_BATCH_TOKENS
 from dsft.planner.memory import checkpoint_parts, optimizer_memory, sums_in_fp32

@@ -38,6 +38,7 @@ from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.models.adapters import learning_rates
 from dsft.models.build import DTYPES, check_weights, resolve_dtype
 from dsft.models.chunked_head import own_loss_problems
+from dsft.models.measure import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
 from dsft.models.model_folder import is_bare_config, step_folder
 from dsft.models.probes import (
     KERNELS,
@@ -48,7 +49,6 @@ from dsft.models.probes import (
 )
 from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
-from dsft.models.size import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond, save_problems
 from dsft.models.weight_files import safe_unpickling
 from dsft.planner.activations import Attention, attention_of

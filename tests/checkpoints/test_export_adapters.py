@@ -20,7 +20,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.adapters import tokens_of
 from dsft.models.build import adapter_problems, build_model, load_weights
-from dsft.models.size import load_model_config, measure_model
+from dsft.models.measure import load_model_config, measure_model
 from dsft.models.tokenizer import load_tokenizer
 from dsft.run_setup.evaluation_checks import candidate_of
 

@@ -27,7 +27,7 @@ def _lacks_quantisation(setting: Setting) -> str:
 
 
 def _lacks_disk(setting: Setting) -> str:
-    from dsft.models.size import measure_model  # here: torch
+    from dsft.models.measure import measure_model  # here: torch
     from dsft.models.weight_files import weight_bytes_in
     from dsft.run_setup.arguments import checkpoint_size
 

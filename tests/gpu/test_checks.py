@@ -12,7 +12,7 @@ from conftest import ROOT, grid, read_json
 from transformers import LlamaConfig
 
 from dsft.config.options import TrainConfig
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 from dsft.run_setup.resolve import job_of, plan_run
 from dsft.runtime.hardware import Machine
 from dsft.units import GiB

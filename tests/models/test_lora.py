@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dsft.checkpoints.export import merge
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 
 QWEN3_MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 BASES = {

@@ -19,8 +19,8 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.adapters import add_lora, lora_config
 from dsft.models.build import weight_problems
+from dsft.models.measure import max_positions, measure_model
 from dsft.models.model_folder import adapter_base
-from dsft.models.size import max_positions, measure_model
 from dsft.models.tokenizer import generate, ids_beyond
 from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine

@@ -21,8 +21,8 @@ from dsft.checkpoints.export import export, merge
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import build_model, weight_problems
+from dsft.models.measure import measure_model
 from dsft.models.package import auto_class, from_config, unreached
-from dsft.models.size import measure_model
 from dsft.run_setup.resolve import check_run, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB

@@ -17,8 +17,8 @@ from dsft.api import evaluate, evaluate_perplexity
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
+from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules, architecture_problems, small_model, trains_in_tiles
-from dsft.models.size import measure_model
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
 from dsft.run_setup.resolve import TrainingRun, decide_run

@@ -23,8 +23,8 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models import build
 from dsft.models.build import weight_problems
+from dsft.models.measure import measure_model
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
-from dsft.models.size import measure_model
 from dsft.planner.memory import Job, ZeroLayout
 from dsft.run_setup.arguments import ignored_options
 from dsft.run_setup.evaluation_checks import candidate_of

@@ -10,9 +10,9 @@ from tiny import write_model
 
 from dsft.api import evaluate
 from dsft.config.options import EvalConfig, TrainConfig
+from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules
 from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
-from dsft.models.size import measure_model
 from dsft.planner.activations import attention_of
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -29,8 +29,8 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.adapters import add_lora
 from dsft.models.build import check_weights
+from dsft.models.measure import measure_model
 from dsft.models.model_folder import has_only_shards, step_folder
-from dsft.models.size import measure_model
 from dsft.models.weight_files import ZeroShards, load_pickle, safe_unpickling
 from dsft.run_setup.resolve import check_start
 

@@ -19,7 +19,7 @@ from dsft.checkpoints.export import export
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import weight_problems
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 from dsft.models.weight_files import weights_digest
 
 LOST = "model.layers.1.mlp.up_proj.weight"

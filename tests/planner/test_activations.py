@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsft.models.size import usual_config
+from dsft.models.measure import usual_config
 from dsft.planner.activations import measure_activations
 
 WIDTHS = {

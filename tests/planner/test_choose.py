@@ -6,7 +6,7 @@ import pytest
 
 from dsft.config.options import TrainConfig
 from dsft.models.adapters import adapters_of
-from dsft.models.size import empty_model, model_size, usual_config
+from dsft.models.measure import empty_model, model_size, usual_config
 from dsft.planner.choose import Plan, all_plans, candidate_names, choose, reason
 from dsft.planner.memory import Job, optimizer_memory
 from dsft.planner.speed import CARDS

@@ -11,7 +11,7 @@ from dsft.cli.plan import read_machines
 from dsft.config.deepspeed import offloads
 from dsft.config.options import TrainConfig
 from dsft.models.adapters import adapters_of
-from dsft.models.size import USUAL_MODELS, empty_model, model_size, usual_config
+from dsft.models.measure import USUAL_MODELS, empty_model, model_size, usual_config
 from dsft.planner.choose import FULL, FULL_COSTS, Plan, all_plans, choose
 from dsft.planner.memory import Job
 

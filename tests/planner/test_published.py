@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from dsft.config.options import TrainConfig
 from dsft.models.adapters import adapters_of
-from dsft.models.size import empty_model, model_size
+from dsft.models.measure import empty_model, model_size
 from dsft.planner.choose import HOST_SHARE, add_up
 from dsft.planner.memory import FRAGMENTATION, Job, Term, ZeroLayout, activation_terms, peak_bytes, training_terms
 from dsft.runtime.hardware import CONTEXT_BYTES, Machine

@@ -6,7 +6,7 @@ import pytest
 from transformers import MptConfig
 
 from dsft.cli.main import main
-from dsft.models.size import USUAL_MODELS, empty_model, usual_config
+from dsft.models.measure import USUAL_MODELS, empty_model, usual_config
 
 BILLIONS = {
     "Qwen/Qwen2.5-0.5B": 0.494,

@@ -12,7 +12,7 @@ from tiny import write_jsonl
 from dsft.config.options import EvalConfig, TrainConfig, common_options
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 from dsft.run_setup.arguments import check_hub
 from dsft.run_setup.resolve import check_run, resume_decisions
 from dsft.runtime.hardware import this_machine

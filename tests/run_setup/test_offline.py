@@ -15,7 +15,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models import probes
-from dsft.models.size import USUAL_MODELS
+from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
 from dsft.run_setup import resolve

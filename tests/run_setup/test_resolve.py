@@ -25,8 +25,8 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model
+from dsft.models.measure import measure_model
 from dsft.models.probes import Packing
-from dsft.models.size import measure_model
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
 from dsft.run_setup import resolve
@@ -214,7 +214,7 @@ def test_the_model_s_config_is_read_once(resolved, monkeypatch):
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
     resolved(method="lora", packing=True)
-    assert [name for name in callers if name.startswith("dsft")] == ["dsft.models.size"], callers
+    assert [name for name in callers if name.startswith("dsft")] == ["dsft.models.measure"], callers
 
 
 def test_what_ends_every_rank_is_found_before_one_starts(options, tiny, tmp_path, monkeypatch):

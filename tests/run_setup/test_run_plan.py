@@ -13,7 +13,7 @@ from dsft.checkpoints.run_folder import write_run
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 from dsft.planner.choose import NAMES, SEQUENCES_PER_RANK
 from dsft.planner.memory import Job
 from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
-from dsft.models.size import empty_model
+from dsft.models.measure import empty_model
 from dsft.runtime import patches
 from dsft.runtime.patches import PATCHES
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 
 pytestmark = pytest.mark.launch
 LISTED = """

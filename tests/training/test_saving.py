@@ -16,7 +16,7 @@ from tiny import write_model
 from dsft.checkpoints.manifest import files_of, integrity_errors
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 from dsft.models.weight_files import SafetensorsFiles
 from dsft.run_setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.runtime import distributed

@@ -10,7 +10,7 @@ from tiny import write_model
 from dsft.checkpoints.manifest import integrity_errors
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.models.size import measure_model
+from dsft.models.measure import measure_model
 from dsft.models.weight_files import FP32, ZeroShards
 from dsft.run_setup.arguments import checkpoint_size
 
