@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
             from dsft.run_setup.evaluation_checks import check_evaluation
         check_evaluation(config, problems)
         return
-    say("loading PyTorch, transformers and DeepSpeed")
+    say("loading PyTorch, transformers and DeepSpeed; a first start also compiles, about a minute")
     set_up_screen()
     with quick_imports():
         longest = max(1800, config.load_timeout, config.step_timeout)

@@ -61,7 +61,7 @@ def finetune_with(options: TrainConfig, problems: Sequence[str] = ()) -> "Perple
         with quick_imports():
             from dsft.run_setup.resolve import check_start
         return check_start(options, problems)
-    say("loading PyTorch, transformers and DeepSpeed")
+    say("loading PyTorch, transformers and DeepSpeed; a first start also compiles, about a minute")
     set_up_screen()
     # Before any TrainingArguments: transformers would make a process group that DeepSpeed does not know of.
     distributed.listen_for_signals()

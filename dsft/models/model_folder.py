@@ -2,12 +2,16 @@
 Imports no torch, so that a wrong path is an error at once.
 """
 
+import functools
 import json
+import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, nearest, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
 OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
@@ -121,14 +125,40 @@ def located(model: str) -> tuple[str, dict[str, str]]:
 
 
 def missing(key: str, name: str) -> str | None:
-    """The problem of the option `key` where nothing is at its value, which can only be a path: no hub id looks so, or
-    the folder above it exists. Else None.
+    """The problem of the option `key` if nothing is at its value: no hub id looks so, the folder above it exists, or
+    the hub cannot be reached and no copy of it is here. Else None.
     """
     hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
     in_a_folder = "/" in name and Path(name).parent.is_dir()
-    if Path(name).exists() or not (in_a_folder or not re.fullmatch(hub_id, name)):
+    if Path(name).exists():
         return None
-    return f"{key}={name}: there is no such folder{' or file' if key in ('model', 'reference') else ''}"
+    where = ""
+    if re.fullmatch(hub_id, name) and not in_a_folder:
+        if hub_is_reachable() or (_hub_cache() / f"models--{name.replace('/', '--')}").is_dir():
+            return None
+        where = " here, and the hub cannot be reached"
+    folders = [str(path.parent) for pattern in ("*", "*/*") for path in Path().glob(f"{pattern}/config.json")]
+    kind = "folder or file" if key in ("model", "reference") else "folder"
+    return f"{key}={name}: there is no such {kind}{where}{nearest(name, folders)}"
+
+
+@functools.cache
+def hub_is_reachable() -> bool:
+    """One try of 2 seconds. Without a hub the libraries use their cache alone; they would try for half a minute."""
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        return True
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=2).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return False
+    return True
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 
 def misnamed(key: str, name: str, kind: str) -> str | None:

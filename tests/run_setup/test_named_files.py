@@ -50,7 +50,7 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
         ["eval", "--model", "gpt2", "./none", "--reference", "./gone", "--data", "rows.jsonl"],
         ["eval", "--run", "old"],
     ]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         [sys.executable, "-c", STARTS],
         input=json.dumps(launches), capture_output=True, text=True, cwd=tmp_path, env=environment,
