@@ -181,7 +181,6 @@ OWN_OR_PUBLIC = {
     ("planner/activations.py", "layer.forward"),  # of a model that only exists to be measured
     ("job/beat.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),
-    ("training/engine.py", "engine.clip_fp32_gradients"),  # kept_norm, of this engine alone
     ("training/callbacks.py", "config.suppress_errors"),  # a setting of Dynamo's
     ("training/loss.py", "inner.loss_function"),  # transformers has a setter for it
 }

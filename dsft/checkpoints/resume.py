@@ -218,10 +218,12 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
         scheduler.load_state_dict(then)
         scheduler.step(scheduler.last_batch_iteration)
         return
-    rates = then["_last_lr"]
-    if len(rates) != len(optimizer.param_groups):  # groups without parameters: the others have one rate
-        rates = rates[:1] * len(optimizer.param_groups)
-    current = {key: now[key] for key in ("base_lrs", "lr_lambdas") if key in now}
-    scheduler.load_state_dict(then | current | {"_last_lr": rates})
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    num_groups = len(optimizer.param_groups)
+    for key in ("_last_lr", "base_lrs"):  # also as a callback has changed them
+        if key in then and len(then[key]) != num_groups:  # groups without parameters: the others have one rate
+            then[key] = then[key][:1] * num_groups
+    if "lr_lambdas" in now:
+        then["lr_lambdas"] = now["lr_lambdas"]
+    scheduler.load_state_dict(then)
+    for group, rate in zip(optimizer.param_groups, then["_last_lr"], strict=True):
         group["lr"] = rate

@@ -51,6 +51,7 @@ REFUSED_ARGUMENTS = {
         ("deepspeed", "fsdp", "fsdp_config"),
         "dsft sets up sharding itself; use zero, which also takes the path of a DeepSpeed JSON",
     ),
+    "accelerator_config": "dsft sets up accelerate itself; use global_batch_size and gradient_accumulation_steps",
     "parallelism_config": "dsft sets up its ranks itself; use zero, and sequence_parallel for long sequences",
     **dict.fromkeys(
         ("bf16_full_eval", "fp16_full_eval"),

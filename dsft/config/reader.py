@@ -11,10 +11,11 @@ import json
 import math
 import os
 import re
+import sys
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -50,37 +51,39 @@ SCALARS = {
 }
 """Type -> what a value of it is called."""
 MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
-IN_A_STEP = """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size"""
-AT_LEAST_1 = """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
-    early_stopping_patience max_skipped_steps max_new_tokens"""
-MORE_THAN_0 = "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio"
-NOT_NEGATIVE = """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples
-    eval_delay generate_samples temperature early_stopping_threshold
-    router_aux_loss max_restarts wait_for_nodes"""
-SHARES = "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor"
-BOUNDS: list[tuple[str, Callable[[float], bool], str]] = [
-    # Lengths and sequences of a step are kept in memory.
-    (IN_A_STEP, lambda value: 1 <= value <= 10**7, "be at least 1 and at most 10,000,000"),
-    ("num_train_epochs", lambda value: 0 < value <= 10**6, "be more than 0 and at most 1,000,000"),
-    ("neftune_noise_alpha", lambda value: 0 <= value <= 1000, "be at least 0 and at most 1,000"),
-    ("num_gpus", lambda value: 1 <= value <= 1024, "be 1 to 1,024, on each node; leave it out for all"),
-    ("num_nodes", lambda value: value >= 1, "be at least 1; leave it out for all"),
-    ("master_port", lambda value: 0 <= value < 2**16, f"be at least 0 and less than {2**16:,}"),
+MORE_THAN_0 = sys.float_info.min
+LESS_THAN_1 = 1 - sys.float_info.epsilon
+_BOUNDS = {
+    # Sequences of a step are kept in memory.
+    """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size""": (
+        *(1, 10**7),
+        "be at least 1 and at most 10,000,000",
+    ),
+    "num_train_epochs": (MORE_THAN_0, 10**6, "be more than 0 and at most 1,000,000"),
+    "neftune_noise_alpha": (0, 1000, "be at least 0 and at most 1,000"),
+    "num_gpus": (1, 1024, "be 1 to 1,024, on each node; leave it out for all"),
+    "num_nodes": (1, MOST, "be at least 1; leave it out for all"),
+    "master_port": (0, 2**16 - 1, f"be at least 0 and less than {2**16:,}"),
     # Each is a process of its own, beside every rank.
-    ("dataloader_num_workers", lambda value: 0 <= value <= 256, "be at least 0 and at most 256"),
-    (AT_LEAST_1, lambda value: value >= 1, "be at least 1"),
-    (MORE_THAN_0, lambda value: value > 0, "be more than 0"),
-    (NOT_NEGATIVE, lambda value: value >= 0, "not be negative"),
-    (SHARES, lambda value: 0 <= value < 1, "be at least 0 and less than 1"),
-    ("seed data_seed", lambda value: 0 <= value < 2**32, f"be at least 0 and less than {2**32}"),
-    ("max_steps", lambda value: value >= 1 or value == -1, "be at least 1, or -1 to go by num_train_epochs"),
-    (
-        " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)),
-        lambda value: 0 < value <= 10**6,
+    "dataloader_num_workers": (0, 256, "be at least 0 and at most 256"),
+    """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
+    early_stopping_patience max_skipped_steps max_new_tokens""": (1, MOST, "be at least 1"),
+    "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio": (MORE_THAN_0, MOST, "be more than 0"),
+    """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples eval_delay generate_samples
+    temperature early_stopping_threshold router_aux_loss max_restarts wait_for_nodes""": (0, MOST, "not be negative"),
+    "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor": (
+        *(0, LESS_THAN_1),
+        "be at least 0 and less than 1",
+    ),
+    "seed data_seed": (0, 2**32 - 1, f"be at least 0 and less than {2**32}"),
+    "max_steps": (-1, MOST, "be at least 1, or -1 to go by num_train_epochs"),
+    " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)): (
+        *(MORE_THAN_0, 10**6),
         "be more than 0 and at most 1,000,000 seconds",
     ),
-]
-"""(names of options, whether a value can be, what it must be)."""
+}
+BOUNDS = {name: bound for names, bound in _BOUNDS.items() for name in names.split()}
+"""Option -> its least and its largest value, and what it must do."""
 EXCLUSIVE = {
     "global_batch_size gradient_accumulation_steps": "global_batch_size and gradient_accumulation_steps are both set;"
     " keep one, the other follows",
@@ -99,6 +102,8 @@ NEEDED = {
     " resume_from_checkpoint",
     "early_stopping_patience has_held_out": "early_stopping_patience needs held-out data; give eval_data or"
     " eval_fraction",
+    "dataloader_persistent_workers dataloader_num_workers": "dataloader_persistent_workers needs"
+    " dataloader_num_workers of at least 1",
     "save_tokens output_dir": "save_tokens needs output_dir: the folder to keep the tokens in",
 }
 """Option and the one that it needs -> why."""
@@ -326,23 +331,21 @@ def check_values(
         if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
             continue
+        if isinstance(value, str):
+            value = SAME_VALUES.get((key, value), value)  # of other trainers
         try:
-            checked[key] = convert(own_value(key, value), types_by_name[key])
+            checked[key] = convert(value, types_by_name[key])
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
     for key in PATHS:
-        if isinstance(named := checked.get(key), list):
-            checked[key] = [os.path.expanduser(name) for name in named]
-        elif isinstance(named, str):
-            checked[key] = os.path.expanduser(named)
+        path = checked.get(key)
+        if isinstance(path, list):
+            checked[key] = [os.path.expanduser(each) for each in path]
+        elif isinstance(path, str):
+            checked[key] = os.path.expanduser(path)
     for key in types_by_name:  # in one order, wherever the values stand
         problems += check_bounds(key, checked.get(key))
     return checked
-
-
-def own_value(key: str, value: Any) -> Any:
-    """Returns dsft's value for one that other trainers use."""
-    return SAME_VALUES.get((key, value), value) if isinstance(value, str) else value
 
 
 def own_names(values: Mapping[str, Any], known: Collection[str], notes: list[str]) -> dict[str, Any]:
@@ -458,10 +461,13 @@ def check_bounds(name: str, value: Any) -> list[str]:
     """Lists why the option `name` cannot have this value, if it is a number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return []
-    bounds = [f"must {text}" for names, is_possible, text in BOUNDS if name in names.split() and not is_possible(value)]
-    if not bounds and isinstance(value, int) and abs(value) > MOST and name not in ("seed", "data_seed"):
-        bounds = [f"must be at most {MOST:,}"]
-    return [f"{name}={value}: {bound}" for bound in bounds]
+    if name in BOUNDS:
+        least, most, text = BOUNDS[name]
+        if not least <= value <= most:
+            return [f"{name}={value}: must {text}{f' and at most {MOST:,}' if value > most == MOST else ''}"]
+    elif isinstance(value, int) and abs(value) > MOST:
+        return [f"{name}={value}: must be at most {MOST:,}"]
+    return []
 
 
 def check_config(options: TrainConfig | EvalConfig) -> list[str]:
@@ -482,16 +488,20 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
             " batch_tokens"
         )
 
-    def are_set(names: str) -> list[bool]:
-        return [bool(options.value(name)) for name in names.split()]
-
-    problems += [why for names, why in EXCLUSIVE.items() if are_set(names) == [True, True]]
-    problems += [why for names, why in NEEDED.items() if are_set(names) == [True, False]]
+    for names, why in EXCLUSIVE.items():
+        if all(options.value(name) for name in names.split()):
+            problems.append(why)
+    for names, why in NEEDED.items():
+        name, needed = names.split()
+        if options.value(name) and not options.value(needed):
+            problems.append(why)
     if options.data_format == "template" and not options.completion_template:
         problems.append("data_format=template needs completion_template")
     if options.completion_template and options.data_format not in ("auto", "template"):
         problems.append(f"completion_template contradicts data_format={options.data_format}; keep one")
-    return problems + (_check_training if isinstance(options, TrainConfig) else _check_evaluation)(options)
+    if isinstance(options, TrainConfig):
+        return problems + _check_training(options)
+    return problems + _check_evaluation(options)
 
 
 def _check_training(options: TrainConfig) -> list[str]:
@@ -499,6 +509,8 @@ def _check_training(options: TrainConfig) -> list[str]:
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
+    if training.get("max_steps") == 0:
+        problems.append("max_steps=0: must be at least 1, or -1 to go by num_train_epochs")
     if (optimizer := training.get("optim")) in REFUSED_OPTIMIZERS:
         problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
     for name in options.held_out_names:
@@ -507,8 +519,9 @@ def _check_training(options: TrainConfig) -> list[str]:
                 f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and another word than macro,"
                 " which is the mean of all sets"
             )
-    sets = [f"{name}_" for name in (*options.held_out_names, "macro")] if options.held_out_names else []
-    known = [name + measure for name in ("", *sets) for measure in ("loss", "perplexity")]
+    known = ["loss", "perplexity"]
+    for name in (*options.held_out_names, "macro") if options.held_out_names else ():
+        known += [f"{name}_loss", f"{name}_perplexity"]
     metric = training.get("metric_for_best_model")
     if metric and metric.removeprefix("eval_") not in known:
         problems.append(f"metric_for_best_model={metric}: evaluation gives {', '.join(known)}{nearest(metric, known)}")

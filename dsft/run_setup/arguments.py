@@ -9,20 +9,18 @@ import dataclasses
 import importlib.util
 import json
 import math
-import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from dsft.checkpoints.manifest import bytes_of, checkpoints, read_manifest
-from dsft.config.deepspeed import check_nvme, compose, get_value, nvme_path, offloads, read_zero_file, stage
+from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file, stage
 from dsft.config.options import (
     HALF_PRECISION,
     IGNORED_ARGUMENTS,
@@ -33,7 +31,7 @@ from dsft.config.options import (
     decide,
     flagged_dtype,
 )
-from dsft.errors import UserError, nearest, one_line
+from dsft.errors import UserError, one_line
 from dsft.models.adapters import learning_rates
 from dsft.models.chunked_head import LEAST_VOCAB
 from dsft.models.measure import ModelFacts, ModelSize
@@ -53,14 +51,11 @@ SMALL_FILES_BYTES = 100_000
 """Of the config, the model card, the training arguments and run.json."""
 ON_HOST = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
 """Values of `optim` in whose place an optimizer of DeepSpeed's may step in host memory, with the same arithmetic."""
-REPORTERS = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "azure_ml": ("azureml",),
-    "clearml": ("clearml",),
-    "dagshub": ("dagshub",),
-    "dvclive": ("dvclive",),
+NOT_OVER_SHARDS = {
+    "adafactor": "it factors the moments of whole weights, and ZeRO's shards are flat pieces of them",
+    "adagrad": "DeepSpeed 0.19.8 fails in its first step over shards (IndexError in stage_1_and_2.py)",
 }
-"""Packages of a reporter where they are not called as it is."""
+"""Values of `optim` that ZeRO 1 to 3 cannot have -> why."""
 
 
 def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
@@ -88,7 +83,7 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
     total, training, shared_by = options.global_batch_size, options.training, options.sequence_parallel
     ranks = _in_words(world, shared_by)
     micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
-    if not total or (micro is not None and micro < 1) or refused_ranks(shared_by, world):  # problems of their own
+    if not total or refused_ranks(shared_by, world):  # a problem of its own
         return [], []
     if accumulation and micro is None:
         micro, rest = divmod(total, Batch(1, accumulation, world, shared_by).sequences)
@@ -175,18 +170,6 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
     return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
 
 
-def step_limit_decision(options: TrainConfig, plan: Plan) -> Decision:
-    """Decides how long the watchdog waits for a step."""
-    seconds, reason = options.step_timeout, ""
-    if options.training.get("torch_compile"):
-        # A rank that compiles for the shapes of its batch alone leaves the others waiting.
-        seconds, reason = (
-            seconds + options.compile_timeout,
-            "a step that compiles again takes compile_timeout longer",
-        )
-    return Decision("step_timeout", seconds, reason)
-
-
 def with_defaults(options: TrainConfig) -> dict[str, Any]:
     """Lays the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
     # 8 as in transformers, but no more tokens than dsft eval takes: long sequences would be more than what is planned.
@@ -233,16 +216,13 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
     }
     how = checkpointing_kwargs(options)
-    changed = not has_gpu() and how.pop("offload", False)  # it lies in host memory anyhow, of which none is pinned
+    if not has_gpu():
+        how.pop("offload", None)  # activations are in host memory anyhow, of which none is pinned
     if plan.activation_checkpointing and how.get("every_n_layers", 1) != plan.checkpoint_every:
-        how["every_n_layers"], changed = plan.checkpoint_every, True
-    if changed:
+        how["every_n_layers"] = plan.checkpoint_every
+    if how:
         values["activation_checkpointing_kwargs"] = how
-    dealt = values.get("accelerator_config")  # what the user sets of accelerate, in a dict or a JSON file
-    if isinstance(dealt, str):
-        dealt = json.loads(Path(dealt).read_text(encoding="utf-8"))
-    # The host waits for no copy to the GPU.
-    values["accelerator_config"] = {"non_blocking": has_gpu()} | (dealt or {})
+    values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host waits for no copy to the GPU
     if values.get("use_liger_kernel"):  # its forward with a loss would take the place of tiles
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
@@ -252,96 +232,66 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
 
 
 def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Machine) -> list[str]:
-    """Lists what dsft cannot do of an explicit `zero`, or this machine."""
-    zero = options.zero
-    problems = check_nvme(zero_file, zero) if machine.measured else []
+    """Lists what dsft or this machine cannot do with an explicit `zero`."""
+    zero, training = options.zero, options.training
+    zero_stage = stage(zero_file)
+    optimizer = str(get_value(zero_file, "optimizer.type")).lower()
+    offload = get_value(zero_file, "zero_optimization.offload_optimizer.device")
+    is_offloaded = offload in ("cpu", "nvme")
+    problems = []
+
     composed = compose(zero_file, hpz_ranks=None if zero.endswith(".json") else machine.ranks_per_node)
-    over = min(get_value(composed, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
-    if stage(zero_file) == 3 and machine.world_size % over:  # groups.py, _create_zero_param_parallel_group, asserts it
+    hpz_ranks = min(get_value(composed, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
+    if zero_stage == 3 and machine.world_size % hpz_ranks:  # groups.py, _create_zero_param_parallel_group, asserts it
         way_out = "take zero 3" if machine.num_ranks else f"use {machine.ranks_per_node}, the ranks of a node"
         problems.append(
-            f"zero={zero}: zero_hpz_partition_size={over} does not divide the {machine.world_size} ranks; {way_out}"
+            f"zero={zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size} ranks;"
+            f" {way_out}"
         )
-    if options.method == "qlora" and (stage(zero_file) == 3 or offloads(zero_file)):
+    if options.method == "qlora" and (zero_stage == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
         problems.append(
             f"method=qlora cannot be combined with zero={zero}: every GPU would load the whole quantised base"
             " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 where that base"
             " fits one GPU, else method lora, whose base is sharded and offloaded"
         )
-    if options.generate_samples and get_value(zero_file, "zero_optimization.offload_param.device") == "nvme":
-        # partitioned_param_swapper.py, swap_in, asserts a buffer for each weight, where samples need all at once.
-        problems.append(
-            f"generate_samples cannot be combined with zero={zero}: samples need all weights at once, which NVMe has no"
-            " buffers for; leave it out, or take zero 3-offload"
-        )
     if options.states == "bfloat16":
-        kind, refusal = str(get_value(zero_file, "optimizer.type")).lower(), ""
-        offload = get_value(zero_file, "zero_optimization.offload_optimizer.device")
-        if stage(zero_file) == 0:
+        refusal = ""
+        if zero_stage == 0:
             refusal = "DeepSpeed has such states in ZeRO 1, 2 and 3; use one of these"
-        elif nvme_path(zero_file):
-            refusal = "through NVMe they were not tried; use an offload to host memory"
-        elif offload == "cpu" and kind not in ("adam", "adamw"):  # base_optimizer.py, _configure_master_weights
+        elif is_offloaded and optimizer not in ("adam", "adamw"):  # base_optimizer.py, _configure_master_weights
             refusal = "an offloaded optimizer must be AdamW in the DeepSpeed JSON, as in zero 2-offload"
         if refusal:
             problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
-    if stage(zero_file) == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
-        problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
     # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
-    optim = options.training.get("optim")
-    is_offloaded = get_value(zero_file, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+    optim = training.get("optim")
     is_mapped = "optimizer" not in zero_file and zero_file.get("zero_force_ds_cpu_optimizer", True)
     if is_offloaded and is_mapped and optim not in (None, *ON_HOST):
         problems.append(
             f"optim={optim} cannot be combined with zero={zero}: DeepSpeed's CPUAdam would take its place on the host;"
             f" choose from {', '.join(ON_HOST)}, or name an optimizer in the DeepSpeed JSON"
         )
-    kind, clipping = str(get_value(zero_file, "optimizer.type")).lower(), options.training.get("max_grad_norm", 1.0)
-    if kind == "muon" and stage(zero_file) and clipping:  # it is clipped after it has made updates orthogonal
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if not machine.has_gpu and get_value(zero_file, f"zero_optimization.{name}"):
+            problems.append(f"zero={zero}: {name} needs GPUs; leave it out")
+    clipping = training.get("max_grad_norm", 1.0)
+    if optimizer == "muon" and zero_stage and clipping:  # it is clipped after it has made updates orthogonal
         problems.append(
             f"zero={zero}: Muon's updates would be clipped by max_grad_norm={clipping}; set max_grad_norm: 0"
         )
-    if kind == "lion" and machine.measured and not has_gpu() and not is_offloaded:
-        problems.append(f"zero={zero}: DeepSpeed's Lion needs a GPU or an offload; use optim lion_32bit, or AdamW")
-    if get_value(zero_file, "compile.deepcompile") and not options.training.get("torch_compile"):
-        # accelerate's prepare calls engine.compile, which DeepCompile is a part of, with torch_compile alone.
-        problems.append(
-            f"zero={zero}: compile.deepcompile has no effect without torch_compile; set torch_compile: true, or leave"
-            " compile out"
-        )
-    if learning_rates(options) and (parts := [part for part in ("optimizer", "scheduler") if part in zero_file]):
-        problems.append(
-            f"zero={zero}: DeepSpeed's own {parts[0]} has one learning rate; with learning_rates and loraplus_lr_ratio"
-            " use one without, such as zero 2 or 3"
-        )
-    super_offload = get_value(zero_file, "zero_optimization.offload_optimizer.super_offload")
-    if super_offload and machine.measured and not has_gpu():  # it asserts CUDA, once the model is loaded
-        problems.append(f"zero={zero}: offload_optimizer.super_offload needs a GPU; leave it out")
-    if super_offload and clipping:
-        # superoffload_stage3.py: it steps while gradients still come only where none is clipped.
-        problems.append(
-            f"zero={zero}: offload_optimizer.super_offload gains nothing while gradients are clipped"
-            f" (max_grad_norm={clipping}); set max_grad_norm to 0, or leave super_offload out"
-        )
-    if get_value(zero_file, "tensor_parallel.autotp_size") not in (None, 0, 1):
-        problems.append(
-            f"zero={zero}: tensor_parallel is not supported: the Trainer would feed the ranks that share a layer"
-            " different sequences, and would save no model; leave it out, ZeRO-3 shards the weights too"
-        )
+    for part in ("optimizer", "scheduler"):
+        if part in zero_file and learning_rates(options):
+            problems.append(
+                f"zero={zero}: DeepSpeed's own {part} has one learning rate; with learning_rates and loraplus_lr_ratio"
+                " use one without, such as zero 2 or 3"
+            )
     return problems
-
-
-NOT_OVER_SHARDS = {
-    "adafactor": "it factors the moments of whole weights, and ZeRO's shards are flat pieces of them",
-    "adagrad": "DeepSpeed 0.19.8 fails in its first step over shards (IndexError in stage_1_and_2.py)",
-}
-"""Values of `optim` that ZeRO 1 to 3 cannot have -> why."""
 
 
 def check_stage(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
     """Lists what is wrong in some stages alone; without an explicit `zero` the plan may choose any."""
-    problems, zero_stage = [], None if zero_file is None else stage(zero_file)
+    problems = []
+    zero_stage = None if zero_file is None else stage(zero_file)
     if options.dtype == "float16" and zero_stage == 0:
         problems.append(f"dtype=float16 cannot be combined with zero={options.zero}; use zero 1, 2 or 3, or bfloat16")
     optim = options.training.get("optim")
@@ -351,8 +301,9 @@ def check_stage(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[
 
 
 def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
-    """Lists what the machine cannot do, or the packages on it, where it is this one."""
+    """Lists what the machine cannot do, or the packages on it, if it is this one."""
     problems = []
+    training = options.training
     if options.dtype == "float16" and not machine.has_gpu:
         problems.append("fp16 needs a GPU; on CPU use bf16 or float32")
     if options.states == "bfloat16" != options.dtype:
@@ -361,23 +312,31 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     if not machine.measured:
         return problems
-    needed = {"liger_kernel": "use_liger_kernel"} if options.training.get("use_liger_kernel") else {}
-    optim = str(options.training.get("optim"))
+    packages = {}
+    if training.get("use_liger_kernel"):
+        packages["use_liger_kernel"] = "liger_kernel"
+    optim = str(training.get("optim"))
     if "8bit" in optim or "bnb" in optim:
-        needed["bitsandbytes"] = f"optim={optim}"
+        packages[f"optim={optim}"] = "bitsandbytes"
     if options.method == "qlora" and machine.has_gpu and options.quantization in FORMATS:
-        needed[FORMATS[options.quantization].package] = "method=qlora"
-    for package, name in needed.items():
+        packages["method=qlora"] = FORMATS[options.quantization].package
+    for name, package in packages.items():
         if importlib.util.find_spec(package) is None:
             problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")
-    names, known = options.training.get("report_to") or [], [*INTEGRATION_TO_CALLBACK, "all", "none"]
-    for name in [names] if isinstance(names, str) else names:
-        if name not in known:
-            problems.append(f"report_to={name}: unknown; there are {', '.join(known)}{nearest(name, known)}")
-        packages = REPORTERS.get(name, (name,) if name in INTEGRATION_TO_CALLBACK else ())
-        if packages and not any(importlib.util.find_spec(package) for package in packages):
-            problems.append(f"report_to={name}: the package {packages[0]} is not installed; pip install {packages[0]}")
     return problems
+
+
+def check_reporters(options: TrainConfig) -> list[str]:
+    """Returns transformers' own refusal of `report_to`: an unknown tracker, or one whose package is missing."""
+    report_to = options.training.get("report_to") or "none"
+    if isinstance(report_to, list) and len(report_to) == 1:
+        report_to = report_to[0]
+    try:
+        for reporter in get_reporting_integration_callbacks(report_to):
+            reporter()
+    except (ValueError, RuntimeError, ImportError) as error:
+        return [f"report_to={report_to}: {one_line(error)}"]
+    return []
 
 
 class WithoutDevice(TrainingArguments):
@@ -389,7 +348,7 @@ class WithoutDevice(TrainingArguments):
 
 
 def check_hub(options: TrainConfig) -> list[str]:
-    """Lists why nothing could be pushed to the hub, where that is asked for."""
+    """Lists why nothing could be pushed to the hub, if that is asked for."""
     if not options.training.get("push_to_hub"):
         return []
     try:
@@ -402,81 +361,75 @@ def check_hub(options: TrainConfig) -> list[str]:
     return []
 
 
-def check_training_arguments(options: TrainConfig, known: Sequence[str] = (), *, here: bool = True) -> list[str]:
+def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list[str]:
     """Returns transformers' own refusal of its options, from an object that is thrown away.
 
     Args:
-        known: problems so far; what transformers reports of an option that is named there is left out.
         here: whether the run is to take place on this machine, whose devices transformers looks at.
     """
-    values = with_defaults(options)
-    of_devices = () if here else ("tf32", *HALF_PRECISION)
-    for name in ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", *of_devices):
+    values = with_defaults(options) | {"report_to": "none"}
+    values["output_dir"] = values.get("output_dir") or "unused"
+    left_out = ["deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"]
+    if not here:
+        left_out += ["tf32", *HALF_PRECISION]
+    for name in left_out:
         values.pop(name, None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
-            args = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": []})
+            WithoutDevice(**values)
         checkpointing_kwargs(options)
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         text = one_line(error)
-        named = {re.match(r"\w*", problem)[0] for problem in known} & options.training.keys()
-        if any(re.search(rf"\b{name}\b", text) for name in named):
-            return []
         has_name = any(name in text for name in options.training)
         return [text if has_name else f"TrainingArguments of transformers: {text}"]
-    dealt, accumulation = args.accelerator_config, args.accelerator_config.gradient_accumulation_kwargs or {}
-    return [
-        f"accelerator_config: {name} changes how many sequences a step holds, behind the plan; {instead}"
-        for name, value, instead in (
-            ("split_batches", dealt.split_batches, "use global_batch_size"),
-            ("dispatch_batches", dealt.dispatch_batches, "leave it out"),
-            ("num_steps", accumulation.get("num_steps"), "use gradient_accumulation_steps"),
-        )
-        if value
-    ]
+    return []
 
 
 def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
     """Reports each option that was set but has no, or another, effect in this configuration, with the reason. What the
     plan does not count, `unmodelled` of planner/candidates.py reports.
     """
-    training, defaults, notes = options.training, LoraFields(), []
-    changed = ", ".join(
-        field.name
-        for field in dataclasses.fields(LoraFields)
-        if field.name not in ("method", "adapter", "quantization")
-        and (field.name != "loraplus_lr_ratio" or options.method == "full")
-        and getattr(options, field.name) != getattr(defaults, field.name)
-    )
-    if changed and options.method == "full":
-        notes.append(f"{changed}: ignored, because method is full; set method: lora")
-    if changed and options.adapter:
-        notes.append(f"{changed}: ignored, because adapter={options.adapter} brings its own shape")
-    if options.method != "qlora" and options.quantization != defaults.quantization:
-        notes.append(f"quantization: ignored, because method is {options.method}; set method: qlora")
-    elif options.quantization != defaults.quantization and size.quantization.lies_on_disk:
-        notes.append(f"quantization: ignored, because {options.model} lies on disk as {size.quantization.format}")
+    training, defaults = options.training, LoraFields()
+    ignored = {name: why for name, why in IGNORED_ARGUMENTS.items() if name in training}
+    shape = []
+    for field in dataclasses.fields(LoraFields):
+        if field.name in ("method", "adapter", "quantization"):
+            continue
+        if field.name == "loraplus_lr_ratio" and options.method != "full":  # it is not of the adapter's shape
+            continue
+        if getattr(options, field.name) != getattr(defaults, field.name):
+            shape.append(field.name)
+    if shape and options.method == "full":
+        ignored[", ".join(shape)] = "because method is full; set method: lora"
+    elif shape and options.adapter:
+        ignored[", ".join(shape)] = f"because adapter={options.adapter} brings its own shape"
+    if options.quantization != defaults.quantization:
+        if options.method != "qlora":
+            ignored["quantization"] = f"because method is {options.method}; set method: qlora"
+        elif size.quantization.lies_on_disk:
+            ignored["quantization"] = f"because {options.model} is already {size.quantization.format} on disk"
     if "train_sampling_strategy" in training and options.packing:
-        notes.append("train_sampling_strategy: ignored, because packing decides which sequences go together")
+        ignored["train_sampling_strategy"] = "because packing decides which sequences go together"
     if options.early_stopping_threshold and not options.early_stopping_patience:
-        notes.append("early_stopping_threshold: ignored, because early_stopping_patience is not given")
+        ignored["early_stopping_threshold"] = "because early_stopping_patience is not given"
     if options.eval_data and options.eval_fraction:
-        notes.append("eval_fraction: ignored, because eval_data is given")
-    notes += [f"{name}: ignored, {why}" for name, why in IGNORED_ARGUMENTS.items() if name in training]
+        ignored["eval_fraction"] = "because eval_data is given"
     if options.fp32_accumulation is True and not sums_in_fp32(deepspeed_config):
-        is_fp32, cannot = options.dtype == "float32", f"ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
-        notes.append(f"fp32_accumulation: ignored, because {'dtype is float32' if is_fp32 else cannot}")
-    if not has_gpu() and checkpointing_kwargs(options).get("offload"):
-        notes.append("activation_checkpointing_kwargs.offload: ignored, since all lies in host memory on CPU ranks")
-    brought = "ignored, because the DeepSpeed configuration brings"
+        if options.dtype == "float32":
+            ignored["fp32_accumulation"] = "because dtype is float32"
+        else:
+            ignored["fp32_accumulation"] = f"because ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
     if "optimizer" in deepspeed_config and "optim" in training:
-        needed = ", which offload needs" * offloads(deepspeed_config)
-        notes.append(f"optim: {brought} {deepspeed_config['optimizer'].get('type')}{needed}")
+        kind = deepspeed_config["optimizer"].get("type")
+        needed = ", which offload needs" if offloads(deepspeed_config) else ""
+        ignored["optim"] = f"because the DeepSpeed configuration brings {kind}{needed}"
+    if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
+        kind = deepspeed_config["scheduler"].get("type")
+        ignored["lr_scheduler_type"] = f"because the DeepSpeed configuration brings {kind}"
+    notes = [f"{name}: ignored, {why}" for name, why in ignored.items()]
     if "optimizer" in deepspeed_config and training.get("weight_decay"):
         notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
-    if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
-        notes.append(f"lr_scheduler_type: {brought} {deepspeed_config['scheduler'].get('type')}")
     return notes
 
 
@@ -485,13 +438,13 @@ class CheckpointSize:
     """Bytes on the disk of `output_dir`, over all ranks."""
 
     weight_bytes: int
-    """The weights of the model, frozen ones too, or of the adapters, as safetensors; tied ones once."""
+    """The model's weights, frozen ones too, or the adapter's, as safetensors; tied ones once."""
     state_bytes: int
     """What a checkpoint has beside them to resume from: DeepSpeed's own copy of the weights, the optimizer's state."""
     small_bytes: int
     """Tokenizer, configs, card."""
     kept: int
-    """Checkpoints that lie there at once, at most: those kept, and the one that is being written."""
+    """Checkpoints that are there at once, at most: those kept, and the one that is being written."""
 
     @property
     def final_bytes(self) -> int:
@@ -509,53 +462,49 @@ class CheckpointSize:
 def checkpoint_size(
     options: TrainConfig, size: ModelSize, deepspeed_config: dict[str, Any] | None = None
 ) -> CheckpointSize:
-    """Counts what a training with a decided `dtype` writes; where no plan or explicit `zero` gives a config yet, by the
+    """Counts what a training with a decided `dtype` writes; if no plan or explicit `zero` gives a config yet, by the
     stage that writes least.
     """
     config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
     optimizer = optimizer_memory(config, options.training.get("optim"))
-    zero = 3 if deepspeed_config is None else stage(deepspeed_config)
-    weights, copies, states = checkpoint_parts(size, optimizer, stage=zero, weight_bytes=DTYPE_BYTES[options.dtype])
-    # How many lie there at once: those kept and the one that is being written, and no more than are saved.
+    zero_stage = 3 if deepspeed_config is None else stage(deepspeed_config)
+    weight_bytes = DTYPE_BYTES[options.dtype]
+    weights, copies, states = checkpoint_parts(size, optimizer, stage=zero_stage, weight_bytes=weight_bytes)
     values = with_defaults(options)
     strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
-    every, limit = values.get("save_steps", TrainingArguments.save_steps), values.get("save_total_limit")
-    keeps_best = any(values.get(name) for name in ("load_best_model_at_end", "metric_for_best_model"))
-    num_kept = max(limit, 2 if keeps_best else 1) + 1 if limit else math.inf
-    num_saved = math.inf  # unknown, also with save_minutes
+    limit = values.get("save_total_limit") or 1
+    if values.get("load_best_model_at_end") or values.get("metric_for_best_model"):
+        limit = max(limit, 2)
+    kept = limit + 1
     if not options.save_minutes:
+        every = values.get("save_steps", TrainingArguments.save_steps)
         if strategy == "no":
-            num_saved = 0
+            kept = 0
         elif strategy == "epoch" and max_steps <= 0:
-            num_saved = math.ceil(values.get("num_train_epochs", TrainingArguments.num_train_epochs))
-        elif strategy == "steps" and every < 1:
-            num_saved = math.ceil(1 / every)  # a share of the steps
-        elif strategy == "steps" and max_steps > 0:
-            num_saved = math.ceil(max_steps / every)
-    known = min(num_kept, num_saved)
+            kept = min(kept, math.ceil(values.get("num_train_epochs", TrainingArguments.num_train_epochs)))
+        elif strategy == "steps" and max_steps > 0 and every >= 1:
+            kept = min(kept, math.ceil(max_steps / every))
     return CheckpointSize(
         weight_bytes=weights,
         state_bytes=0 if options.training.get("save_only_model") else copies + states,
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
-        kept=2 if known == math.inf else int(known),
+        kept=kept,
     )
 
 
-def needed_bytes(output_dir: str, size: CheckpointSize) -> int:
-    """Counts what the run will hold there at once, beyond the checkpoints that it replaces."""
-    replaced = sum(bytes_of(folder) for folder in checkpoints(output_dir))
-    return max(size.final_bytes, size.total_bytes - replaced)
-
-
 def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
-    """Compares the free bytes of output_dir's disk with what the run needs there."""
-    needed, free = needed_bytes(output_dir, size), free_bytes(output_dir)
+    """Compares the free bytes of output_dir's disk with what the run will hold there at once, beyond the checkpoints
+    that it replaces.
+    """
+    replaced = sum(bytes_of(folder) for folder in checkpoints(output_dir))
+    needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
     if free is None or free >= needed:
         return []
-    each = f"{size.checkpoint_bytes / GB:.3g} GB"
-    and_checkpoints = f" and {plural(size.kept, 'checkpoint')} of {each}" if size.kept else ""
-    fewer = ", a smaller save_total_limit, or save_strategy: no" if size.kept else ""
+    kept = fewer = ""
+    if size.kept:
+        kept = f" and {plural(size.kept, 'checkpoint')} of {size.checkpoint_bytes / GB:.3g} GB"
+        fewer = ", a smaller save_total_limit, or save_strategy: no"
     return [
-        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB){and_checkpoints} need"
-        f" {needed / GB:.3g} GB more, but the disk has {free / GB:.3g} GB free; choose another disk{fewer}"
+        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB){kept} need {needed / GB:.3g} GB"
+        f" more, but the disk has {free / GB:.3g} GB free; choose another disk{fewer}"
     ]

@@ -26,7 +26,7 @@ from dsft.config import user_code
 from dsft.config.deepspeed import (
     adopt,
     follow_options,
-    offloads,
+    get_value,
     read_sound_file,
     read_zero_file,
     stage,
@@ -206,19 +206,19 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     )
     run.plan, run.reason, config = choice.plan, choice.text, choice.plan.deepspeed_config
     distributed.raise_together(offload_problems(config))  # every node compiles what it needs
-    run.apply([arguments.step_limit_decision(run.options, run.plan)])
+    if options.training.get("torch_compile"):
+        # A rank that compiles for the shapes of its batch alone leaves the others waiting.
+        seconds = options.step_timeout + options.compile_timeout
+        run.apply([Decision("step_timeout", seconds, "a step that compiles again takes compile_timeout longer")])
     run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
     distributed.raise_together(arguments.check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
-    # Products of a training in float32 go over tensor cores where the GPUs of all ranks have TF32 (since Ampere).
+    # Products of a training in float32 go over tensor cores if the GPUs of all ranks have TF32 (since Ampere).
     has_tf32 = machine.has_gpu and all(distributed.from_all([is_torch_tf32_available()]))  # CPU ranks leave GPUs alone
     if run.options.dtype == "float32" and has_tf32 and "tf32" not in run.options.training:
         why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
         run.apply([Decision("tf32", True, why)])
         run.notes.append(f"tf32: {why}; tf32=false leaves it off")
     run.notes += arguments.ignored_options(run.options, config, run.model.size)
-    is_shared = machine.ranks_per_node > 1 and len(os.sched_getaffinity(0)) == os.cpu_count()
-    if machine.has_gpu and offloads(config) and is_shared:
-        run.notes.append("offload: ranks share the host's cores; dsft launch --bind_cores_to_rank gives each its own")
     return run
 
 
@@ -262,26 +262,31 @@ def resolve_offline(
     return run
 
 
-def replace_uncompiled_adam(run: TrainingRun, of_all: Callable[[list[str]], list[str]]) -> None:
-    """Takes torch's Adam in the place of DeepSpeed's where a rank cannot compile it; `of_all` gives all ranks' problems
-    for this one's. Raises UserError for another optimizer.
+def replace_uncompiled_adam(run: TrainingRun, from_all: Callable[[list[str]], list[str]]) -> None:
+    """Takes torch's Adam in the place of DeepSpeed's if a rank cannot compile it; `from_all` returns what all ranks
+    report. Raises UserError for another optimizer.
     """
     kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
-    if uncompiled := [problem for problem in of_all([nvcc_problem()]) if problem] if kind else []:
-        if not kind.startswith("adam"):
-            raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({uncompiled[0]}); AdamW needs none")
-        run.zero_file = with_torch_adam(run.zero_file)
-        run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({uncompiled[0]})")
+    if kind is None:
+        return
+    problem = next(filter(None, from_all([nvcc_problem()])), None)
+    if problem is None:
+        return
+    if not kind.startswith("adam"):
+        raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({problem}); AdamW needs none")
+    run.zero_file = with_torch_adam(run.zero_file)
+    run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({problem})")
 
 
 def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
     options, model = run.options, run.model
-    kernel, how = None, {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+    kernel = None
+    trial = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
-        how["kernels"] = KERNELS[:1]
+        trial["kernels"] = KERNELS[:1]
     if options.packing:
-        run.packing = try_packing(model.config, asked=options.attn_implementation, **how)
+        run.packing = try_packing(model.config, asked=options.attn_implementation, **trial)
         kernel, problem = run.packing.attn_implementation, run.packing.problem
         run.apply(
             [
@@ -297,7 +302,7 @@ def decide_run(run: TrainingRun) -> None:
     is_eager = model.attn_implementation == "eager" and not options.attn_implementation
     if is_eager and not run.options.packing and has_gpu():
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
-        kernel = attention_like_eager(model.config, **how)
+        kernel = attention_like_eager(model.config, **trial)
         if kernel:
             run.apply([Decision("attn_implementation", kernel, "eager attention would hold a matrix of all tokens")])
         else:
@@ -335,114 +340,135 @@ def check_run(
     """Finds everything that can be known wrong before weights load, and decides what needs no other rank.
 
     Args:
-        machine: on which it is to run. Packages and disks are looked at where it is this one.
+        machine: on which it is to run. Packages and disks are looked at if it is this one.
         problems: of reading the options; the others are added to them.
         starts: a training is to start now: its folder, weights and all of its data must be there.
         scored: the model is evaluated, not trained.
     """
-    run = TrainingRun(options=options, machine=machine, problems=[*problems], notes=[*options.notes])
-    if starts and options.training.get("output_dir"):
-        run_folder.check_output_dir(options, run.problems)
-    run.apply(*arguments.accelerate_decisions(options, os.environ))
+    run = TrainingRun(options=options, machine=machine, notes=[*options.notes])
+    _check_options(run, problems, starts=starts)
+    _check_model(run, starts=starts, scored=scored)
+    _check_data(run, starts=starts)
+    run.problems = [*problems, *without_second_errors(run.problems, problems)]
+    return run
+
+
+def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -> None:
+    """Decides zero, batches and dtype, and checks the options against each other and the machine."""
+    machine = run.machine
+    if starts and run.options.training.get("output_dir"):
+        run_folder.check_output_dir(run.options, run.problems)
+    run.apply(*arguments.accelerate_decisions(run.options, os.environ))
     if run.options.zero != "auto":  # its numbers become options
         run.zero_file = read_sound_file(run.options.zero, run.problems)
         run.apply(*adopt(run.zero_file, run.options))
         run.zero_file = follow_options(run.zero_file, run.options)
         run.problems += arguments.check_zero_file(run.zero_file, run.options, machine)
-    decisions, not_divisible = arguments.batch_decisions(run.options, machine.world_size)
-    is_reported = any("global_batch_size" in problem for problem in run.problems)
-    run.apply(decisions, [] if is_reported else not_divisible)
+        if get_value(run.zero_file, "zero_optimization.round_robin_gradients"):
+            run.notes.append("zero_optimization.round_robin_gradients is turned off: checkpoints would be read wrong")
+    if not any("global_batch_size" in problem for problem in [*problems, *run.problems]):
+        run.apply(*arguments.batch_decisions(run.options, machine.world_size))
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
     run.problems += arguments.check_stage(run.options, run.zero_file)
-    options, training = run.options, run.options.training
-    run.problems += user_code.problems(options)
-    run.problems += arguments.check_machine(options, machine)
-    evaluating = [name for name, values in EVALUATES.items() if training.get(name) in values]
-    if starts and evaluating and not options.has_held_out:
+    run.problems += user_code.problems(run.options)
+    run.problems += arguments.check_machine(run.options, machine)
+    if machine.measured:
+        run.problems += arguments.check_reporters(run.options)
+    evaluating = [name for name, values in EVALUATES.items() if run.options.training.get(name) in values]
+    if starts and evaluating and not run.options.has_held_out:
         run.problems.append(f"{evaluating[0]} needs held-out data; give eval_data or eval_fraction")
-    run.problems += arguments.check_training_arguments(options, run.problems, here=machine.measured)
-    tokenizer, unreadable = None, []
-    named = {"model": options.model, "adapter": options.adapter} if starts and options.verify_resume else {}
-    damaged = [
-        f"{key}={name}: {error}; use another, or take it as it is with --verify_resume false"
-        for key, name in named.items()
-        for error in (run_folder.damage(name) if name and options.model else [])
-    ]
-    run.problems += damaged
-    if options.model and not damaged:
-        if starts and options.method != "full" and is_bare_config(options.model):
-            run.problems.append(
-                f"method={options.method} over {options.model}: an adapter is nothing without its base, and these"
-                " random weights are saved nowhere; train method full first, or save the base as a folder"
-            )
-        # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
-        asked = options.attn_implementation
-        elsewhere = not starts and asked and ("flash" in asked or "/" in asked)
-        named_usually = options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists()
-        is_usual = not starts and named_usually
-        try:
-            if options.add_tokens:  # the model grows by them
-                faults: list[str] = []
-                tokenizer = check_tokenizer(options, faults)
-                run.new_tokens = add_tokens(tokenizer, options.add_tokens, faults) if tokenizer else []
-                raise_if_any(faults)
-            run.model = measure_model(
-                dataclasses.replace(options, attn_implementation=None) if elsewhere else options,
-                scored=scored,
-                config=usual_config(options.model) if is_usual else None,
-                new_tokens=run.new_tokens,
-            )
-        except UserError as error:
-            run.problems += error.problems
-    model = run.model
-    if model:
-        on_disk = model.size.quantization
-        if on_disk and on_disk.lies_on_disk and machine.measured and not scored:
-            dtype = DTYPES[resolve_dtype(options.dtype)]
-            run.problems += format_problems(options.model, model.config, on_disk, dtype=dtype, trained=True)
-        run.problems += check_weights(options, model, local=True) if starts else []
-        trusted = options.trust_remote_code
-        run.problems += architecture_problems(options.model, model.config, trust_remote_code=trusted)
-        if options.compute_loss and not user_code.problems(options):
-            compute_loss = user_code.load("compute_loss", options.compute_loss)
-            run.problems += own_loss_problems(compute_loss, model.size.vocab_size)
-        if options.generate_samples and not model.architecture.can_generate():
-            run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
-        run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
-        # The disk of a model of wrong sizes is not reported too.
-        is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
-        if starts and training.get("output_dir") and not is_named:
-            size = arguments.checkpoint_size(options, model.size, run.zero_file)
-            run.problems += arguments.check_room(training["output_dir"], size)
-        if elsewhere:
-            run.model = model = dataclasses.replace(model, attn_implementation=asked)
-        if tokenizer:  # a token that it had before is no new one
-            run.problems += ids_beyond(tokenizer, model.size.vocab_size)
+    if not problems and not run.problems:  # transformers' own rules, of options that are sound by themselves
+        run.problems += arguments.check_training_arguments(run.options, here=machine.measured)
+
+
+def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
+    """Measures the model, and checks it against the options."""
+    options, machine = run.options, run.machine
+    if not options.model:
+        return
+    if starts and options.verify_resume:
+        damaged = []
+        for key, name in (("model", options.model), ("adapter", options.adapter)):
+            for error in run_folder.damage(name) if name else []:
+                way_out = "use another, or take it as it is with --verify_resume false"
+                damaged.append(f"{key}={name}: {error}; {way_out}")
+        run.problems += damaged
+        if damaged:
+            return
+    if starts and options.method != "full" and is_bare_config(options.model):
+        run.problems.append(
+            f"method={options.method} over {options.model}: an adapter is nothing without its base, and these"
+            " random weights are saved nowhere; train method full first, or save the base as a folder"
+        )
+    # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
+    attention = options.attn_implementation
+    is_elsewhere = not starts and attention and ("flash" in attention or "/" in attention)
+    measured = dataclasses.replace(options, attn_implementation=None) if is_elsewhere else options
+    config = None
+    if not starts and options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists():
+        config = usual_config(options.model)
+    try:
+        if options.add_tokens:  # the model grows by them
+            faults: list[str] = []
+            run.tokenizer = check_tokenizer(options, faults)
+            if run.tokenizer:
+                run.new_tokens = add_tokens(run.tokenizer, options.add_tokens, faults)
+            raise_if_any(faults)
+        run.model = measure_model(measured, scored=scored, config=config, new_tokens=run.new_tokens)
+    except UserError as error:
+        run.problems += error.problems
+        return
+    if is_elsewhere:
+        run.model = dataclasses.replace(run.model, attn_implementation=attention)
+
+    model, size = run.model, run.model.size
+    if size.quantization and size.quantization.lies_on_disk and machine.measured and not scored:
+        dtype = DTYPES[resolve_dtype(options.dtype)]
+        run.problems += format_problems(options.model, model.config, size.quantization, dtype=dtype, trained=True)
+    if starts:
+        run.problems += check_weights(options, model, local=True)
+    run.problems += architecture_problems(options.model, model.config, trust_remote_code=options.trust_remote_code)
+    if options.compute_loss and not user_code.problems(options):
+        compute_loss = user_code.load("compute_loss", options.compute_loss)
+        run.problems += own_loss_problems(compute_loss, size.vocab_size)
+    if options.generate_samples and not model.architecture.can_generate():
+        run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
+    run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     if options.sequence_parallel > 1 and not scored:
         run.problems += check_sequence_parallel(options, model, machine)
-    if model and run.zero_file:  # before the plan, whose trace of such a model takes minutes
-        run.problems += check_sharding(model.size, stage=stage(run.zero_file), model=options.model)
-    # Where the model is missing, its tokenizer is not reported too.
-    if options.model and not options.add_tokens and (model or options.tokenizer) and (starts or options.data):
-        tokenizer = check_tokenizer(options, unreadable, vocab_size=model and model.size.vocab_size)
-    if starts and tokenizer and "strftime_now" in str(tokenizer.chat_template) and not options.chat_date:
-        run.apply([_first_day(options)])
-        options = run.options
-    data, held_out = (
-        check_sources(sources, options, tokenizer, key=key, problems=unreadable)
-        for key, sources in (("data", options.data), ("eval_data", options.held_out_entries if starts else []))
-    )
+    if run.zero_file:  # before the plan
+        run.problems += check_sharding(size, stage=stage(run.zero_file), model=options.model)
+    # The disk of a model of wrong sizes is not reported too.
+    is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
+    if starts and options.training.get("output_dir") and not is_named:
+        disk = arguments.checkpoint_size(options, size, run.zero_file)
+        run.problems += arguments.check_room(options.training["output_dir"], disk)
+
+
+def _check_data(run: TrainingRun, *, starts: bool) -> None:
+    """Reads the tokenizer and the first rows of the data. Of a plan, data may be to come."""
+    model, unreadable = run.model, []
+    vocab_size = model.size.vocab_size if model else None
+    if run.tokenizer and model:  # with new tokens; one that it had before is not new
+        run.problems += ids_beyond(run.tokenizer, vocab_size)
+    # If the model is missing, its tokenizer is not reported too.
+    elif run.options.model and (model or run.options.tokenizer) and (starts or run.options.data):
+        run.tokenizer = check_tokenizer(run.options, unreadable, vocab_size=vocab_size)
+    if starts and run.tokenizer and "strftime_now" in str(run.tokenizer.chat_template) and not run.options.chat_date:
+        run.apply([_first_day(run.options)])
+    options = run.options
+    run.data = check_sources(options.data, options, run.tokenizer, key="data", problems=unreadable)
     if starts:
+        entries = options.held_out_entries
+        run.held_out = check_sources(entries, options, run.tokenizer, key="eval_data", problems=unreadable)
         run.problems += unreadable
-        run.problems += save_problems(tokenizer) if tokenizer else []
-        if model and tokenizer:
-            run.problems += check_prompts(options, data, tokenizer, model.size.max_positions)
-    elif unreadable:  # of a plan, data is to come
-        data, tokenizer = [], None
+        if run.tokenizer:
+            run.problems += save_problems(run.tokenizer)
+        if model and run.tokenizer:
+            run.problems += check_prompts(options, run.data, run.tokenizer, model.size.max_positions)
+    elif unreadable:
+        run.data, run.tokenizer = [], None
         run.notes.append(f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}")
-    run.data, run.held_out, run.tokenizer = data, held_out, tokenizer
-    run.problems = [*problems, *without_second_errors(run.problems[len(problems) :], problems)]
-    return run
 
 
 def _first_day(options: TrainConfig) -> Decision:
@@ -455,20 +481,21 @@ def _first_day(options: TrainConfig) -> Decision:
     return Decision("chat_date", day or date.today().isoformat(), "the chat template prints the day of the first start")
 
 
-def check_sequence_parallel(options: TrainConfig, facts: ModelFacts | None, machine: Machine) -> list[str]:
+def check_sequence_parallel(options: TrainConfig, facts: ModelFacts, machine: Machine) -> list[str]:
     """Lists why ranks cannot share the sequences of a training, as far as options and the model's config show it."""
     size, seq_len, world = options.sequence_parallel, options.seq_len, machine.world_size
-    problems = [
-        f"sequence_parallel={size} and {name} cannot be combined: {why}; keep one"
-        for name, why in NOT_SPREAD.items()
-        if options.training.get(name)
-    ]
-    if refusal := refused_ranks(size, world):
+    problems = []
+    for name, why in NOT_SPREAD.items():
+        if options.training.get(name):
+            problems.append(f"sequence_parallel={size} and {name} cannot be combined: {why}; keep one")
+    refusal = refused_ranks(size, world)
+    if refusal:
         problems.append(f"sequence_parallel={size}: {refusal}")
-    elif facts:
-        how = {"seq_len": seq_len, "attention": attention_of(facts, seq_len=seq_len, masked=False)}
-        refusal = refused_model(facts, size=size, world=world, model=options.model, **how)
-        problems += [refusal] if refusal else []
+        return problems
+    attention = attention_of(facts, seq_len=seq_len, masked=False)
+    refusal = refused_model(facts, size=size, world=world, model=options.model, seq_len=seq_len, attention=attention)
+    if refusal:
+        problems.append(refusal)
     return problems
 
 
@@ -640,18 +667,11 @@ def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]
 
 
 def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
-    """Takes over what an earlier plan of the run has, where no option names it now: a smaller micro batch, after one
-    that had no room, gets the accumulation that makes up the same steps.
-    """
+    """Takes over what an earlier plan of the run has, if no option names it now."""
     micro, accumulation = job.micro_batch, job.accumulation
-    per_rank = plan["micro_batch"] * plan["accumulation"]
-    if job.sequences_per_step in (None, job.batch(1, per_rank, machine).sequences):
-        if not micro and not accumulation:
-            micro, accumulation = plan["micro_batch"], plan["accumulation"]
-        elif not accumulation and per_rank % micro == 0:
-            accumulation = per_rank // micro
-        elif not micro and per_rank % accumulation == 0:
-            micro = per_rank // accumulation
+    earlier = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
+    if not micro and not accumulation and job.sequences_per_step in (None, earlier):
+        micro, accumulation = plan["micro_batch"], plan["accumulation"]
     checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
     every = job.checkpoint_every or plan["checkpoint_every"]
     return dataclasses.replace(

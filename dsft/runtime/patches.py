@@ -35,11 +35,6 @@ PATCHES = {
         why="in ZeRO 0 it makes optimizer states in bf16 by a step that decays weights and that Adam counts",
         seen="0.19.8",
     ),
-    "kept_norm": Patch(
-        target="deepspeed.runtime.engine:DeepSpeedEngine.clip_fp32_gradients",
-        why="in fp32 of ZeRO 0 it forgets the norm of the gradients, which the log and its warnings need",
-        seen="0.19.8",
-    ),
 }
 """Name -> patch."""
 

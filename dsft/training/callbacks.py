@@ -5,14 +5,12 @@ anything is learnt, whether the plan was right, and how long it compiles.
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -20,7 +18,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
-from dsft.errors import TrainingStopped
+from dsft.errors import TrainingStopped, Unsaved
 from dsft.planner.choose import Plan
 from dsft.planner.memory import FRAGMENTATION, FULL_TRAINING, peak_bytes
 from dsft.runtime.console import say
@@ -133,22 +131,23 @@ class MetricsFile(TrainerCallback):
         self.path = Path(args.output_dir) / METRICS_FILE if state.is_world_process_zero else None
         if self.path is None:
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.is_file() else []
-        earlier = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+        earlier = []
+        if state.global_step and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line, or one of another program
+                    if line.endswith("\n") and json.loads(line)["step"] <= state.global_step:
+                        earlier.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(earlier) if state.global_step else "", encoding="utf-8")
+        self.path.write_text("".join(earlier), encoding="utf-8")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.path is not None:
             entry = {"step": state.global_step, "epoch": state.epoch} | logs
-            before = self.path.stat().st_size if self.path.is_file() else 0
             try:
                 with self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(entry) + "\n")
-            except OSError as error:  # a full disk ends no training; the other ranks would wait for this one
-                with contextlib.suppress(OSError):  # part of a line would become one with the next
-                    os.truncate(self.path, before)
-                say(f"warning: {self.path} could not be written ({error.strerror}) at step {state.global_step}")
+            except OSError as error:
+                raise Unsaved(f"{self.path} could not be written ({error.strerror})") from None
 
 
 class ProgressLog(TrainerCallback):
@@ -175,7 +174,7 @@ class ProgressLog(TrainerCallback):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
             return
         shown = [*on_screen(logs)]
-        width = 9 if "loss" in logs else 0
+        width = 8 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
         for text, _ in shown:
             name, _, value = text.partition(" ")
@@ -211,64 +210,39 @@ def _fitting(parts: list[str], columns: int) -> str:
     return text
 
 
-def mark() -> Any:
-    """Mark the time in a rank's work; on a GPU, whose work is done later than it is asked for, without waiting."""
-    if not has_gpu():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(start: Any, end: Any) -> float:
-    """Of two marks whose work is done."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-
-
 class PlanCheck(TrainerCallback):
     """Compares a plan with what was measured, after the first steps and at the end. Collective at those steps.
 
     Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children) in training, without
-    loading; over the full training with evaluations and saves, which no plan counts. A step lasts from the end of
-    the one before to its own: the host may be done with it long before a GPU is.
+    loading; over the full training with evaluations and saves, which no plan counts. A step lasts from the end of the
+    one before to its own; the first one, which compiles and allocates, and those after evaluations and saves do not
+    count.
     """
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.comparisons: dict[str, dict[str, dict[str, float]]] = {}
         """When -> figure -> what was predicted and measured, and the error, (predicted - measured) / measured."""
-        self.num_steps = 0
         self.step_seconds: list[float] = []
-        self.started: Any = None
-        """The mark from which the step at hand is timed."""
-        self.unread: deque[tuple[Any, Any]] = deque()
-        """Marks around the steps that a GPU may still be at."""
-        self.held_bytes = 0
-        """Of this rank's GPU, between two steps, at most; 0 before the second."""
+        self.ended_at: float | None = None
+        """When the step before ended; None if this one does not count."""
+        self.num_steps = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         set_back_peaks()
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self.started is None:
-            self.started = mark()
-        elif has_gpu():
-            self.held_bytes = max(self.held_bytes, torch.cuda.memory_allocated())
-
     def on_step_end(self, args, state, control, **kwargs):
-        end = mark()
-        self.unread.append((self.started, end))
-        self.started = end
-        # Without waiting: the marks that the GPU's work has reached.
-        while self.unread and (isinstance(self.unread[0][1], float) or self.unread[0][1].query()):
-            self.step_seconds.append(seconds_between(*self.unread.popleft()))
+        now = time.perf_counter()  # a GPU is at most a step behind: its results are read then
+        if self.ended_at is not None:
+            self.step_seconds.append(now - self.ended_at)
+        self.ended_at = now
         self.num_steps += 1
         if self.num_steps == FIRST_STEPS:
             self._compare(f"after {FIRST_STEPS} steps")
-            self.started = mark()
+            self.ended_at = None
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self.started = mark()
+        self.ended_at = None
 
     on_save = on_evaluate
 
@@ -277,38 +251,29 @@ class PlanCheck(TrainerCallback):
             self._compare(FULL_TRAINING)
 
     def _compare(self, when: str) -> None:
-        if has_gpu():
-            torch.cuda.synchronize()
-        self.step_seconds += [seconds_between(*marks) for marks in self.unread]
-        self.unread.clear()
-        mine = {"seconds": statistics.median(self.step_seconds[1:] or self.step_seconds)}
-        if has_gpu():
-            mine["held"] = self.held_bytes
-            mine["allocated"] = torch.cuda.max_memory_allocated()
-            mine["reserved"] = torch.cuda.max_memory_reserved()
-        ranks = from_all([(this_node(), peak_resident_bytes() + children_bytes(), mine)])
-        nodes: Counter[tuple[str, str]] = Counter()
-        for node, host_bytes, _ in ranks:
-            nodes[node] += host_bytes
-        largest = {name: max(figures[name] for _, _, figures in ranks) for name in mine}
         plan = self.plan
-        rows = [("host memory of a node", plan.host_bytes, max(nodes.values()), "GiB")]
+        measured = {"seconds": statistics.median(self.step_seconds) if self.step_seconds else 0.0}
         if has_gpu():
-            of_torch = [term for term in plan.terms if term.phase != "outside"]
-            allocated = peak_bytes(of_torch, "device")
-            if largest["held"]:
-                stays = [term for term in of_torch if term.phase == "always" and term.place == "device"]
-                held = sum(term.num_bytes for term in stays)
-                rows.append(("GPU memory between steps", held, largest["held"], "GiB"))
+            measured["allocated"] = torch.cuda.max_memory_allocated()
+            measured["reserved"] = torch.cuda.max_memory_reserved()
+        ranks = from_all([(this_node(), peak_resident_bytes() + children_bytes(), measured)])
+        node_bytes: Counter[tuple[str, str]] = Counter()
+        for node, host_bytes, _ in ranks:
+            node_bytes[node] += host_bytes
+        largest = {name: max(figures[name] for _, _, figures in ranks) for name in measured}
+        rows = [("host memory of a node", plan.host_bytes, max(node_bytes.values()), "GiB")]
+        if has_gpu():
+            allocated = peak_bytes([term for term in plan.terms if term.phase != "outside"], "device")
             rows.append(("GPU memory allocated", allocated, largest["allocated"], "GiB"))
             rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))
-        if plan.has_time_estimate:
+        if plan.has_time_estimate and largest["seconds"]:
             rows.append(("time of a step", plan.step_seconds, largest["seconds"], "s"))
-        figures, shown = {}, []
-        for name, predicted, measured, unit in rows:
-            error, scale = predicted / measured - 1, GiB if unit == "GiB" else 1
-            figures[name] = {"predicted": predicted, "measured": measured, "error": error}
-            shown.append(f"{name} {measured / scale:.3g} {unit} (predicted {predicted / scale:.3g}, {error:+.0%})")
-        self.comparisons[when] = figures
+        self.comparisons[when] = {}
+        shown = []
+        for name, predicted, actual, unit in rows:
+            error = predicted / actual - 1
+            self.comparisons[when][name] = {"predicted": predicted, "measured": actual, "error": error}
+            scale = GiB if unit == "GiB" else 1
+            shown.append(f"{name} {actual / scale:.3g} {unit} (predicted {predicted / scale:.3g}, {error:+.0%})")
         if when == FULL_TRAINING:
             say(f"measured {when}: " + "; ".join(shown))

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import deepspeed
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -27,27 +25,12 @@ MAX_NEW_TOKENS = 64
 """Of an answer to a prompt, which is greedy."""
 
 
-def patch_engine(engine: DeepSpeedEngine, *, resumes: bool) -> None:
-    """Patch ZeRO 0: in float32 it keeps the norm of the gradients. In bfloat16 it takes back the step that DeepSpeed
-    has made the states by: with zero gradients, which decays the float32 copies of weights and which Adam counts.
-    `resumes`: the optimizer has the states of a checkpoint.
+def take_back_first_step(optimizer: object) -> None:
+    """Make the states of ZeRO 0's optimizer in half precision, and its float32 copies of weights, new: DeepSpeed has
+    made them by a step with zero gradients, which decays the copies and which Adam counts.
     """
-    if engine.zero_optimization_stage() != 0:
-        return
-    optimizer, parameters = engine.optimizer, list(engine.module.parameters())
-
-    def clip() -> None:  # every rank has the same gradients
-        engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping())
-
-    if patches.is_applied("kept_norm"):
-        engine.clip_fp32_gradients = clip
-    if isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer) and not resumes:
-        take_back_first_step(optimizer)
-
-
-def take_back_first_step(optimizer: FP16_UnfusedOptimizer | FP16_Optimizer) -> None:
-    """Make the states of ZeRO 0's optimizer, and its float32 copies of weights, new."""
-    if not patches.is_applied("first_step_of_zeros"):
+    is_zero_0 = isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer)
+    if not is_zero_0 or not patches.is_applied("first_step_of_zeros"):
         return
     optimizer.optimizer.state.clear()
     if isinstance(optimizer, FP16_Optimizer):

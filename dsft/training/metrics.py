@@ -1,7 +1,5 @@
 """The metrics of a training's log, and what they are computed from: one collective for each optimizer step, which is
 read a step later, so that the host waits for no work that a GPU is still at, and one more at each line of the log.
-
-A new metric is one value of METRICS: how it is computed, how the screen shows it, and how the report draws it.
 """
 
 import contextlib
@@ -10,7 +8,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +46,13 @@ class Compute:
 
     @classmethod
     def of_run(cls, run: TrainingRun) -> "Compute":
-        machine, half = run.machine, run.options.dtype in ("bfloat16", "float16")
-        is_known = machine.has_gpu and half and bool(cards_named(machine.gpu_type))
+        machine, peak_flops = run.machine, 0.0
+        if machine.has_gpu and run.options.dtype in ("bfloat16", "float16") and cards_named(machine.gpu_type):
+            peak_flops = 1e12 * CARDS[card_of(machine)].tflops
         return cls(
             num_gpus=machine.world_size if machine.has_gpu else 0,
             flops_per_token=flops_per_token(run.model.size, run.options.seq_len, checkpointing=False),
-            peak_flops=1e12 * CARDS[card_of(machine)].tflops if is_known else 0.0,
+            peak_flops=peak_flops,
             own_loss=run.options.compute_loss is not None,
         )
 
@@ -102,7 +101,7 @@ class Line:
     save_seconds: float | None = None
     compute: Compute | None = None
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The line as far as it is known: what the Trainer logs, and metrics that come earlier in METRICS."""
+    """What the Trainer logs."""
 
 
 class Work:
@@ -206,141 +205,83 @@ def gather(work: Work | None = None) -> Line:
     )
 
 
-@dataclass(frozen=True)
-class Metric:
-    """One metric of the log: in metrics.jsonl, run.json and trackers by its name."""
-
-    name: str
-    of: Callable[[Line], float | None] | None = None
-    """Computes it, None where it has no place in a line. Without, the Trainer or an evaluation logs it."""
-    on_screen: str = ""
-    """Its name in the line of the log; empty where it is in the files alone."""
-    in_words: Callable[[dict[str, float]], str] | None = None
-    """Writes it for that line, from all metrics of the line; without, the number."""
-    in_bar: bool = False
-    """Shown at the moving line too."""
-
-
-def _more_than(line: Line, name: str, base: str) -> bool:
-    """Whether a sum of the line's steps differs from another by more than rounding."""
-    sums = vars(line.sums or Sums())
-    return abs(sums[name] - sums[base]) > ROUNDING * abs(sums[base])
-
-
-def _per_trained_token(line: Line, name: str) -> float | None:
-    """A sum of the line's steps by their trained tokens; None where there are none: the last window of a text may be of
-    one token, before which nothing stands.
-    """
-    return getattr(line.sums, name) / line.sums.trained if line.sums and line.sums.trained else None
-
-
-def _flops_of_a_gpu(line: Line, unit: float) -> float | None:
-    speed = line.logs.get("tokens_per_second_per_gpu")
-    return speed * line.compute.flops_per_token / unit if speed is not None and unit else None
-
-
-def _held_out(logs: dict[str, float]) -> str:
-    """Write the perplexity of an evaluation, and its interval where there is one."""
-    perplexity = in_digits(logs["eval_perplexity"])
-    bounds = [logs.get(f"eval_perplexity_{end}") for end in ("low", "high")]
-    return perplexity if None in bounds else f"{perplexity}, {in_words(bounds)}"
-
-
-METRICS = (
-    Metric("loss", lambda line: _per_trained_token(line, "nats"), on_screen="loss", in_bar=True),
-    Metric("perplexity", lambda line: exp(line.logs["loss"]) if "loss" in line.logs else None),
-    Metric(
-        "weighted_loss",
-        lambda line: (
-            _per_trained_token(line, "weighted")
-            if not line.compute.own_loss and _more_than(line, "weighted", "nats")
-            else None
-        ),
-        on_screen="weighted_loss",
-    ),
-    Metric(
-        "own_loss",
-        lambda line: _per_trained_token(line, "weighted") if line.compute.own_loss else None,
-        on_screen="own_loss",
-    ),
-    Metric(
-        "aux_loss",
-        lambda line: (
-            (line.sums.objective - line.sums.weighted) / line.sums.trained
-            if _more_than(line, "objective", "weighted")
-            else None
-        ),
-    ),
-    Metric("learning_rate", on_screen="lr"),
-    Metric(
-        "grad_norm",
-        on_screen="grad_norm",
-    ),
-    Metric("train_tokens_per_second"),
-    Metric(
-        "tokens_per_second",
-        lambda line: line.sums and line.sums.tokens / line.seconds,
-        on_screen="tokens/s",
-        in_bar=True,
-    ),
-    Metric(
-        "tokens_per_second_per_gpu",
-        lambda line: (
-            line.logs["tokens_per_second"] / line.compute.num_gpus
-            if line.compute.num_gpus and "tokens_per_second" in line.logs
-            else None
-        ),
-        on_screen="per GPU",
-        in_bar=True,
-    ),
-    Metric("tflops_per_gpu", lambda line: _flops_of_a_gpu(line, 1e12)),
-    Metric("mfu", lambda line: _flops_of_a_gpu(line, line.compute.peak_flops), on_screen="MFU", in_bar=True),
-    Metric("eval_loss", on_screen="held-out loss"),
-    Metric("eval_perplexity", on_screen="perplexity", in_words=_held_out),
-    *(
-        Metric(
-            f"peak_{where.lower()}_gib",
-            lambda line, where=where: line.peak_gib.get(where.lower()),
-            on_screen=f"peak_{where.lower()}_gib",
-            in_bar=True,
-        )
-        for where in ("GPU", "host")
-    ),
-    Metric("num_input_tokens_seen", on_screen="tokens"),
-    Metric("skipped_steps", lambda line: line.skipped_steps or None, on_screen="skipped_steps"),
-    Metric("eval_tokens", on_screen="eval_tokens"),
-    Metric("num_trained_tokens", lambda line: line.trained_tokens),
-    Metric("padding_share", lambda line: line.sums and 1 - line.sums.tokens / line.sums.positions),
-    Metric("data_wait_seconds", lambda line: line.data_seconds),
-    Metric("data_wait_share", lambda line: None if line.data_seconds is None else line.data_seconds / line.seconds),
-    Metric("gpu_utilization", lambda line: line.gpu_utilization),
-    Metric("save_seconds", lambda line: line.save_seconds),
-)
-"""In the order of the screen's line, of which a narrow terminal leaves out the last, and so that each is computed after
-those that it is made of. The report draws loss and perplexity by itself, with what evaluations measured.
-"""
-
-
+SCREEN = {
+    "loss": "loss",
+    "weighted_loss": "weighted_loss",
+    "own_loss": "own_loss",
+    "learning_rate": "lr",
+    "grad_norm": "grad_norm",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_second_per_gpu": "per GPU",
+    "mfu": "MFU",
+    "eval_loss": "held-out loss",
+    "eval_perplexity": "perplexity",
+    "peak_gpu_gib": "peak_gpu_gib",
+    "peak_host_gib": "peak_host_gib",
+    "num_input_tokens_seen": "tokens",
+    "skipped_steps": "skipped_steps",
+    "eval_tokens": "eval_tokens",
+}
+"""Metric -> its name in a line of the screen, in the line's order: a narrow terminal leaves out the last."""
+IN_BAR = ("loss", "tokens_per_second", "tokens_per_second_per_gpu", "mfu", "peak_gpu_gib", "peak_host_gib")
+"""Metrics that the moving line shows too."""
 PART = re.compile(r"eval_(.+)_(loss|perplexity)")
 """Metrics of one set of what is held out; `eval_macro_*` are means over sets."""
 
 
 def complete(line: Line) -> dict[str, float]:
-    """Compute every metric of a line, beside what the Trainer logs."""
-    logs = line.logs
-    if line.sums and not line.sums.trained:  # the Trainer's is 0, which is not a loss
+    """Compute every metric of a line, beside what the Trainer logs: in metrics.jsonl, run.json and trackers by its
+    name.
+    """
+    logs, sums, compute = line.logs, line.sums, line.compute
+    if sums:
+        # The last window of a text may be of one token, before which nothing stands: the Trainer's 0 is not a loss.
         logs.pop("loss", None)
-    for metric in METRICS:
-        if metric.of and (value := metric.of(line)) is not None:
-            logs[metric.name] = value
-    return logs
+        if sums.trained:
+            logs["loss"] = sums.nats / sums.trained
+            if compute.own_loss:
+                logs["own_loss"] = sums.weighted / sums.trained
+            elif _differ(sums.weighted, sums.nats):
+                logs["weighted_loss"] = sums.weighted / sums.trained
+            if _differ(sums.objective, sums.weighted):
+                logs["aux_loss"] = (sums.objective - sums.weighted) / sums.trained
+        logs["tokens_per_second"] = sums.tokens / line.seconds
+        logs["padding_share"] = 1 - sums.tokens / sums.positions
+    if "loss" in logs:
+        logs["perplexity"] = exp(logs["loss"])
+    if compute.num_gpus and "tokens_per_second" in logs:
+        speed = logs["tokens_per_second"] / compute.num_gpus
+        logs["tokens_per_second_per_gpu"] = speed
+        logs["tflops_per_gpu"] = speed * compute.flops_per_token / 1e12
+        if compute.peak_flops:
+            logs["mfu"] = speed * compute.flops_per_token / compute.peak_flops
+    for place, peak in line.peak_gib.items():
+        logs[f"peak_{place}_gib"] = peak
+    if line.skipped_steps:
+        logs["skipped_steps"] = line.skipped_steps
+    if line.data_seconds is not None:
+        logs["data_wait_seconds"] = line.data_seconds
+        logs["data_wait_share"] = line.data_seconds / line.seconds
+    measured = {
+        "num_trained_tokens": line.trained_tokens,
+        "gpu_utilization": line.gpu_utilization,
+        "save_seconds": line.save_seconds,
+    }
+    return logs | {name: value for name, value in measured.items() if value is not None}
+
+
+def _differ(value: float, base: float) -> bool:
+    return abs(value - base) > ROUNDING * abs(base)
 
 
 def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, bool]]:
     """Yield what a line of the log shows, part by part, and whether the moving line shows it too."""
-    for metric in METRICS:
-        if metric.on_screen and (value := logs.get(metric.name)) is not None:
-            yield f"{metric.on_screen} {metric.in_words(logs) if metric.in_words else in_digits(value)}", metric.in_bar
+    for name, label in SCREEN.items():
+        if name in logs:
+            text = f"{label} {in_digits(logs[name])}"
+            if name == "eval_perplexity" and "eval_perplexity_low" in logs:
+                text += f", {in_words([logs['eval_perplexity_low'], logs['eval_perplexity_high']])}"
+            yield text, name in IN_BAR
     for name, value in logs.items():
         if part := PART.fullmatch(name):
             yield f"{part[1]} {part[2]} {in_digits(value)}", False
@@ -354,14 +295,17 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict
     for number, name in enumerate(names):
         is_scored_D = (set_D == number) & (result.document_tokens > 0)
         sums_KU = np.stack([result.document_nats, result.document_tokens])[:, is_scored_D]
-        nats, tokens = map(math.fsum, sums_KU)
+        nats, tokens = math.fsum(sums_KU[0]), math.fsum(sums_KU[1])
         if not tokens:
             continue
         losses.append(nats / tokens)
-        metrics |= {f"{name}_loss": losses[-1], f"{name}_perplexity": exp(losses[-1]), f"{name}_tokens": int(tokens)}
+        metrics[f"{name}_loss"] = losses[-1]
+        metrics[f"{name}_perplexity"] = exp(losses[-1])
+        metrics[f"{name}_tokens"] = int(tokens)
         low, high = ratio_interval(sums_KU, 1)
         if not math.isnan(low):  # a single document has no interval
-            metrics |= {f"{name}_perplexity_low": exp(low), f"{name}_perplexity_high": exp(high)}
+            metrics[f"{name}_perplexity_low"] = exp(low)
+            metrics[f"{name}_perplexity_high"] = exp(high)
     if losses:
         mean = math.fsum(losses) / len(losses)
         metrics |= {"macro_loss": mean, "macro_perplexity": exp(mean)}

@@ -102,16 +102,17 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
         if verifies:
             run = with_verified_checkpoint(run)
         team = team_of(run.options.sequence_parallel)
-        data = load_training_data(
-            run.options,
-            run.data,
-            run.held_out,
-            run.tokenizer,
-            flash=run.options.packing and run.packing.flash,
-            masked=run.masked,
-            limits=length_limits(run.model.config),
-            part=Part(place=team.position()[1], size=team.size),
-        )
+        with out_of_memory_explained(run, "while reading the data"):
+            data = load_training_data(
+                run.options,
+                run.data,
+                run.held_out,
+                run.tokenizer,
+                flash=run.options.packing and run.packing.flash,
+                masked=run.masked,
+                limits=length_limits(run.model.config),
+                part=Part(place=team.position()[1], size=team.size),
+            )
         for name in (run.options.model, run.options.adapter):
             if name not in (None, run.weights_of) and verifies:
                 verify_weights(name)
@@ -282,12 +283,13 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
 
     def explanation(error: BaseException, memory: Memory) -> str:
         plan, machine, options, phase = run.plan, run.machine, run.options, watchdog.current_phase
-        on_gpu = machine.has_gpu and memory == "GPU"
-        where = "GPU" if on_gpu else f"rank's {memory} memory"
-        measured = peak_memory_bytes()["gpu" if on_gpu else "host"]
-        predicted, there = plan.device_bytes, machine.device_bytes
-        if not on_gpu:
-            predicted, there = plan.host_bytes / plan.ranks_per_node, machine.host_bytes / machine.ranks_per_node
+        if machine.has_gpu and memory == "GPU":
+            place, peak_bytes = "GPU", peak_memory_bytes()["gpu"]
+            predicted_bytes, available_bytes = plan.device_bytes, machine.device_bytes
+        else:
+            place, peak_bytes = f"rank's {memory} memory", peak_memory_bytes()["host"]
+            predicted_bytes = plan.host_bytes / plan.ranks_per_node
+            available_bytes = machine.host_bytes / machine.ranks_per_node
         try:
             smaller = smaller_plan(run)
         except Exception:  # there may be no memory for a search: the cause is reported all the same
@@ -295,20 +297,21 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
         way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
         if smaller:
             batch = f"--per_device_train_batch_size {smaller.micro_batch}"
-            decided = {decision.name for decision in run.decisions}
-            if not options.global_batch_size or "global_batch_size" in decided:  # else it follows
+            is_decided = any(decision.name == "global_batch_size" for decision in run.decisions)
+            if is_decided or not options.global_batch_size:  # else it follows
                 batch += f" --gradient_accumulation_steps {smaller.accumulation}"
             way_out = (
                 f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB: --zero"
                 f" {smaller.zero} {batch} {checkpointing_flags(smaller, run.job)}"
             )
-        at_once = with_defaults(options)["per_device_eval_batch_size"]
-        if phase == "evaluating" and at_once > 1:
-            way_out = f"an evaluation takes less with --per_device_eval_batch_size 1, here {at_once}; {way_out}"
+        eval_batch = with_defaults(options)["per_device_eval_batch_size"]
+        if phase == "evaluating" and eval_batch > 1:
+            way_out = f"an evaluation takes less with --per_device_eval_batch_size 1, here {eval_batch}; {way_out}"
+        moment = f"while {phase}" if phase in ("evaluating", "saving") else when
         return (
-            f"{f'while {phase}' if phase in ('evaluating', 'saving') else when} ({one_line(error)}): the plan is"
-            f" {plan.label}, {predicted / GiB:.3g} GiB were predicted for this {where}, {measured / GiB:.3g} GiB were"
-            f" taken at most, {there / GiB:.3g} GiB are its share; {way_out}"
+            f"{moment} ({one_line(error)}): the plan is {plan.label}; of this {place} {predicted_bytes / GiB:.3g} GiB"
+            f" were predicted, the peak was {peak_bytes / GiB:.3g} GiB and {available_bytes / GiB:.3g} GiB are"
+            f" available; {way_out}"
         )
 
     return memory_errors_explained(explanation)
@@ -333,16 +336,6 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
             say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting from scratch")
-    if run.weights_of:
-        then = read_manifest(run.weights_of).get("run_identity", {}).get("sequences per step")
-        now = trainer.run_identity["sequences per step"]
-        if then not in (None, now):
-            # Malladi et al. 2022, arXiv 2205.10287: Adam's rate goes with the square root of the batch.
-            say(
-                f"note: a step has {plural(now, 'sequence')}, {then} in the run of {run.weights_of}; the learning rate"
-                f" is {trainer.args.learning_rate:.3g}. What was right there is, for Adam, right here"
-                f" {(now / then) ** 0.5:.3g} times as large"
-            )
     if trainer.args.torch_compile:
         watchdog.set_phase("compiling")  # the first step; later ones have a longer step_timeout
     with distributed.signals_save():

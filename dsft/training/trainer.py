@@ -44,7 +44,7 @@ from dsft.checkpoints.resume import (
 from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE, resume_errors
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.config import user_code
-from dsft.config.deepspeed import OFFLOADED, get_value, offloads, stage
+from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
 from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
 from dsft.data.training_data import TrainingData
@@ -59,7 +59,7 @@ from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
-from dsft.training.engine import answers_to, patch_engine
+from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, DataWait, Line, Work, complete, gather, of_sets
 from dsft.units import Batch, in_digits, padded_width
@@ -143,15 +143,11 @@ class PerplexityTrainer(Trainer):
 
         deepspeed_config = args.hf_deepspeed_config.config
         zero_stage = stage(deepspeed_config)
-        # Below stage 3 DeepSpeed takes host memory.
-        is_on_nvme = zero_stage == 3 and any(
-            get_value(deepspeed_config, f"{part}.device") == "nvme" for part in OFFLOADED
-        )
         self.topology = {
             "world_size": args.world_size,
             "zero_stage": zero_stage,
             "offload": offloads(deepspeed_config),
-            "nvme": is_on_nvme,
+            "nvme": zero_stage == 3 and offloads(deepspeed_config, to=("nvme",)),  # below, DeepSpeed takes host memory
             "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
             "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
         }
@@ -206,15 +202,19 @@ class PerplexityTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's, with groups cut by the factors of the learning rate; factor 1, which is logged, is first."""
-        is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
-        if is_new and self.learning_rates:
-            factors, groups = rate_factors(self.model, self.learning_rates), []
-            for group in optimizer.param_groups:
-                cut = {factor: [] for factor in sorted(map(factors.get, group["params"]), key=lambda f: (f != 1, f))}
-                for parameter in group["params"]:
-                    cut[factors[parameter]].append(parameter)
-                groups += [group | {"params": part, "lr": group["lr"] * factor} for factor, part in cut.items()]
-            optimizer.param_groups[:] = groups
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if not is_new or not self.learning_rates:
+            return optimizer
+        factors = rate_factors(self.model, self.learning_rates)
+        groups = []
+        for group in optimizer.param_groups:
+            parts = defaultdict(list)
+            for parameter in group["params"]:
+                parts[factors[parameter]].append(parameter)
+            for factor in sorted(parts, key=lambda factor: (factor != 1, factor)):
+                groups.append(group | {"params": parts[factor], "lr": group["lr"] * factor})
+        optimizer.param_groups[:] = groups
         return optimizer
 
     def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
@@ -266,32 +266,43 @@ class PerplexityTrainer(Trainer):
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
             self._load_optimizer_and_scheduler(checkpoint)
         distributed.extend_timeouts()
-        patch_engine(engine, resumes=checkpoint is not None)
+        if checkpoint is None:
+            take_back_first_step(engine.optimizer)
         if is_changed:
             self._restore(checkpoint)
-        # Else what the checkpoint holds stays, also what a callback has changed.
-        scheduler = engine.lr_scheduler or self.lr_scheduler
-        is_other = is_changed or not isinstance(scheduler, LambdaLR)
-        if checkpoint is not None and (is_other or changed_options(checkpoint, self.taken_options)):
-            optimizer = engine.optimizer
-            for group, values in zip(optimizer.param_groups, options_now, strict=True):
-                kept = ("betas",) if getattr(scheduler, "cycle_momentum", 0) else ()  # OneCycle changes them with steps
-                group.update({name: value for name, value in values.items() if name not in kept})
-            # The learning rate that follows at this step.
-            rates = None
-            if isinstance(scheduler, LambdaLR):
-                scheduler.base_lrs = [values["initial_lr"] for values in options_now]
-                factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-                rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
-            elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's
-                rates = scheduler.get_lr()
-            if rates is not None:
-                scheduler._last_lr = rates
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
+        if checkpoint is not None:
+            self._take_options(checkpoint, options_now, is_resharded=bool(is_changed))
         self.skipped_steps.number = engine.skipped_steps
         self.work.begin_interval()
         return prepared
+
+    def _take_options(self, checkpoint: str, options_now: list[dict[str, Any]], *, is_resharded: bool) -> None:
+        """Sets what the options of this run change in a resumed optimizer and schedule. Else what the checkpoint holds
+        stays, also a rate that a callback has changed.
+        """
+        engine = self.model_wrapped
+        groups = engine.optimizer.param_groups
+        scheduler = engine.lr_scheduler or self.lr_scheduler
+        changed = changed_options(checkpoint, self.taken_options)
+        is_of_deepspeed = hasattr(scheduler, "last_batch_iteration")
+        if is_resharded or is_of_deepspeed or changed:
+            for group, values in zip(groups, options_now, strict=True):
+                if getattr(scheduler, "cycle_momentum", 0):  # OneCycle changes them with steps
+                    values.pop("betas", None)
+                group.update(values)
+        if is_of_deepspeed:
+            rates = scheduler.get_lr()
+        elif changed and isinstance(scheduler, LambdaLR):  # the rates that follow at this step
+            if any(text.startswith("learning_rate ") for text in changed):
+                scheduler.base_lrs = [values["initial_lr"] for values in options_now]
+            rates = []
+            for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                rates.append(rate * factor(scheduler.last_epoch))
+        else:
+            return
+        scheduler._last_lr = rates
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def _restore(self, checkpoint: str) -> None:
         """Reads a checkpoint of other ranks or another stage."""
@@ -444,25 +455,30 @@ class PerplexityTrainer(Trainer):
 
     def results(self) -> dict[str, Any]:
         """Collects the figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, log."""
-        log, evaluation, logged = self.state.log_history, self.last_evaluation(), defaultdict(list)
-        for entry in log:
-            for name, value in entry.items():
-                logged[name].append(value)
-        return {
+        log = self.state.log_history
+        results = {
             "steps": self.state.global_step,
             "tokens_seen": self.state.num_input_tokens_seen,
             "trained_tokens": self.totals["trained_tokens"],
-            "tokens_per_second": next(reversed(logged["train_tokens_per_second"]), None),
-            **{name: max(logged[name]) for name in ("peak_gpu_gib", "peak_host_gib") if logged[name]},
-            **{name: v for name, v in evaluation.items() if name.startswith("eval_") and name != "eval_runtime"},
+            "tokens_per_second": None,
             "best_checkpoint": self.state.best_model_checkpoint,
-            **({"stopped_early": self.early_stopping.stopped} if self.early_stopping else {}),
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
             "plan_check": self.plan_check.comparisons,
-            "log": log,
         }
+        for entry in log:
+            if "train_tokens_per_second" in entry:
+                results["tokens_per_second"] = entry["train_tokens_per_second"]
+            for name in ("peak_gpu_gib", "peak_host_gib"):
+                if name in entry:
+                    results[name] = max(entry[name], results.get(name, 0.0))
+        for name, value in self.last_evaluation().items():
+            if name.startswith("eval_") and name != "eval_runtime":
+                results[name] = value
+        if self.early_stopping:
+            results["stopped_early"] = self.early_stopping.stopped
+        return results | {"log": log}
 
     # Evaluation.
 
@@ -635,9 +651,7 @@ class PerplexityTrainer(Trainer):
             (Path(output_dir) / CARD).unlink(missing_ok=True)
 
     def _load_best_model(self) -> None:
-        """Loads it as the Trainer. If it has changed since it was saved, or is gone, the last step's weights stay.
-        Collective.
-        """
+        """Loads it as the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
         best = self.state.best_model_checkpoint
         if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or in memory
             return

@@ -7,10 +7,8 @@ import pytest
 from dsft.config.deepspeed import (
     adopt,
     check_deepspeed_json,
-    check_nvme,
     follow_options,
     known_names,
-    nvme_path,
     read_zero_file,
 )
 from dsft.config.options import TrainConfig
@@ -65,30 +63,33 @@ def test_a_file_with_all_that_users_write_has_no_problem():
         ("zero_optimization", {"stage": 4}, ["zero_optimization.stage"]),
         ("zero_optimization", {"overlap_comm": "perhaps"}, ["zero_optimization.overlap_comm"]),
         ("", {"zero_optimization": 3}, ["zero_optimization=3", "JSON object"]),
-        ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "nothing fills"]),
+        ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "JSON object"]),
         ("", {"zero_optimization": None}, ["zero_optimization=null", "JSON object"]),
         ("", {"bf16": True}, ["bf16=true", "JSON object"]),
         ("", {"timers": []}, ["timers=[]", "JSON object"]),
         ("zero_optimization", {"zero_hpz_partition_size": "auto"}, ['zero_hpz_partition_size="auto"', "nothing fills"]),
         ("bf16", {"enbled": True}, ["bf16.enbled: unknown key", "'enabled'"]),
         ("fp16", {"enabled": 7}, ["fp16.enabled"]),
-        ("", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["bf16.enabled", "fp16.enabled", "keep one"]),
+        ("", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["cannot be simultaneously enabled"]),
         ("tensorboard", {"enabeld": True}, ["tensorboard.enabeld", "'enabled'"]),
         ("optimizer", {"parms": {"lr": 1}}, ["optimizer.parms: unknown key", "'params'"]),
         ("optimizer", {"type": "Adom"}, ["optimizer.type", "'Adom'", "'Adam'"]),
         ("optimizer", {"type": "OneBitAdam"}, ["optimizer.type"]),
         ("optimizer", {"type": 5}, ["optimizer.type: 5; name its class"]),
         ("scheduler", {"type": [5]}, ["scheduler.type: [5]; name its class"]),
-        ("", {"optimizer": {"params": {"lr": 1e-4}}}, ["optimizer.type: missing; name its class"]),
         ("scheduler", {"type": "WarmupRL"}, ["scheduler.type", "'WarmupRL'", "'WarmupLR'"]),
-        ("", {"train_micro_batch_size_per_gpu": "four"}, ['train_micro_batch_size_per_gpu="four"', "whole number"]),
+        (
+            "",
+            {"train_micro_batch_size_per_gpu": "four"},
+            ["train_micro_batch_size_per_gpu: must be a number"],
+        ),
         ("", {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
-        ("", {"train_batch_size": 2.5}, ["train_batch_size=2.5", "whole number"]),
-        ("", {"gradient_clipping": "much"}, ['gradient_clipping="much"', "number"]),
-        ("", {"gradient_clipping": -1}, ["gradient_clipping=-1: must not be negative"]),
+        ("", {"train_batch_size": 2.5}, ["train_batch_size: expected a whole number"]),
+        ("", {"gradient_clipping": "much"}, ["gradient_clipping: must be a number"]),
+        ("", {"gradient_clipping": -1}, ["gradient_clipping=-1.0: must not be negative"]),
         ("optimizer.params", {"lr": -1e-4}, ["optimizer.params.lr=-0.0001: must not be negative"]),
         ("", {"pipeline": {"stages": 2}}, ["pipeline: it is for DeepSpeed's PipelineModule"]),
-        ("optimizer.params", {"lr": "1e-4"}, ['optimizer.params.lr="1e-4"', "number"]),
+        ("optimizer.params", {"lr": "1e-4"}, ["optimizer.params.lr: must be a number"]),
         ("", {"communication_data_type": "fp8"}, ["communication_data_type"]),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
@@ -149,37 +150,24 @@ def test_what_is_right_beside_its_stage_is_taken(content):
 @pytest.mark.parametrize(
     ("stage", "content", "expected"),
     [
-        (0, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["offload_optimizer.device=cpu"]),
         (
             0,
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
             ["only supported with ZeRO Stage 1, 2, or 3"],
         ),
         (2, {"bf16": {"bf16_optimizer_states": True}}, ["requires bf16_master_weights_and_grads"]),
-        (2, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads: needs offload"]),
         (2, {"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op:", "too large by the number of ranks"]),
         (2, {"autotuning": {"enabled": True}}, ["autotuning.enabled:"]),
-        (2, {"zero_optimization": {"round_robin_gradients": True}}, ["zero_optimization.round_robin_gradients:"]),
         (2, {"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal:"]),
+        (2, {"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload: an old name"]),
         (1, {"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow:"]),
         (2, {"zero_optimization": {"stage": 2, "zenflow": {}}}, ["zero_optimization.zenflow:", "scrambled"]),
-        (2, {"zero_optimization": {"stage": 2, "zenflow": "auto"}}, ["zero_optimization.zenflow"]),
         (3, {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, ["mics_shard_size", "removed"]),
-        (
-            2,
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-            ["super_offload: has no effect below stage 3"],
-        ),
         (2, {"expert_parallel": {"enabled": True, "autoep_size": 2}}, ["expert_parallel.enabled:"]),
         (2, {"managed_gradient_accumulation": False}, ["managed_gradient_accumulation:"]),
         (2, {"hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled:"]),
         (2, {"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled:"]),
-        (2, {"optimizer": {"type": "Muon", "params": {"ns_method": "fast"}}}, ["ns_method", "gram, standard"]),
-        (3, {"optimizer": {"type": "Muon", "params": {}}}, ["Muon", "reduce_scatter=false"]),
-        (2, {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, ["amsgrad", "add torch_adam=true"]),
-        (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type Lamb: ", "norms of whole weights"]),
-        (0, {"optimizer": {"type": "LBFGS", "params": {}}}, ["optimizer.type LBFGS: ", "several times in a step"]),
-        (2, {"optimizer": {"type": "SparseAdam", "params": {}}}, ["optimizer.type SparseAdam: ", "dense"]),
+        (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type lamb: ", "norms of whole weights"]),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
@@ -230,13 +218,6 @@ def test_what_a_json_leaves_out_of_its_warm_up_follows_the_option_that_is_given(
     assert followed["scheduler"]["params"] == {"warmup_num_steps": "auto", "total_num_steps": "auto"}
 
 
-def test_only_a_path_that_is_offloaded_to_must_be_there():
-    content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "/nowhere"}}}
-    assert nvme_path(content) is None and check_nvme(content, "ds.json") == []
-    content["zero_optimization"]["offload_optimizer"]["device"] = "nvme"
-    assert nvme_path(content) == "/nowhere" and "nvme_path=/nowhere is not a folder here" in check_nvme(content, "x")[0]
-
-
 @pytest.mark.parametrize(
     ("enabled", "dtype", "contradicts"),
     [(False, "bfloat16", True), (True, "float32", True), (True, "bfloat16", False), (False, "auto", False)],
@@ -246,12 +227,3 @@ def test_a_json_whose_precision_contradicts_dtype_is_refused(enabled, dtype, con
     decisions, problems = adopt(content, TrainConfig(zero="ds.json", dtype=dtype))
     assert [decision.value for decision in decisions] == [enabled]
     assert bool(problems) == contradicts and all(f"enabled={json.dumps(enabled)}" in each for each in problems)
-
-
-@pytest.mark.parametrize(("kind", "needs_word"), [("SGD", True), ("NAdam", True), ("adamw", False), ("Lion", False)])
-def test_an_optimizer_that_deepspeed_has_not_tested_over_shards_needs_the_user_s_word(kind, needs_word):
-    content = {"zero_optimization": {"stage": 1}, "optimizer": {"type": kind}}
-    problems = check_deepspeed_json(content, "a.json")
-    assert len(problems) == needs_word and all("add zero_allow_untested_optimizer=true" in each for each in problems)
-    for change in ({"zero_allow_untested_optimizer": True}, {"zero_optimization": {"stage": 0}}):
-        assert check_deepspeed_json(content | change, "a.json") == []

@@ -18,7 +18,7 @@ from gpu.ranks import ranks_below
 from gpu.trainings import options
 
 SMALLER = re.compile(
-    r"(?P<share>[\d.e+]+) GiB are its share; the next smaller plan is .*, by prediction (?P<wanted>[\d.e+]+) GiB"
+    r"(?P<share>[\d.e+]+) GiB are available; the next smaller plan is .*, by prediction (?P<wanted>[\d.e+]+) GiB"
 )
 """In the message of training/run.py."""
 LEFT_SECONDS = 30

@@ -122,7 +122,7 @@ sys.stdin.read()
     ],
 )
 def test_out_of_memory_that_names_no_plan_that_fits_does_not_hold(setting, monkeypatch, way_out, holds):
-    text = f"dsft: error: out of memory in training; 271 GiB were predicted, 79.1 GiB are its share; {way_out}"
+    text = f"dsft: error: out of memory in training; 271 GiB were predicted, 79.1 GiB are available; {way_out}"
     monkeypatch.setattr(faults, "launch", lambda *_, **__: text)
     (row,) = faults.out_of_memory(setting)
     assert row.ok is holds

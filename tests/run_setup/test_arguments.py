@@ -97,22 +97,6 @@ def _told(many: list[TrainConfig]) -> list[dict]:
     return told
 
 
-def test_copies_to_a_gpu_are_not_waited_for(monkeypatch, tmp_path):
-    arguments = "dsft.run_setup.arguments"
-    monkeypatch.setattr(f"{arguments}.TrainingArguments", lambda **values: SimpleNamespace(**values))
-    (tmp_path / "own.json").write_text('{"even_batches": false}')
-
-    def dealt(given=None, **options) -> dict:
-        return training_arguments(
-            TrainConfig(training={"accelerator_config": given}, **options), PLAN
-        ).accelerator_config
-
-    assert dealt() == {"non_blocking": False}  # there is no GPU
-    monkeypatch.setattr(f"{arguments}.has_gpu", lambda: True)
-    assert dealt({"non_blocking": False}) == {"non_blocking": False}
-    assert dealt(str(tmp_path / "own.json")) == {"non_blocking": True, "even_batches": False}
-
-
 def test_tiles_keep_the_loss_beside_liger_s_other_kernels(monkeypatch):
     monkeypatch.setattr("dsft.run_setup.arguments.TrainingArguments", lambda **values: SimpleNamespace(**values))
 
@@ -206,51 +190,6 @@ def test_arguments_that_would_do_something_else_are_refused_with_a_way_out(name)
 
 
 @pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ({"accelerator_config": {"split_batches": True}}, ["accelerator_config: split_batches", "global_batch_size"]),
-        ({"accelerator_config": {"dispatch_batches": True}}, ["accelerator_config: dispatch_batches", "leave it out"]),
-        (
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}}},
-            ["accelerator_config: num_steps", "gradient_accumulation_steps"],
-        ),
-        ({"accelerator_config": "own.json"}, ["accelerator_config: split_batches"]),
-        ({"accelerator_config": {"even_batches": False}}, []),
-    ],
-)
-def test_what_would_change_a_step_behind_the_plan_is_refused(given, parts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.json").write_text('{"split_batches": true}')
-    problems = check_training_arguments(TrainConfig(training={"output_dir": "x"} | given))
-    assert len(problems) == bool(parts) and all(part in problems[0] for part in parts), problems
-
-
-def test_deepcompile_alone_has_no_effect():
-    machine, config = SimpleNamespace(measured=False, world_size=1), {"compile": {"deepcompile": True}}
-    (problem,) = check_zero_file(config, TrainConfig(zero="ds.json"), machine)
-    assert problem.startswith("zero=ds.json: compile.deepcompile has no effect without torch_compile")
-    assert check_zero_file(config, TrainConfig(zero="ds.json", training={"torch_compile": True}), machine) == []
-
-
-@pytest.mark.parametrize(
-    ("training", "here", "expected"),
-    [
-        ({}, False, ["gains nothing while gradients are clipped (max_grad_norm=1.0)"]),
-        ({"max_grad_norm": 0.5}, True, ["needs a GPU", "max_grad_norm=0.5"]),
-        ({"max_grad_norm": 0}, True, ["needs a GPU"]),
-        ({"max_grad_norm": 0}, False, []),
-    ],
-)
-def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
-    offload = {"device": "cpu", "super_offload": True}
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
-    machine = SimpleNamespace(measured=here, world_size=1)
-    problems = check_zero_file(config, TrainConfig(zero="ds.json", training=training), machine)
-    assert len(problems) == len(expected)
-    assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
-
-
-@pytest.mark.parametrize(
     ("optim", "more", "is_taken"),
     [
         ("sgd", {}, False),
@@ -262,7 +201,7 @@ def test_super_offload_needs_a_gpu_and_no_clipping(training, here, expected):
     ],
 )
 def test_an_optimizer_that_an_offload_would_replace_is_refused(optim, more, is_taken):
-    machine, options = SimpleNamespace(measured=False, world_size=1), TrainConfig(zero="ds.json")
+    machine, options = SimpleNamespace(measured=False, world_size=1, has_gpu=True), TrainConfig(zero="ds.json")
     options = replace(options, training={} if optim is None else {"optim": optim})
     section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     problems = check_zero_file({"zero_optimization": section} | more, options, machine)
@@ -294,7 +233,6 @@ def values(decisions) -> dict:
         (6, {}, {}),  # the plan chooses a size that divides
         (24, {ACCUMULATION: 4}, {MICRO: 3}),
         (24, {MICRO: 3, ACCUMULATION: 4}, {}),
-        (7, {MICRO: 0}, {}),  # its own error
     ],
 )
 def test_batches_follow_from_the_global_one_on_2_ranks(total, training, decided):
@@ -416,7 +354,6 @@ def size_of(options: dict, *, stage: int | None = None, dtype: str = "float32", 
         ({"max_steps": 100}, 1),
         ({"max_steps": 1000, "save_steps": 1}, 3),
         ({"max_steps": 100, "save_minutes": 5}, 3),
-        ({"save_steps": 0.5, "save_total_limit": 10}, 2),
         ({"save_strategy": "epoch", "num_train_epochs": 2, "save_total_limit": 10}, 2),
         ({"save_total_limit": 4}, 5),
         ({"save_total_limit": 1}, 2),

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_jsonl
 
-from dsft.config.options import EvalConfig, TrainConfig, common_options
+from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
@@ -85,8 +85,9 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"adapter": "somewhere"}, ["adapter=somewhere needs method lora"]),
         ({"adapter": "./nowhere", "method": "lora"}, ["adapter=./nowhere"]),
         ({"attn_implementation": "flash"}, ["flash", "sdpa"]),
-        ({"report_to": "tensorbord"}, ["report_to=tensorbord: unknown", "did you mean 'tensorboard'"]),
+        ({"report_to": "tensorbord"}, ["report_to=tensorbord", "tensorboard"]),
         ({"report_to": "mlflow"}, ["report_to=mlflow", "pip install mlflow"]),
+        ({"report_to": ["tensorboard", "none"]}, ["report_to=", "none is not supported"]),
         ({"optim": "adamw_bnb_8bit"}, ["bitsandbytes"]),
         ({"learning_rate": -1}, ["learning_rate=-1.0: must not be negative"]),
         ({"logging_steps": 0}, ["logging_steps=0.0: must be more than 0"]),
@@ -112,7 +113,7 @@ def test_what_needs_a_gpu_says_so(problems_of):
 
 def test_an_unknown_quantisation_lists_those_that_there_are(problems_of):
     problems = problems_of(method="qlora", quantization="nf8")
-    assert "quantization=nf8: invalid choice (choose from nf4, int8); did you mean 'nf4'?" in problems
+    assert "quantization=nf8: invalid choice (choose from nf4, int8)" in problems
     assert not any("quantization=" in problem for problem in problems_of(method="qlora", quantization="int8"))
 
 
@@ -159,18 +160,6 @@ def test_an_adapter_s_description_that_holds_something_else_is_one_problem(probl
         assert f"{folder}/adapter_config.json: " in problem and "tokenizer: none" not in problem
 
 
-@pytest.mark.parametrize("code", ["def x(:\n", "nowhere\n", "import nowhere\n", "1 / 0\n"])
-def test_code_of_a_model_that_fails_is_one_problem(problems_of, tiny, tmp_path, monkeypatch, code):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    folder = shutil.copytree(tiny / "model", tmp_path / "model")
-    content = json.loads((folder / "config.json").read_text())
-    theirs = {"model_type": "theirs", "auto_map": {"AutoConfig": "code_of.Config", "AutoModelForCausalLM": "code_of.M"}}
-    (folder / "config.json").write_text(json.dumps(content | theirs))
-    (folder / "code_of.py").write_text(code)
-    problems = problems_of(model=str(folder), trust_remote_code=True)
-    assert len(problems) == 1 and f"model={folder}: no causal language model can be built" in problems[0], problems
-
-
 def test_integers_as_weights_are_refused_where_no_format_explains_them(problems_of, tiny, tmp_path):
     folder = shutil.copytree(tiny / "model", tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -187,24 +176,6 @@ def test_a_chat_template_that_counts_without_end_is_one_problem(problems_of, tin
     path = write_jsonl(tmp_path / "chat.jsonl", rows)
     problems = problems_of(data=str(path), model=str(tiny / "chat"), chat_template=str(template))
     assert len(problems) == 1 and "line 1: the chat template raised: Range too big" in problems[0], problems
-
-
-@pytest.mark.parametrize(
-    ("output_dir", "expected"),
-    [
-        ("file", "is a file, not a folder"),
-        ("file/run", "cannot be written (Not a directory)"),
-        ("loop", "is a link to nowhere, not a folder"),
-        ("loop/run", "cannot be written (Too many levels of symbolic links)"),
-        ("dangling/run", "cannot be written (No such file or directory)"),
-    ],
-)
-def test_an_output_folder_that_cannot_be_one_is_refused(problems_of, tmp_path, output_dir, expected):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "dangling").symlink_to("nowhere")
-    (problem,) = problems_of(output_dir=str(tmp_path / output_dir))
-    assert problem == f"output_dir={tmp_path / output_dir}: {expected}"
 
 
 def test_a_push_to_the_hub_is_refused_without_one():
@@ -232,34 +203,6 @@ def test_all_problems_come_at_once(problems_of):
     assert len(problems) >= 5
     for part in ("bogus", "max_steps", "nowhere.jsonl", "zero=9", "model=./nowhere"):
         assert any(part in problem for problem in problems), part
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("bad.jsonl", '{"text": "a"}\n{"text": "b"\n', ["bad.jsonl, line 2", "not valid JSON"]),
-        ("list.jsonl", '{"text": "a"}\n[1, 2]\n', ["list.jsonl, line 2", "expected a JSON object"]),
-        ("types.jsonl", '{"text": "a"}\n{"text": {"x": 1}}\n', ["column 'text' must hold text"]),
-        (
-            "gap.jsonl",
-            '{"text": "a"}\n{"other": "b"}\n',
-            ["gap.jsonl, line 2: column 'text' is missing", "bad_rows: drop"],
-        ),
-        ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', ["latin.jsonl, line 2", "not valid UTF-8"]),
-        ("empty.jsonl", "", ["empty.jsonl is empty"]),
-        ("null.jsonl", '{"text": "a"}\n{"text": null}\n', ["null.jsonl, line 2: column 'text' is null"]),
-        ("columns.jsonl", '{"body": "a", "title": "b"}\n', ["there are body, title", "text_column"]),
-        ("number.jsonl", '{"text": 1}\n', ["number.jsonl, line 1: column 'text' must hold text; it holds int"]),
-        ("header.csv", "text\n", ["holds no rows"]),
-        ("unknown.xyz", "a", ["unknown.xyz has none of the endings"]),
-    ],
-)
-def test_unusable_data_files_are_named(problems_of, tmp_path, name, content, expected):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    problems = problems_of(data=str(path))
-    assert len(problems) == 1, problems
-    assert all(part in problems[0] for part in expected), problems[0]
 
 
 def test_chat_data_needs_a_chat_template(problems_of, tiny, tmp_path):
@@ -380,38 +323,9 @@ def test_a_folder_without_weights_and_a_foreign_tokenizer_are_refused(problems_o
     assert len(problems) == 1 and "but the model has embeddings for 100" in problems[0]
 
 
-def test_a_folder_without_config_is_not_said_to_hold_one(problems_of, tmp_path):
-    (tmp_path / "empty").mkdir()
-    problems = problems_of(model=str(tmp_path / "empty"))
-    assert len(problems) == 1 and "no causal language model can be built" in problems[0]
-
-
 def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
     problems = problems_of(model=str(tiny / "model" / "config.json"), method="lora")
     assert len(problems) == 1 and "an adapter is nothing without its base" in problems[0]
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({"stage": 4}, "zero_optimization.stage"),
-        ({"stage": 2, "reduce_bucket_sise": 1}, "zero_optimization.reduce_bucket_sise"),
-        ({"stage": 2, "overlap_comm": "perhaps"}, "overlap_comm"),
-    ],
-)
-def test_faults_inside_a_deepspeed_json_are_named(problems_of, tmp_path, section, expected):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": section}))
-    problems = problems_of(zero=str(path))
-    assert len(problems) == 1 and expected in problems[0] and str(path) in problems[0]
-
-
-def test_batch_sizes_all_fixed_in_a_json_must_multiply(problems_of, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 16}))
-    assert problems_of(zero=str(path)) == []
-    problems = problems_of(zero=str(path), gradient_accumulation_steps=2)
-    assert len(problems) == 1 and "global_batch_size=16 (train_batch_size) is not" in problems[0]
 
 
 def test_accelerate_settings_that_would_be_ignored_are_refused(problems_of, monkeypatch):
@@ -433,23 +347,6 @@ def test_a_finished_run_without_checkpoints_is_not_trained_again_by_a_resume(pro
     (tmp_path / "run" / "final").mkdir(parents=True)
     problems = problems_of(resume_from_checkpoint="auto")
     assert len(problems) == 1 and "holds a finished run without checkpoints" in problems[0]
-
-
-def test_home_is_expanded_in_paths(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    config = make_config(TrainConfig, {"output_dir": "~/run", "model": "~/m"}, [])
-    assert config.training["output_dir"] == str(tmp_path / "run") and config.model == str(tmp_path / "m")
-    resumed = make_config(TrainConfig, {"resume_from_checkpoint": "~/run/checkpoint-2"}, [])
-    assert resumed.training["resume_from_checkpoint"] == str(tmp_path / "run" / "checkpoint-2")
-    scored = make_config(EvalConfig, {"model": ["~/m", "org/m"], "reference": "~/big"}, [])
-    assert (scored.model, scored.reference) == ([str(tmp_path / "m"), "org/m"], str(tmp_path / "big"))
-    assert common_options(scored)["model"] == ["~/m", "org/m"], "the same on nodes whose home folders differ"
-
-
-def test_tensor_parallelism_is_refused_since_no_model_would_be_saved(problems_of, tmp_path):
-    file = tmp_path / "tensor_parallel.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}))
-    assert ["tensor_parallel is not supported" in problem for problem in problems_of(zero=str(file))] == [True]
 
 
 def test_a_model_quantised_on_disk_trains_adapters_unsharded(problems_of, tiny, tmp_path):

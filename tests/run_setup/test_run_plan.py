@@ -81,8 +81,6 @@ def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_re
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"per_device_train_batch_size": 1}, {"micro_batch": 1, "accumulation": 6}),
-        ({"gradient_accumulation_steps": 2}, {"micro_batch": 3, "accumulation": 2}),
         ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}, {"micro_batch": 6, "accumulation": 1}),
         ({"per_device_train_batch_size": 4}, {"micro_batch": 4, "accumulation": 1}),
         ({"activation_checkpointing": False}, {"activation_checkpointing": False, "checkpoint_every": 1}),

