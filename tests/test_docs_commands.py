@@ -33,7 +33,7 @@ NOT_RUN = {
     "git clone URL dsft && cd dsft && python3 -m venv .venv && . .venv/bin/activate"
     " && pip install -c constraints.txt -e .": NETWORK,
     "pip install -c constraints.txt -e '.[quantization]'": NETWORK,
-    "python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e '.[demo]'": NETWORK,
+    "python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e .": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
     "dsft eval base --quantization none nf4 int8 --reference base --data test.txt"
     " --output_dir formats": "needs packages: tests/perplexity/test_quantized_models.py",
@@ -85,7 +85,15 @@ BEGUN_WITHOUT = {
 RUN = "model: base\ndata: train.jsonl\neval_fraction: 0.1\noutput_dir: runs/first\nseq_len: 256\nmax_steps: 2\n"
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 """Heads for 8 ranks, and the longest windows of the pages."""
-NAMES = ("base", "quantised", "finetuned", "chat_model", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-0.5B")
+NAMES = (
+    "base",
+    "quantised",
+    "finetuned",
+    "chat_model",
+    "meta-llama/Llama-3.1-8B",
+    "Qwen/Qwen2.5-0.5B",
+    "Qwen/Qwen2.5-0.5B-Instruct",
+)
 TRAININGS = {
     "runs/first": {"zero": "3", "max_steps": 20, "save_steps": 20, "save_strategy": "steps"},
     "runs/second": {"zero": "0", "learning_rate": 1e-3},

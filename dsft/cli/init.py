@@ -20,6 +20,8 @@ from dsft.runtime.console import show_text
 TEMPLATE = Path(__file__).parent.parent / "quickstart" / "run.yaml"
 RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
 """Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
+FEW_ROWS, RATE_OF_FEW_ROWS = 200, "5e-4"
+"""Of adapters, which few rows train for few steps."""
 SMALL_BYTES = 2 << 20  # of data that is trained in small steps, several times
 COUNTED_ROWS = 500
 
@@ -32,12 +34,16 @@ def run(options: InitOptions) -> None:
     problems: list[str] = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
     raise_if_any(problems)
-    shape, fraction, is_small = "", 0.02, False
+    shape, fraction, rate, epochs, batch = "", 0.02, RATES[options.method], 1, 64
     if sources[0].files:  # what is on the hub is not downloaded for it
         rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
         fraction = _held_out_share(sources[0], len(rows))
-        is_small = sources[0].size_bytes < SMALL_BYTES
+        if sources[0].size_bytes < SMALL_BYTES:
+            epochs, batch = 3, 8
+        if len(rows) < FEW_ROWS:  # otherwise there would be too few steps for a change that is seen
+            epochs = 10
+            rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
     held_out = f"eval_fraction: {fraction:<11} # held out and measured; or eval_data: held_out.jsonl"
     text = TEMPLATE.read_text(encoding="utf-8").format(
         path=shlex.quote(str(path)),
@@ -47,9 +53,9 @@ def run(options: InitOptions) -> None:
         held_out=held_out if fraction else "# eval_data: held_out.jsonl",
         output_dir=_in_yaml(options.output_dir),
         method=options.method,
-        rate=RATES[options.method],
-        epochs=3 if is_small else 1,
-        batch=8 if is_small else 64,
+        rate=rate,
+        epochs=epochs,
+        batch=batch,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

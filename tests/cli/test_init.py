@@ -11,7 +11,7 @@ from dsft.data.sources import Row
 from dsft.errors import UserError
 
 
-@pytest.mark.parametrize(("method", "rate"), [("full", 1e-5), ("lora", 1e-4)])
+@pytest.mark.parametrize(("method", "rate"), [("full", 1e-5), ("lora", 5e-4)])
 def test_the_file_is_one_that_a_training_takes(tmp_path, monkeypatch, capsys, method, rate):
     monkeypatch.chdir(tmp_path)
     data = ["a file: with #.jsonl", "ns/name:train[:50%]"]
