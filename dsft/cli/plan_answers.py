@@ -17,7 +17,7 @@ from dsft.config.deepspeed import offloads
 from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.data.tokens import tokenise
 from dsft.errors import UserError
-from dsft.models.measure import USUAL_MODELS, ModelSize
+from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose
 from dsft.planner.evaluation import plan_evaluation
 from dsft.planner.memory import Job, resolve_auto, terms_at_peak
@@ -98,14 +98,15 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
             }
         )
         return plan.fits
-    lines = [f"{describe_job(run)}: {describe_plan(plan, machine)}", describe_memory(plan, machine)]
+    job = f"{Path(run.options.model).name}, {run.options.method}, {describe_machine(machine)}"
+    lines = [f"{job}: {describe_plan(plan, machine)}", describe_memory(plan, machine)]
     if plan.fits:
         if plan.has_time_estimate:
             lines.append(describe_time(run, plan, seconds))
         lines.append(train_command(words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine, options.attention)]
         if smaller := smaller_plan(choice, machine):
-            lines.append(f"smaller: {describe_smaller(smaller, plan, run.job)}")
+            lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
     show_table(plans_table(choice, machine, everything=options.all))
@@ -116,14 +117,11 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
     return plan.fits
 
 
-def describe_job(run: TrainingRun) -> str:
-    machine = run.machine
-    gpus = f"{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}"
+def describe_machine(machine: Machine) -> str:
     if not machine.has_gpu:
-        gpus = plural(machine.ranks_per_node, "CPU rank")
-    if machine.nodes > 1:
-        gpus = f"{machine.nodes} nodes of {gpus}"
-    return f"{Path(run.options.model).name}, {run.options.method}, {gpus}"
+        return plural(machine.world_size, "CPU rank")
+    nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
+    return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}"
 
 
 def describe_plan(plan: Plan, machine: Machine) -> str:
@@ -167,22 +165,23 @@ def describe_time(run: TrainingRun, plan: Plan, seconds: float | None) -> str:
 
 
 def train_command(words: Sequence[str]) -> str:
-    """The training of this plan, as one line for a shell."""
-    named = {word.partition("=")[0] for word in words}
-    missing = []
-    if "--config" not in named and all(word.startswith("--") for word in words[:1]):
-        missing = [
-            word
-            for name, word in (("--data", "--data DATA"), ("--output_dir", "--output_dir runs/first"))
-            if name not in named
-        ]
-    return " ".join(["dsft train", shlex.join(words), *missing])
+    """The training of this plan, as one line for a shell; `words` are the user's."""
+    command = f"dsft train {shlex.join(words)}"
+    has_file = "--config" in words or not words[0].startswith("-")
+    for name, value in (("--data", "DATA"), ("--output_dir", "runs/first")):
+        if name not in words and not has_file:
+            command += f" {name} {value}"
+    return command
 
 
 def describe_way(way: Alternative) -> str:
     change = " ".join(f"--{name} {value}" for name, value in way.change.items())
-    time = f", {way.plan.tokens_per_second:,.0f} tokens/s" if way.plan.has_time_estimate else ""
-    return f"{change} ({in_gib(way.plan.device_bytes)}{time})"
+    return f"{change} ({describe_cost(way.plan)})"
+
+
+def describe_cost(plan: Plan) -> str:
+    speed = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.has_time_estimate else ""
+    return in_gib(plan.device_bytes) + speed
 
 
 def smaller_plan(choice: Choice, machine: Machine) -> Plan | None:
@@ -191,13 +190,6 @@ def smaller_plan(choice: Choice, machine: Machine) -> Plan | None:
     short = [plan for plan in choice.plans if plan.fits and plan.checkpoint_every == 1]
     smaller = [plan for plan in short if plan.device_bytes <= most]
     return choose(smaller, machine) if smaller else None
-
-
-def describe_smaller(smaller: Plan, plan: Plan, job: Job) -> str:
-    text = f"{in_gib(smaller.device_bytes)}"
-    if plan.has_time_estimate:
-        text += f", {smaller.tokens_per_second:,.0f} tokens/s"
-    return f"{text}: {plan_flags(smaller, job)}"
 
 
 def plan_flags(plan: Plan, job: Job) -> str:
@@ -209,7 +201,7 @@ def plan_flags(plan: Plan, job: Job) -> str:
 def explain(run: TrainingRun, choice: Choice, machine: Machine) -> None:
     """Print what was assumed, and every term of the chosen plan."""
     plan, job = choice.plan, run.job
-    lines = ["", describe_question(run), describe_model(job.size), str(machine), choice.reason, *choice.notes]
+    lines = ["", describe_question(run), str(machine), choice.reason, *choice.notes]
     if run.options.model in USUAL_MODELS:
         lines.append(f"configuration of {run.options.model}: as dsft brings it along")
     if not job.activations.is_measured:
@@ -234,47 +226,40 @@ def compare_machines(options: PlanOptions, training: TrainConfig, machines: list
     if options.json:
         print_json([{"machine": dataclasses.asdict(machine), "plan": as_dict(plan)} for machine, plan in plans])
     else:
-        table = new_table("machine", "ZeRO", "ckpt", "batch", "GiB", "tokens/s", "fits")
+        table = new_table("machine", "ZeRO", *PLAN_COLUMNS)
         for machine, plan in plans:
-            nodes = f"{machine.nodes} x " if machine.nodes > 1 else ""
-            table.add_row(
-                f"{nodes}{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}",
-                plan.zero if machine.world_size > 1 else "-",
-                plan.checkpointing,
-                f"{plan.micro_batch} x {plan.accumulation}",
-                f"{plan.device_bytes / GiB:,.1f}",
-                f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
-                plan.limiting_resource or "yes",
-            )
+            zero = plan.zero if machine.world_size > 1 else "-"
+            table.add_row(describe_machine(machine), zero, *plan_cells(plan))
         show_table(table)
     return any(plan.fits for _, plan in plans)
+
+
+PLAN_COLUMNS = ("checkpointing", "batch", "peak GiB", "s/step", "tokens/s")
+
+
+def plan_cells(plan: Plan) -> list[str]:
+    return [
+        plan.checkpointing,
+        f"{plan.micro_batch} x {plan.accumulation}",
+        f"{plan.device_bytes / GiB:,.1f}" + ("" if plan.fits else " (no)"),
+        f"{plan.step_seconds:,.2g}" if plan.has_time_estimate else "-",
+        f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
+    ]
 
 
 def plans_table(choice: Choice, machine: Machine, *, everything: bool) -> Table:
     """The chosen plan, and the best of the others; of one GPU's only those that differ in more than the stage."""
     is_alone = machine.world_size == 1
-    table = new_table(
-        "", "offloaded" if is_alone else "ZeRO", "checkpointing", "batch", "peak GiB", "s/step", "tokens/s"
-    )
-    plans = sorted(choice.candidates, key=lambda plan: plan.step_seconds / plan.tokens_per_step)
-    if not everything:
-        plans = [plan for plan in plans if plan.fits]
-    plans = [choice.plan, *(plan for plan in plans if plan is not choice.plan)]
-    shown = set()
-    for plan in plans:
+    table = new_table("", "offloaded" if is_alone else "ZeRO", *PLAN_COLUMNS)
+    others = [plan for plan in choice.candidates if plan is not choice.plan and (plan.fits or everything)]
+    others.sort(key=lambda plan: plan.step_seconds / plan.tokens_per_step)
+    kinds: set[tuple[str, str]] = set()
+    for plan in [choice.plan, *others]:
         kind = offloaded_part(plan) if is_alone else plan.zero
-        if not everything and ((kind, plan.checkpointing) in shown or len(shown) == SHOWN_PLANS):
-            continue
-        shown.add((kind, plan.checkpointing))
-        table.add_row(
-            "->" if plan is choice.plan else "",
-            kind,
-            plan.checkpointing,
-            f"{plan.micro_batch} x {plan.accumulation}",
-            f"{plan.device_bytes / GiB:,.1f}{'' if plan.fits else ' (no)'}",
-            f"{plan.step_seconds:,.2g}" if plan.has_time_estimate else "-",
-            f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
-        )
+        is_new = (kind, plan.checkpointing) not in kinds and len(kinds) < SHOWN_PLANS
+        if is_new or everything:
+            kinds.add((kind, plan.checkpointing))
+            table.add_row("->" if plan is choice.plan else "", kind, *plan_cells(plan))
     return table
 
 
@@ -345,7 +330,7 @@ def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Mach
             f"{plan.tokens_per_second:,.0f}",
             plan.limiting_resource or "yes",
         )
-    show_text(f"perplexity of {describe_model(run.model.size)}\n{machine}")
+    show_text(f"perplexity of {run.options.model}, {run.model.size.num_params / 1e9:,.3f} B parameters\n{machine}")
     show_table(table)
     show_text(choice.reason)
     if choice.longest_window:
@@ -354,23 +339,15 @@ def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Mach
 
 
 def describe_question(run: TrainingRun) -> str:
-    """One line: what was asked, with the options that change it."""
-    options, job = run.options, run.job
-    method = "full finetuning" if options.method == "full" else f"{options.method} of rank {job.size.lora_r}"
+    """What was asked, with the options that change it, and the parameters of the model."""
+    options, size = run.options, run.job.size
+    method = "full finetuning" if options.method == "full" else f"{options.method} of rank {size.lora_r}"
+    active = f", {size.active_params / 1e9:,.3f} B active per token" if size.expert_params else ""
     return (
-        f"{method} (--method), {job.seq_len:,} tokens per sequence (--seq_len), {job.dtype} (--dtype),"
-        f" {job.optimizer} (--optim)"
+        f"{method} (--method), {run.job.seq_len:,} tokens per sequence (--seq_len), {run.job.dtype} (--dtype),"
+        f" {run.job.optimizer} (--optim)\n"
+        f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained{active}"
     )
-
-
-def describe_model(size: ModelSize) -> str:
-    """One line: parameters by kind."""
-    parts = [f"{size.num_params / 1e9:,.3f} B parameters", f"{size.num_trainable / 1e9:,.3f} B trained"]
-    if size.expert_params:
-        parts.append(f"experts {size.expert_params / 1e9:,.3f} B, {size.active_params / 1e9:,.3f} B active per token")
-    if size.other_params:
-        parts.append(f"{size.other_params / 1e9:,.3f} B beside the text model, frozen: no text reaches them")
-    return ", ".join(parts)
 
 
 def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float) -> None:

@@ -6,6 +6,7 @@ Layers that are alike run once. What a backward makes for a moment, and what the
 Shape suffixes: B batch, N heads, T time, D head dim.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,42 +107,30 @@ AttentionMaskInterface.register("dsft_masked", sdpa_mask)
 def measure_or_assume(job: Job) -> Activations:
     """Measure the activations of a job; of code that does not run over fake tensors, take those of a Llama as wide."""
     size = job.size
-    is_fp32_mixture = job.dtype == "float32" and size.fused_expert_params > 0
-    try:
-        measured = measure_activations(
-            job.model_config,
-            dtype="bfloat16" if is_fp32_mixture else job.dtype,  # torch knows grouped products in bf16 alone
-            seq_len=job.seq_len,
-            attention=job.attention,
-            adapters=job.adapters,
-            trainable=job.trainable,
-            frozen=job.frozen,
-            liger=job.liger and size.model_type in LIGER_MODELS,
-        )
-    except UNMEASURABLE:
-        width = 11 * size.hidden_size + 4 * size.ffn_size
-        if job.attention == "eager":
-            width += 3 * size.num_heads * job.seq_len
-        layers = (float(job.weight_bytes * width),) * size.num_layers
-        return Activations(
-            shared=0.0,
-            layers=layers,
-            layers_zero_3=layers,
-            layers_fixed=(0.0,) * size.num_layers,
-            inputs=(float(job.weight_bytes * size.hidden_size),) * size.num_layers,
-            is_measured=False,
-        )
-    return _doubled(measured) if is_fp32_mixture else measured
-
-
-def _doubled(measured: Activations) -> Activations:
-    """Return what twice as wide numbers take."""
+    is_fp32_mixture = job.dtype == "float32" and size.fused_expert_params > 0  # torch has its products in bf16 alone
+    if not is_fp32_mixture:
+        with contextlib.suppress(*UNMEASURABLE):
+            return measure_activations(
+                job.model_config,
+                dtype=job.dtype,
+                seq_len=job.seq_len,
+                attention=job.attention,
+                adapters=job.adapters,
+                trainable=job.trainable,
+                frozen=job.frozen,
+                liger=job.liger and size.model_type in LIGER_MODELS,
+            )
+    width = 11 * size.hidden_size + 4 * size.ffn_size
+    if job.attention == "eager":
+        width += 3 * size.num_heads * job.seq_len
+    layers = (float(job.weight_bytes * width),) * size.num_layers
     return Activations(
-        shared=2 * measured.shared,
-        layers=tuple(2 * number for number in measured.layers),
-        layers_zero_3=tuple(2 * number for number in measured.layers_zero_3),
-        layers_fixed=tuple(2 * number for number in measured.layers_fixed),
-        inputs=tuple(2 * number for number in measured.inputs),
+        shared=0.0,
+        layers=layers,
+        layers_zero_3=layers,
+        layers_fixed=(0.0,) * size.num_layers,
+        inputs=(float(job.weight_bytes * size.hidden_size),) * size.num_layers,
+        is_measured=False,
     )
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+<<<<<<< HEAD
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file, stage
 from dsft.models.measure import ModelSize
+=======
+from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
+from dsft.models.size import ModelSize
+>>>>>>> c9928744 (The page of GPU memory is one table of the least that each model needs; CPU ranks count the process's own size; adapted heads are planned without tiles)
 from dsft.planner.activations import LIGER_MODELS
 from dsft.planner.memory import (
     DEEPSPEED_OPTIMIZERS,
@@ -19,7 +24,6 @@ from dsft.planner.memory import (
     Term,
     ZeroLayout,
     peak_bytes,
-    sums_in_fp32,
     training_terms,
 )
 from dsft.planner.speed import CARDS, Speeds, card_of, cards_named, parse_interconnect, speeds_of, step_seconds
@@ -130,7 +134,6 @@ class Plan(Needs):
     tokens_per_step: int
     """Over all ranks."""
     ranks_per_node: int
-    has_gpu: bool
     has_time_estimate: bool
     """Whether the time is good for more than an order: of a GPU that is known by name."""
 
@@ -352,7 +355,6 @@ def _first_that_fits(
         step_seconds=step_seconds(layout, speeds, batch, recomputed=1 / every if every else 0.0),
         tokens_per_step=job.seq_len * batch.sequences,
         ranks_per_node=machine.ranks_per_node,
-        has_gpu=machine.has_gpu,
         has_time_estimate=machine.has_gpu and bool(not machine.gpu_type or cards_named(machine.gpu_type)),
     )
 
@@ -443,6 +445,4 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
         notes.append(f"{left / 1e9:,.1f} B parameters of experts are not quantised: only linear layers are.")
     if offloads(deepspeed_config, to=("nvme",)):
         notes.append("Offload to NVMe is not planned: memory and time are those of the GPU alone.")
-    if sums_in_fp32(deepspeed_config) and stage(deepspeed_config) == 1:
-        notes.append("data_types.grad_accum_dtype under stage 1 is not modelled: each GPU holds all gradients in fp32.")
     return notes

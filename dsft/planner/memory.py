@@ -16,7 +16,7 @@ import psutil
 
 from dsft.config.deepspeed import get_value
 from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
-from dsft.units import DTYPE_BYTES, GB, Batch, MiB
+from dsft.units import DTYPE_BYTES, GB, Batch
 
 if TYPE_CHECKING:  # they import transformers, which a report would wait for
     from peft import PeftConfig
@@ -329,8 +329,6 @@ STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GB, int(0.65 * GB)
 """Host memory of one rank before it holds a model, on a machine on paper."""
-WORKSPACE_BYTES = 64 * MiB
-"""Of cuBLAS on GPUs of compute capability 9.0, for the threads of forward and backward."""
 
 
 def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
@@ -401,6 +399,8 @@ def head_bytes(job: Job, tokens: int) -> int:
     softcap = getattr(job.model_config.get_text_config(), "final_logit_softcapping", None)
     # logits in fp32, their softmax and its gradient; with tiles also the product
     entry = 12 + (job.weight_bytes if job.tiled_loss or softcap else 0)
+    if adapts_head(job.adapters):  # its product and that of the adapter, and their gradients
+        entry += 4 * job.weight_bytes
     if job.tiled_loss:
         from dsft.models.chunked_head import tile_rows
 
@@ -408,6 +408,12 @@ def head_bytes(job: Job, tokens: int) -> int:
     if job.liger:  # liger_kernel/ops/fused_linear_cross_entropy.py
         return hidden
     return hidden + entry * job.size.vocab_size * tokens
+
+
+def adapts_head(adapters: "PeftConfig | None") -> bool:
+    """Whether the output head has an adapter: then the loss is not computed in tiles."""
+    targets = getattr(adapters, "target_modules", None) or ()
+    return "lm_head" in targets or "embed_out" in targets
 
 
 def device_state_terms(layout: ZeroLayout) -> list[Term]:
@@ -436,12 +442,11 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
 
 def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     item, trained, share, largest = layout.weight_bytes, layout.size.num_trainable, layout.share, layout.largest_trained
-    optimizer, size = layout.optimizer, layout.size
+    optimizer = layout.optimizer
     offloads = layout.optimizer_device != "none"
     accumulates = layout.accumulation > 1
     bucket = layout.zero["reduce_bucket_size"]
     buckets = 2 if layout.zero["overlap_comm"] else 1
-    is_tied = size.trains_embedding and not size.head_params and largest == size.embedding_params
     # A rank keeps parameters that cross the border of its share in full.
     of_share = min(trained, share + largest)
     if layout.stage == 2 and layout.sum_bytes > item:
@@ -456,7 +461,6 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     step = 0 if offloads else max(0, item * of_share + carried * share - gradients)
     if layout.stage == 2 and layout.sum_bytes > item:
         step = optimizer.step_bytes * share
-    norm = 8 * min(largest, share) if offloads else 0  # in fp64, one gradient at a time
     copied = max(min(trained, bucket), min(largest, bucket + share) if largest > bucket else 0)
     return [
         Term("weights", layout.frozen_bytes + item * trained, "all"),
@@ -466,8 +470,7 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
         Term("gradients", gradients, "of this rank's share, or of all until they are reduced", "gradients"),
         Term("reduce buckets", item * buckets * bucket + layout.sent_bytes * copied, "buckets and a copy", "compute"),
         Term("gradient not yet reduced", item * largest, "largest parameter", "compute"),
-        Term("its other part, or its norm", max(norm, item * largest * is_tied), "of a tied embedding", "compute"),
-        Term("buffer of the offload", item * largest * offloads, "largest parameter", "compute"),
+        Term("gradient's norm, in fp64", 8 * min(largest, share) if offloads else 0, "largest parameter", "compute"),
         Term("optimizer step", int(step), "gradients in the master's type, and the optimizer's copies", "step"),
     ]
 
@@ -476,10 +479,7 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     item, size, share, ranks = layout.weight_bytes, layout.size, layout.share, layout.machine.world_size
     optimizer, zero = layout.optimizer, layout.zero
     offloads, keeps_weights = layout.optimizer_device != "none", layout.param_device == "none"
-    # A sub-group is closed by the parameter that fills it, mostly one between embedding and head.
-    ends = (size.embedding_params, size.head_params)
-    inner = max((numel for numel, _ in size.trainable_numels if numel not in ends), default=0)
-    sub_group = min(share, zero["sub_group_size"] + math.ceil(inner / ranks))
+    sub_group = min(share, zero["sub_group_size"])
     carried = (layout.sum_bytes if optimizer.master_bytes != layout.sum_bytes else 0) + optimizer.master_bytes
     bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] else 0
     terms = [
@@ -523,13 +523,8 @@ def own_process_bytes() -> int:
 
 def host_terms(layout: ZeroLayout) -> list[Term]:
     """List what a node's host memory holds: processes, what is offloaded to it, weights that are saved."""
-    machine, item, share, size, optimizer = (
-        layout.machine,
-        layout.weight_bytes,
-        layout.share,
-        layout.size,
-        layout.optimizer,
-    )
+    machine, optimizer = layout.machine, layout.optimizer
+    item, share = layout.weight_bytes, layout.share
     offload = layout.zero["offload_optimizer"] or {}
 
     def on_node(name: str, num_bytes: float, formula: str) -> Term:
@@ -567,7 +562,7 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         frozen = (1.4 if is_pinned else 1.0) * item * layout.num_frozen / machine.world_size
         terms.append(on_node("weights", flat + left + frozen, "shards, pinned, and what was pinned before"))
     if machine.has_gpu:
-        saved = item * size.num_trainable
+        saved = item * layout.size.num_trainable
         terms.append(Term("weights to be saved", saved, "trained, on rank 0", "between", "host"))
     return terms
 
@@ -581,6 +576,4 @@ def outside_terms(layout: ZeroLayout, terms: list[Term]) -> list[Term]:
         communicators = 2 + (layout.hpz_ranks > 0) + (layout.job.sequence_parallel > 1)
     fragmented = FRAGMENTATION * peak_bytes(terms, "device")
     num_bytes = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES + int(fragmented)
-    if any(name in layout.machine.gpu_type.upper() for name in ("H100", "H200", "H800", "H20")):
-        num_bytes += WORKSPACE_BYTES
     return [Term("context, NCCL and fragmentation", num_bytes, "assumed", "outside")]

@@ -40,7 +40,7 @@ from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.choose import Plan
 from dsft.planner.evaluation import DEFAULT_BATCH_TOKENS
-from dsft.planner.memory import checkpoint_parts, optimizer_memory, sums_in_fp32
+from dsft.planner.memory import adapts_head, checkpoint_parts, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
@@ -163,6 +163,8 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
         return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
     if others := [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]:
         return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
+    if adapts_head(facts.adapters):
+        return Decision("tiled_loss", False, "the output head has an adapter")
     if options.dtype == "float16":
         return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
     if not facts.has_plain_head or not trains_in_tiles(facts.config, trust_remote_code=options.trust_remote_code):
