@@ -2,23 +2,14 @@
 
 from pathlib import Path
 
-<<<<<<< HEAD
-from dsft.api import plan
-from dsft.cli.commands import PlanOptions
-from dsft.cli.plan import read_machines
-from dsft.errors import UserError
-from dsft.models.measure import USUAL_MODELS
-from dsft.units import GiB
-=======
 from dsft.config.deepspeed import offloads
 from dsft.config.options import TrainConfig
-from dsft.models.size import USUAL_MODELS
+from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import RESERVE_BYTES, all_plans
 from dsft.planner.speed import CARDS
 from dsft.run_setup.resolve import TrainingRun, resolve_offline
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
->>>>>>> c9928744 (The page of GPU memory is one table of the least that each model needs; CPU ranks count the process's own size; adapted heads are planned without tiles)
 
 SEQ_LEN = 2048
 COLUMNS = {

@@ -8,13 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-<<<<<<< HEAD
-from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file, stage
-from dsft.models.measure import ModelSize
-=======
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
-from dsft.models.size import ModelSize
->>>>>>> c9928744 (The page of GPU memory is one table of the least that each model needs; CPU ranks count the process's own size; adapted heads are planned without tiles)
+from dsft.models.measure import ModelSize
 from dsft.planner.activations import LIGER_MODELS
 from dsft.planner.memory import (
     DEEPSPEED_OPTIMIZERS,
