@@ -55,12 +55,13 @@ def test_every_step_is_shown_and_what_to_do_next(short, capsys):
     out = capsys.readouterr().out
     assert out.count("  before:") == out.count("  after:") == quickstart.NUM_SHOWN
     assert "after LoRA: 0 of 20 unseen orders answered right" in out and f"dsft chat {short}/merged" in out
-    results = read_json(short / "perplexity" / "perplexity.json")["results"]
+    results = read_json(short / "runs" / "perplexity" / "perplexity.json")["results"]
     assert len(results) == 4
     trained = read_json(short / "runs" / "lora" / "run.json")["results"]["eval_perplexity"]
     merged = {result["mode"]: result for result in results if result["model"].endswith("merged")}
     assert merged["answers"]["perplexity"] == pytest.approx(trained, rel=1e-4)
-    assert "<svg" in (short / "report.html").read_text()
+    page = (short / "report.html").read_text()
+    assert "<svg" in page and "ratio (95 %)" in page
 
 
 @pytest.mark.launch
@@ -140,7 +141,7 @@ def downloaded(monkeypatch) -> None:
 
 def test_a_quickstart_replaces_what_an_earlier_one_made_and_nothing_else(tmp_path, monkeypatch, downloaded):
     kept = ["lora.yaml", "orders/train.jsonl", "runs/mine/run.json", "notes.txt"]
-    write_files(tmp_path, [*kept, "runs/full/run.json", "runs/lora/final/a", "merged/a", "perplexity/a", "base/a"])
+    write_files(tmp_path, [*kept, "runs/full/run.json", "runs/lora/final/a", "merged/a", "runs/perplexity/a", "base/a"])
     monkeypatch.setattr(quickstart, "STEPS", {"nothing": "--version"})
     main(["quickstart", str(tmp_path)])
     assert files_of(tmp_path) == {*kept, "orders/held_out.jsonl", "corpus/held_out.jsonl"}

@@ -260,7 +260,7 @@ COMMANDS = {
         "one page about runs: curves, perplexity, memory, time, options",
         "dsft.cli.report:run_report",
         ReportOptions,
-        details="Results of dsft eval in a run's folder, or in one beside it, are part of the page.",
+        details="Results of dsft eval over several models in a run's folder, or beside it, are part of the page.",
     ),
     "launch": Command(
         "train or eval on many nodes, which are examined first",

@@ -38,7 +38,7 @@ STEPS = {
     "the adapter merged into a plain Hugging Face folder": "merge {folder}/runs/lora {folder}/merged",
     "perplexity before and after, of held-out orders and of other text": (
         "eval --model {base} {folder}/merged --data {folder}/orders/held_out.jsonl {folder}/corpus/held_out.jsonl"
-        " --seq_len 512 --output_dir {folder}/perplexity"
+        " --seq_len 512 --output_dir {folder}/runs/perplexity"
     ),
     "one page about the training": "report {folder}/runs/lora --out {folder}/report.html",
 }
@@ -209,7 +209,7 @@ def run(options: QuickstartOptions) -> None:
     start, folder = time.perf_counter(), _folder(options)
     if folder.exists() and any(folder.iterdir()) and not (folder / "lora.yaml").is_file():
         raise UserError(f"{folder}: exists and is not a quickstart folder; choose a new one")
-    for old in ("base", "download", "runs/full", "runs/lora", "merged", "perplexity"):
+    for old in ("base", "download", "runs/full", "runs/lora", "merged", "runs/perplexity"):
         shutil.rmtree(folder / old, ignore_errors=True)
     base, steps = folder / "base", STEPS
     write_orders(folder, base=base)

@@ -17,6 +17,8 @@ import yaml
 from dsft.checkpoints.run_folder import METRICS, read_options_of_run, read_run, samples_in
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
+from dsft.perplexity.compare import compare_results, read_evaluations
+from dsft.perplexity.results import REPORTS
 from dsft.perplexity.sums import in_words
 from dsft.report.charts import NUM_COLOURS, Curve, draw
 from dsft.runtime.disk import is_held
@@ -93,6 +95,7 @@ def write_report(folders: list[str], out: Path | None = None) -> Path:
     html = environment.from_string(template).render(
         title=" · ".join(run.name for run in runs),
         headline=headline(runs),
+        perplexities=perplexities(runs),
         charts=charts(runs),
         tables=tables(runs),
         folded=folded(runs),
@@ -173,6 +176,23 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
                 )
                 curves.append(curve)
     return curves
+
+
+def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
+    """Return a table for each folder of results of several models, in a run's folder or beside it."""
+    files: list[Path] = []
+    for run in runs:
+        files += sorted([*run.folder.glob(f"*/{REPORTS}"), *run.folder.parent.glob(f"*/{REPORTS}")])
+    tables = {}
+    for file in dict.fromkeys(files):
+        try:
+            overview = compare_results(read_evaluations([str(file)])).overview()
+        except UserError:  # of one model, or of different texts
+            continue
+        rows = zip(*(column.cells for column in overview.columns), strict=True)
+        titles = [str(column.header) for column in overview.columns]
+        tables[f"Perplexity: {file.parent.name}"] = [titles, *map(list, rows)]
+    return tables
 
 
 def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
