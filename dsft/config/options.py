@@ -206,7 +206,7 @@ class DataFields:
     glob, a folder of files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
     data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
     """auto goes by the columns of each source, see docs/data.md."""
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, str | list[str]] = field(default_factory=dict)
     """Columns of a table that become a chat, such as {user: question, assistant: answer}; user may list several, system
     and history may be there too. {messages: COLUMN} names a column that holds whole chats."""
     as_chat: bool = False

@@ -429,8 +429,11 @@ def convert(value: Any, hint: Any) -> Any:
                 value = json.loads(value, object_pairs_hook=unique_keys)
             except DuplicateKey as error:
                 raise ValueError(f"duplicate key {error}; keep one") from None
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(f"not valid JSON ({error})") from None
+            except (json.JSONDecodeError, RecursionError):
+                try:
+                    value = yaml.safe_load(value)  # {key: text}, as in a file
+                except yaml.YAMLError as error:
+                    raise ValueError(f"neither JSON nor YAML ({one_line(error)})") from None
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping, got {value!r}")
         key_type, value_type = arguments or (Any, Any)
