@@ -13,7 +13,7 @@ import yaml
 from dsft.cli.commands import InitOptions
 from dsft.config.options import TrainConfig
 from dsft.data.formats import columns_line, format_rules, suggest_columns
-from dsft.data.sources import Row, Source, find_sources, read_file
+from dsft.data.sources import Row, Source, ending, find_sources, read_file
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import show_text
 
@@ -35,7 +35,7 @@ def run(options: InitOptions) -> None:
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
     raise_if_any(problems)
     shape, fraction, rate, epochs, batch = "", 0.02, RATES[options.method], 1, 64
-    if sources[0].files:  # what is on the hub is not downloaded for it
+    if sources[0].files:  # nothing is downloaded from the hub
         rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
         fraction = _held_out_share(sources[0], len(rows))
@@ -89,6 +89,6 @@ def _held_out_share(source: Source, number: int) -> float:
     """
     if number == COUNTED_ROWS:
         return 0.02
-    if number >= 10 or source.files[0].endswith(".txt"):
+    if number >= 10 or ending(source.files[0]) == ".txt":
         return 0.1
     return 0.5 if number > 1 else 0.0

@@ -58,11 +58,6 @@ class Row(NamedTuple):
     values: dict[str, Any]  # by column
     number: int  # from 1 in its file or data set: the line where the format has lines, else the row
 
-    def label(self, column: str | None) -> str:
-        """The value of a column as the name of a source or group; a null and a missing one are alike."""
-        value = self.values.get(column)
-        return "(none)" if value is None else str(value)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -338,7 +333,8 @@ def _read_json(path: str) -> Iterator[Row]:
                 try:
                     row = json.loads(line.decode())
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{path}, line {number}: not valid JSON ({one_line(error)})") from None
+                    kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+                    raise UserError(f"{path}, line {number}: not valid {kind} ({one_line(error)})") from None
             if not isinstance(row, dict):
                 raise UserError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
             yield Row(row, number)

@@ -26,14 +26,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import Chat, FormatRules, FormattedSource
@@ -231,7 +231,8 @@ def prepare(
         return Store(place)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_name(f"{place.name}.lock")):
+        lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)  # a soft one outlives a kill
+        with lock.acquire(cancel_check=watchdog.heartbeat):  # however long another process is at work that has it
             if not (place / FACTS).is_file():
                 _write(data, tokenizer, place, preparation, show_progress)
     except (OSError, NotImplementedError) as error:
@@ -240,20 +241,6 @@ def prepare(
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return Store(place)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock, however long another process is at work that holds it."""
-    lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a killed process
-    while not lock.is_locked:
-        with suppress(Timeout):
-            lock.acquire(timeout=1)
-        watchdog.heartbeat()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write(

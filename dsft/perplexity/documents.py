@@ -224,7 +224,8 @@ def group_documents(column: str, data: FormattedSource, config: EvalConfig, wind
     if column not in columns:
         raise UserError(f"group_by={column}: no such column in {data.source.name}; it has {', '.join(columns)}")
     rows = (row for batch in data.batches() for row in batch.rows)
-    labels = [row.label(column) for row in islice(rows, config.max_documents)]
+    values = [row.values.get(column) for row in islice(rows, config.max_documents)]
+    labels = ["(none)" if value is None else str(value) for value in values]
     if len(set(labels)) > MOST_GROUPS:
         raise UserError(f"group_by={column}: the column has more than {MOST_GROUPS:,} values; name another")
     if len(labels) != len(windows.document_ends):

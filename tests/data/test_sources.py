@@ -113,7 +113,7 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON (Expecting value: line 1 column"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid JSON ('utf-8' codec"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not valid UTF-8 ('utf-8' codec"),
         ("a.jsonl", b"[1]\n", "a.jsonl, line 1: expected a JSON object, got list"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json cannot be read as json: Expecting value: line 2"),
