@@ -54,8 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     evaluations = []
     for evaluation in evaluate(config, problems, progress=True):
         evaluations.append(evaluation)
-        if distributed.rank() == 0:
+        if distributed.rank():
+            continue
+        if len(config.model) == 1 or evaluation.groups or evaluation.divergence:
             print_table(evaluation.title, evaluation.summary())
+        else:  # the table of all models follows
+            say(f"{evaluation.title}: {evaluation.summary()['perplexity']}")
     if distributed.rank() == 0:
         print_together(evaluations)
     distributed.stop_ranks()

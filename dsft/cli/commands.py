@@ -219,16 +219,17 @@ _TRAIN = """model dtype method lora_r adapter data chat_template seq_len train_o
     resume_from_checkpoint hostfile num_gpus"""
 _EVAL = "run model dtype data seq_len mode stride max_documents zero batch_tokens output_dir hostfile num_gpus"
 _DOCTOR = """\
-  dsft doctor                                    this machine
-  dsft doctor --hostfile H --config run.yaml     every host of H through ssh, and the run's output folder
-  dsft doctor --hostfile H --quick               what dsft launch does by default
-  srun -n 16 dsft doctor                         the ranks that a launcher starts, without ssh: also
-                                                 mpirun -n 16 dsft doctor, torchrun, deepspeed and
-                                                 accelerate launch ... --module dsft.cli.doctor
+  dsft doctor                                  this machine
+  dsft doctor --hostfile H --config run.yaml   every host of H through ssh
+  dsft doctor --hostfile H --quick             what dsft launch does by default
+  srun -n 16 dsft doctor                       the ranks of a launcher, no ssh
 
-It looks before any training process starts: drivers, versions, ports, clocks, memory and disks of every node, then a
-sum over all ranks and its rate. docs/doctor.md explains each finding.
-Options that are not listed here are the run's own, as dsft train takes them (--output_dir ...).
+mpirun -n 16 dsft doctor works as srun does. torchrun, deepspeed and
+accelerate launch start it with --module dsft.cli.doctor.
+It looks before any training process starts: drivers, versions, ports, clocks,
+memory and disks of every node, then a sum over all ranks and its rate.
+docs/doctor.md explains each finding. Options that are not listed here are the
+run's own, as dsft train takes them (--output_dir ...).
 Exit code 0 without errors, 2 with."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
 _PLANNED = """\

@@ -64,7 +64,9 @@ def commands_help() -> str:
 def command_help(name: str, *, everything: bool) -> str:
     """Returns what a command does and its options: the common ones, or every one."""
     command, width = COMMANDS[name], min(shutil.get_terminal_size().columns, 100)
-    lines = [usage(name), "", f"{command.summary[0].upper()}{command.summary[1:]}.", *command.details.splitlines()]
+    lines = [usage(name), "", f"{command.summary[0].upper()}{command.summary[1:]}."]
+    for line in command.details.splitlines():
+        lines += textwrap.wrap(line, width) or [""]
     for group in command_groups(command):
         shown = [field for field in group.fields if everything or not command.common or field.name in command.common]
         if shown:
