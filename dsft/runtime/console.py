@@ -121,7 +121,16 @@ def show_text(text: str, *, is_command: bool = False, file: TextIO | None = None
     if isinstance(screen, _Both):
         screen.write_to_file(f"{text}\n")
         screen = screen.screen
-    print(in_columns(text, is_terminal=screen.isatty(), is_command=is_command), file=screen, flush=True)
+    try:
+        print(in_columns(text, is_terminal=screen.isatty(), is_command=is_command), file=screen, flush=True)
+    except OSError:
+        _drop(screen)
+
+
+def _drop(screen: TextIO) -> None:
+    """Let what is printed from now on vanish: a closed pipe or terminal, or a full disk, must not end a training."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), screen.fileno())
 
 
 LOGS = "logs"  # folder in the run's, with a file per rank, on its node: `rank_3.log`
@@ -129,32 +138,51 @@ COLOUR = re.compile(r"\033\[[\d;]*m")
 
 
 class _Both:
-    """A text stream that also writes to a file, without progress bars and colours; everything else is the screen's."""
+    """A text stream that also writes to a file, if there is one, without progress bars and colours; everything else is
+    the screen's. What neither can take is dropped.
+    """
 
-    def __init__(self, screen: TextIO, file: TextIO):
+    def __init__(self, screen: TextIO, file: TextIO | None):
         self.screen, self.file = screen, file
 
     def write(self, text: str) -> int:
         if "\r" not in text:  # a bar
             self.write_to_file(text)
-        return self.screen.write(text)
+        try:
+            self.screen.write(text)
+        except OSError:
+            _drop(self.screen)
+        return len(text)
 
     def write_to_file(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the run; the screen has it
-            self.file.write(COLOUR.sub("", text))
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.write(COLOUR.sub("", text))
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.file.flush()
-        self.screen.flush()
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.flush()
+        try:
+            self.screen.flush()
+        except OSError:
+            _drop(self.screen)
 
     def __getattr__(self, name: str):
         return getattr(self.screen, name)
 
 
+def _watch_screen(file: TextIO | None) -> None:
+    """Print to the screen and the file from now on; an earlier run in this process may have had another file."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, _Both(stream.screen if isinstance(stream, _Both) else stream, file))
+
+
 def log_to_files(output_dir: str, *, append: bool) -> None:
     """Give this rank its file from now on; rank 0 writes to the screen as well. A single rank has the screen alone."""
     if world_size() == 1:
+        _watch_screen(None)
         return
     path = Path(output_dir) / LOGS / f"rank_{rank()}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,10 +193,7 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
     )
     watchdog.set_file("log", path)
     if rank() == 0:
-        # An earlier run in this process may have had another file.
-        sys.stdout, sys.stderr = (
-            _Both(stream.screen if isinstance(stream, _Both) else stream, file) for stream in (sys.stdout, sys.stderr)
-        )
+        _watch_screen(file)
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -62,7 +62,7 @@ from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, P
 from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss
 from dsft.training.metrics import Compute, DataWait, Line, Work, complete, gather, of_sets
-from dsft.units import Batch, in_digits, padded_width
+from dsft.units import Batch, padded_width
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
 """Sampling strategies that give steps other items than a random order does -> words for the run's identity."""
@@ -75,10 +75,10 @@ HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
 LEAST_SCALE = "loss scale already at minimum"
 """What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
 STATES = {
-    "bf16.bf16_optimizer_states": "bfloat16",
     "bf16.bf16_master_weights_and_grads": "bfloat16, moments float32",
+    "bf16.bf16_optimizer_states": "bfloat16",
 }
-"""Setting of DeepSpeed -> the type of its optimizer's states that it gives, for the run's identity."""
+"""Setting of DeepSpeed -> the type of its optimizer's states, for the run's identity; the last one counts."""
 
 
 class PerplexityTrainer(Trainer):
@@ -123,20 +123,7 @@ class PerplexityTrainer(Trainer):
             label_smoothing=args.label_smoothing_factor,
             compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
         )
-        for printer in (PrinterCallback, ProgressCallback):
-            self.remove_callback(printer)
-        # In a notebook transformers' table and bar stay, unless disable_tqdm asks for lines.
-        shows_table = any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks)
-        self.learning, self.plan_check = LearningCheck(model.config.get_text_config().vocab_size), PlanCheck(run.plan)
-        self.early_stopping = None
-        if options.early_stopping_patience:
-            self.early_stopping = EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
-        callbacks = [] if shows_table else [ProgressLog]
-        callbacks += [MetricsFile, self.learning, self.plan_check]
-        callbacks += [self.early_stopping] if self.early_stopping else []
-        for callback in (*callbacks, *(user_code.load("callbacks", each) for each in options.callbacks)):
-            self.add_callback(callback)
-        self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
+        self._set_callbacks(run)
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
         self.work, self.line, self.data_wait = Work(args.device), Line(), DataWait()
@@ -162,31 +149,61 @@ class PerplexityTrainer(Trainer):
         shapes = trained_shapes(model)
         saved = trained_shapes(model) if not isinstance(model, PeftModel) else shapes_of(adapter_parameters(model))
         self._num_saved = sum(map(math.prod, saved.values()))
-        # What a run that resumes must have in common with this one.
-        optimizer = deepspeed_config.get("optimizer") or {}
+        self.run_identity = self._identity(shapes, data, frozen_weights)
+        # As JSON has them, to be compared with those of a checkpoint.
+        taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(user_code.KEYS)
+        self.taken_options = json.loads(json.dumps(taken | user_code.digests(options)))
+
+    def _set_callbacks(self, run: TrainingRun) -> None:
+        options = run.options
+        for printer in (PrinterCallback, ProgressCallback):
+            self.remove_callback(printer)
+        # In a notebook transformers' table and bar stay, unless disable_tqdm asks for lines.
+        if not any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks):
+            self.add_callback(ProgressLog)
+        self.learning = LearningCheck(self.model.config.get_text_config().vocab_size)
+        self.plan_check = PlanCheck(run.plan)
+        for callback in (MetricsFile, self.learning, self.plan_check):
+            self.add_callback(callback)
+        self.early_stopping = None
+        if options.early_stopping_patience:
+            self.early_stopping = EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
+            self.add_callback(self.early_stopping)
+        for name in options.callbacks:
+            self.add_callback(user_code.load("callbacks", name))
+        self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
+
+    def _identity(
+        self, shapes: dict[str, tuple[int, ...]], data: TrainingData, frozen_weights: str | None
+    ) -> dict[str, Any]:
+        """Returns what a run that resumes must have in common with this one."""
+        args, config = self.args, self.args.hf_deepspeed_config.config
+        optimizer = config.get("optimizer") or {}
         unchangeable = {
             "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
             "dataloader_drop_last": args.dataloader_drop_last,
             "learning_rates": json.dumps(self.learning_rates),  # they cut the parameters into groups
-            "states": next((kind for name, kind in STATES.items() if get_value(deepspeed_config, name)), "float32"),
+            "states": "float32",
         }
+        for name, states in STATES.items():
+            if get_value(config, name):
+                unchangeable["states"] = states
         if args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
             unchangeable["learning_rate"] = args.learning_rate
+        if args.metric_for_best_model:  # the best so far is of it
+            unchangeable["metric_for_best_model"] = args.metric_for_best_model
         if frozen_weights:
             unchangeable["content of the frozen weights"] = frozen_weights
-        for name, adapter in getattr(model, "peft_config", {}).items():
+        for name, adapter in getattr(self.model, "peft_config", {}).items():
             scale = {key: value for key, value in vars(adapter).items() if key in ADAPTER_SCALE}
             unchangeable[f"scale of adapter {name}"] = json.dumps(scale, sort_keys=True)
-        self.run_identity = run_identity(
+        return run_identity(
             shapes,
             data=data.items.identity | {"order of data": ORDERS.get(data.strategy, "drawn at random")},
             seed=shuffle_seed(vars(args)),
-            sequences_per_step=per_step,
+            sequences_per_step=self.sequences_per_step,
             options=unchangeable,
         )
-        # As JSON has them, to be compared with those of a checkpoint.
-        of_code = dict.fromkeys(user_code.KEYS) | user_code.digests(options)
-        self.taken_options = json.loads(json.dumps({name: getattr(args, name) for name in TAKEN} | of_code))
 
     @property
     def totals(self) -> dict[str, float]:
@@ -241,13 +258,6 @@ class PerplexityTrainer(Trainer):
         for each in (*self.callback_handler.callbacks, self.control):
             if isinstance(each, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(each).__name__, each.state())
-        # The best so far is of the metric that was asked for then, whose values another's must not be compared to.
-        best, metric = self.state.best_metric, self.args.metric_for_best_model
-        if best is not None and metric is not None:
-            name = f"eval_{metric.removeprefix('eval_')}"
-            if math.isfinite(best) and best not in (entry.get(name) for entry in self.state.log_history):
-                say(f"note: no earlier evaluation has {in_digits(best)} as {name}: the best is looked for from here on")
-                self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return started
 
     def _prepare_for_training(
@@ -516,11 +526,11 @@ class PerplexityTrainer(Trainer):
             "runtime": time.perf_counter() - start,
         }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        samples = {
-            name.format(number): text
-            for number, (prompt, answer) in enumerate(zip(self.data.prompts, answers, strict=True), start=1)
-            for name, text in zip(SAMPLE, (prompt.text, answer), strict=True)
-        }
+        samples = {}
+        for number, (prompt, answer) in enumerate(zip(self.data.prompts, answers, strict=True), start=1):
+            prompt_name, answer_name = SAMPLE
+            samples[prompt_name.format(number)] = prompt.text
+            samples[answer_name.format(number)] = answer
         self.line = gather()
         self.log(metrics | samples)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -71,13 +71,6 @@ def test_held_out_data_is_evaluated_each_epoch_and_the_best_model_is_saved_when_
     assert with_defaults(unnamed)["metric_for_best_model"] == "loss", "without one no checkpoint would be saved"
 
 
-def test_of_two_names_for_activation_checkpointing_transformers_gets_one():
-    old = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    values = with_defaults(TrainConfig(training=old))
-    assert values["activation_checkpointing_kwargs"] == {"use_reentrant": True}
-    assert not values.keys() & old.keys()
-
-
 def _told(many: list[TrainConfig]) -> list[dict]:
     names = (
         "per_device_train_batch_size",
@@ -328,11 +321,6 @@ def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_
     assert "global_batch_size" not in str(error.value) and "smaller per_device_train_batch_size" in str(error.value)
 
 
-@pytest.mark.parametrize("manifest", [None, {"world_size": 2}])
-def test_a_checkpoint_of_another_tool_tells_no_batch(tmp_path, manifest):
-    assert keep_global_batch(TrainConfig(), checkpoint(tmp_path, manifest), 3) == []
-
-
 def size_of(options: dict, *, stage: int | None = None, dtype: str = "float32", **parameters: int):
     problems: list[str] = []
     config = make_config(TrainConfig, {"model": "m", "data": ["d"], "output_dir": "out"} | options, problems)
@@ -383,9 +371,3 @@ def test_stage_3_writes_no_second_copy_of_the_weights_and_weights_alone_have_no_
     assert size_of({}, dtype=dtype) == sizes[2], "the stage that writes least, where none is known"
     without = size_of({"save_only_model": True}, stage=2, dtype=dtype)
     assert without.checkpoint_bytes == without.final_bytes == sizes[0].final_bytes
-
-
-def test_all_that_lies_there_at_once_is_the_final_model_and_the_checkpoints():
-    size = size_of({"save_total_limit": 4}, stage=2)
-    assert size.total_bytes == size.final_bytes + 5 * size.checkpoint_bytes
-    assert size_of({"save_strategy": "no"}, stage=2).total_bytes == size.final_bytes

@@ -4,10 +4,7 @@ import json
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
-
-from dsft.models.chat_template import PRESETS, load_template
 
 STARTS = """
 import json, sys
@@ -84,14 +81,3 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
     starts = ["run=old: holds no final model yet", "data: gone.jsonl does not exist"]
     problems = json.loads(of_run)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
-
-
-def test_templates_are_jinja_with_the_tags_of_transformers(tmp_path):
-    for preset in PRESETS:
-        assert load_template(preset)
-    file = tmp_path / "own.jinja"
-    file.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
-    assert load_template(str(file)) == file.read_text()
-    file.write_text("{{ messages | no_such_filter }}")
-    with pytest.raises(ValueError, match="own.jinja, line 1: not valid Jinja .*no_such_filter"):
-        load_template(str(file))

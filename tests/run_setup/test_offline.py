@@ -13,7 +13,6 @@ from dsft.cli.main import main
 from dsft.cli.plan_answers import describe_question
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.errors import UserError
 from dsft.models import probes
 from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import as_dict
@@ -79,12 +78,6 @@ def test_a_flag_goes_over_the_config_and_bad_options_are_those_of_a_training(ask
         assert ended.value.code == 2 and problem in capsys.readouterr().err
 
 
-def test_data_that_is_not_here_is_named(asked, capsys):
-    main(["plan", "--model", asked()["model"], "--seq_len", "32", "--gpus", "8x80GB", "--data", "nowhere.jsonl"])
-    printed = capsys.readouterr().err
-    assert "the data cannot be read here" in printed and "nowhere.jsonl" in printed
-
-
 def test_the_question_names_the_adapter_that_is_trained_further_and_the_size_has_its_rank(asked, tiny, tmp_path):
     adapter = str(tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
@@ -101,24 +94,11 @@ def test_auto_is_what_the_card_computes_in():
     assert auto_dtype(dataclasses.replace(EIGHT_GPUS, has_gpu=False)) == "float32"
 
 
-def test_all_problems_come_at_once(asked):
-    problems: list[str] = []
-    config = make_config(TrainConfig, asked(zero="7", global_batch_size=9, seq_lenn=3), problems)
-    with pytest.raises(UserError) as caught:
-        resolve_offline(config, EIGHT_GPUS, problems=problems)
-    assert len(caught.value.problems) == 3
-
-
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "Qwen/Qwen2.5-0.5B"])
 def test_a_usual_model_is_planned_without_the_hub(name):
     run = resolve_offline(TrainConfig(model=name, method="lora", training={"use_liger_kernel": False}), EIGHT_GPUS)
     assert run.model.size.num_layers == USUAL_MODELS[name]["num_hidden_layers"]
     assert run.notes == []
-
-
-def test_a_revision_of_a_usual_model_is_not_taken_from_the_package():
-    with pytest.raises(UserError, match="no causal language model can be built"):
-        resolve_offline(TrainConfig(model="Qwen/Qwen2.5-0.5B", revision="v2"), EIGHT_GPUS)
 
 
 @pytest.mark.parametrize("kernels", grid(["none computes", "tried"], ["none computes"]))

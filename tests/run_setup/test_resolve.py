@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from conftest import grid
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, write_jsonl, write_model
-from transformers import AutoConfig
 
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.readback import trained_shapes
@@ -109,13 +107,6 @@ def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(option
     assert run.options.value("gradient_accumulation_steps") == 4
 
 
-def test_a_json_whose_optimizer_has_no_learning_rate_trains_with_that_of_the_options(resolved, tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}))
-    run = resolved(zero=str(file))
-    assert run.plan.deepspeed_config["optimizer"] == {"type": "AdamW", "params": {"lr": "auto"}}
-
-
 def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     def decided(step: int | None, **changes):
         run = tmp_path / f"run-{step}"
@@ -204,18 +195,6 @@ def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsy
     main(["plan", *words, "--global_batch_size", "64", "--gpus", "8x80GB", "--json"])
     on_paper = json.loads(capsys.readouterr().out)["chosen"]
     assert on_paper == json.loads(json.dumps(as_dict(run.plan) | {"reason": run.reason}))
-
-
-def test_the_model_s_config_is_read_once(resolved, monkeypatch):
-    read, callers = AutoConfig.from_pretrained, []
-
-    def spy(name, *arguments, **options):
-        callers.append(sys._getframe(1).f_globals["__name__"])
-        return read(name, *arguments, **options)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
-    resolved(method="lora", packing=True)
-    assert [name for name in callers if name.startswith("dsft")] == ["dsft.models.measure"], callers
 
 
 def test_what_ends_every_rank_is_found_before_one_starts(options, tiny, tmp_path, monkeypatch):

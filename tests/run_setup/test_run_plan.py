@@ -14,7 +14,7 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
-from dsft.planner.choose import NAMES, SEQUENCES_PER_RANK
+from dsft.planner.choose import SEQUENCES_PER_RANK
 from dsft.planner.memory import Job
 from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
@@ -95,15 +95,6 @@ def test_an_option_that_is_given_now_goes_before_the_earlier_plan(facts, tmp_pat
     assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER | expected
 
 
-def test_a_number_of_sequences_that_is_given_now_is_not_ignored(facts, tmp_path):
-    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    for total, expected in ((48, (2, 3)), (96, None)):
-        options = TrainConfig(dtype="bfloat16", global_batch_size=total, training={"output_dir": str(tmp_path)})
-        plan = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint).plan
-        assert 8 * plan.micro_batch * plan.accumulation == total, "a resume with others is refused, not left as it was"
-        assert expected in (None, (plan.micro_batch, plan.accumulation))
-
-
 def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", zero="3", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
@@ -160,24 +151,3 @@ def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path)
     assert smaller_plan(run) is None
     run.plan = dataclasses.replace(plan, device_bytes=1000 * GB)  # with memory_check=false, beyond any card
     assert smaller_plan(run).device_bytes <= EIGHT_GPUS.device_bytes
-
-
-def test_a_smaller_plan_is_one_that_the_training_can_have(tmp_path):
-    """After out of memory, offloads were named that a training with learning rates refuses."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32_000}
-    transformers.LlamaConfig(**GATED | sizes).save_pretrained(tmp_path)
-    facts = measure_model(TrainConfig(model=str(tmp_path / "config.json")))
-
-    def smaller_plans(**options) -> set[str]:
-        config = TrainConfig(dtype="bfloat16", seq_len=256, **options)
-        job = plain_job(facts, config)
-        run = TrainingRun(options=config, machine=EIGHT_GPUS, job=job, plan=choose_plan(job, EIGHT_GPUS).plan)
-        named = set()
-        while smaller := smaller_plan(run):
-            named.add(smaller.zero)
-            run.plan = smaller
-        return named
-
-    of_deepspeed = {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
-    assert smaller_plans() & of_deepspeed
-    assert not smaller_plans(learning_rates={"embed": 0.1}) & of_deepspeed

@@ -69,3 +69,19 @@ def test_the_log_of_a_killed_rank_has_its_last_line(tmp_path):
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "FOLDER": str(tmp_path), "PYTHONUNBUFFERED": ""}
     subprocess.run([sys.executable, "-c", code], env=os.environ | rank, stdout=subprocess.DEVNULL, check=False)
     assert (tmp_path / LOGS / "rank_1.log").read_text().splitlines()[1:] == ["last words"]
+
+
+@pytest.mark.parametrize("screen", ["a closed pipe", "a full disk"])
+def test_a_screen_that_is_gone_or_full_ends_nothing(screen):
+    code = (
+        "import sys; from dsft.runtime.console import _watch_screen, show_text\n"
+        "show_text('a', file=sys.stderr); _watch_screen(None)\n"
+        "for _ in range(9): print('x' * 9999, flush=True); show_text('b', file=sys.stderr)\n"
+    )
+    with open("/dev/full", "w") as full:
+        target = subprocess.PIPE if screen == "a closed pipe" else full
+        with subprocess.Popen([sys.executable, "-c", code], stdout=target, stderr=target) as process:
+            if screen == "a closed pipe":
+                process.stdout.close()
+                process.stderr.close()
+            assert process.wait(120) == 0

@@ -10,7 +10,6 @@ import torch
 from conftest import flags
 from deepspeed.runtime.zero import partition_parameters
 from ranks import on_ranks, run_entry, trained
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,8 +18,6 @@ from dsft.config.options import TrainConfig
 from dsft.data.epoch import Sequences
 from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
-from dsft.models.tokenizer import generate
-from dsft.report.page import read_runs, tables
 from dsft.training import engine
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
@@ -90,19 +87,6 @@ def test_a_window_of_a_single_token_is_no_prompt():
     assert [prompt.ids for prompt in sample_prompts(config, [], tokenizer, held_out)] == [[0, 1], [4, 5]]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"num_beams": 4}, {"num_return_sequences": 2}, {"return_dict_in_generate": True}, {"stop_strings": ["zz"]}],
-    ids=str,
-)
-def test_what_a_generation_config_asks_for_beside_the_likeliest_token_ends_no_training(tiny, asked):
-    model, tokenizer = (auto.from_pretrained(tiny / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    how = {"max_new_tokens": 8, "streamer": engine.Heartbeats()}
-    plain = generate(model, tokenizer, [20, 21, 22], **how)
-    model.generation_config.update(**asked, do_sample=True)
-    assert generate(model, tokenizer, [20, 21, 22], **how) == plain
-
-
 def test_a_generation_config_that_transformers_finds_fault_with_is_saved_as_it_came(tiny, options, tmp_path):
     """Vicuna's, with a temperature and without do_sample: changed, it is refused when the model is saved."""
     model = shutil.copytree(tiny / "model", tmp_path / "model")
@@ -143,22 +127,6 @@ def test_samples_change_nothing_of_the_training(runs):
         for name in ("texts", "no samples")
     )
     assert with_samples == without and len(without) == 2
-
-
-def test_tensorboard_has_them_as_texts_by_the_names_of_the_file(runs):
-    (folder,) = {path.parent for path in (runs[0] / "given").rglob("events.*")}
-    read = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
-    for number, line in enumerate(line for line in entries(runs[0] / "given") if "eval_loss" in line):
-        for name, text in line.items():
-            if isinstance(text, str):
-                event = read.Tensors(f"{name.replace('_', '/', 1)}/text_summary")[number]
-                assert event.step == line["step"] and event.tensor_proto.string_val[0].decode() == text
-
-
-def test_the_report_shows_them(runs):
-    rows = tables(read_runs([str(runs[0] / "texts")]))["Samples of texts"]
-    last = samples_in([line for line in entries(runs[0] / "texts") if "eval_loss" in line][-1])
-    assert rows[-len(last) :] == [["step 2", prompt, answer] for prompt, answer in last]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,11 @@
 """However a run ends, run.json and the report say so: errors before training, killed ranks, disks of one node alone."""
 
-import multiprocessing
-import os
-import signal
-import subprocess
 import time
-from contextlib import ExitStack, suppress
-from itertools import product
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
-from conftest import ROOT, flags, grid, launch_words, needed_cases
+from conftest import flags, grid, needed_cases
 from ranks import run_entry, started_entry
 from tiny import write_jsonl, write_texts
 
@@ -105,80 +99,3 @@ def test_the_error_of_a_rank_on_a_disk_of_its_own_is_recorded_on_that_of_rank_0(
     assert not (tmp_path / "node-1" / "run" / "run.json").exists()
     status, error = end_of(tmp_path / "node-0" / "run", seconds=60)
     assert status == "failed" and error.startswith("rank 1 on ") and "this GPU has had enough" in error
-
-
-def processes_of(job: Path) -> list[psutil.Process]:
-    """Launchers, ranks, and those beside them, wherever they stand: all have the variable."""
-    members = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("JOB_OF_TEST") == str(job):
-                members.append(process)
-    return members
-
-
-def is_alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-@pytest.mark.parametrize(
-    ("launcher", "phase"),
-    grid(
-        product(("ranks", "deepspeed", "torchrun", "dsft"), ("loading", "training")),
-        quick=[("ranks", "training")],
-    ),
-)
-def test_a_launcher_that_is_killed_with_its_process_group_leaves_nothing(options, tmp_path, launcher, phase):
-    """deepspeed's ranks are killed with it, as those that are forked here, those of torchrun and `dsft train` are in
-    groups of their own.
-    """
-    words = options(tmp_path / "run", max_steps=10_000, lost_timeout=10, logging_steps=1)
-    temporary, log, metrics = tmp_path / "tmp", tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
-    temporary.mkdir()
-    variables = {"TMPDIR": str(temporary)}
-    mine = variables | {"JOB_OF_TEST": str(tmp_path)}
-    begun = {
-        "loading": (tmp_path / "run" / "run.json").exists,
-        "training": lambda: metrics.exists() and '"step": 2' in metrics.read_text(),
-    }
-    with ExitStack() as stack:
-        if launcher == "ranks":
-            stack.enter_context(started_entry("dsft.train", flags(words), world=2, folder=ROOT, **mine))
-            # Their variables are not to be seen from outside: those of a forked process are of its beginning.
-            started = [psutil.Process(rank.pid) for rank in multiprocessing.active_children()]
-            assert len(started) == 2
-        else:
-            start = ["dsft", "train", "--num_gpus", "2"] if launcher == "dsft" else launch_words(launcher, "train")
-            process = subprocess.Popen(
-                [*start, *flags(words)],
-                cwd=ROOT,
-                env=os.environ | mine,
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            started = [psutil.Process(process.pid)]
-        try:
-            until = time.monotonic() + 600
-            while not begun[phase]() and all(map(is_alive, started)) and time.monotonic() < until:
-                time.sleep(0.2)
-            assert all(map(is_alive, started)), log.read_text()[-3000:] if log.exists() else ""
-            for each in started:
-                each.kill() if launcher == "ranks" else os.killpg(each.pid, signal.SIGKILL)
-            until = time.monotonic() + 120
-            while (left := [*filter(is_alive, started), *processes_of(tmp_path)]) and time.monotonic() < until:
-                time.sleep(0.2)
-            assert not left, log.read_text()[-3000:] if log.exists() else left
-        finally:
-            for each in processes_of(tmp_path):
-                with suppress(psutil.Error):
-                    each.kill()
-    status, error = end_of(tmp_path / "run")
-    # Ranks that live on are asked to end, and save where they can.
-    assert status in ("failed", "preempted", "killed"), (status, error)
-    again = run_entry("dsft.train", flags(words | {"max_steps": 1, "overwrite": True}), folder=ROOT, **variables)
-    assert again.returncode == 0, again.stderr[-3000:]
-    # torchrun leaves a folder of a few bytes after every start, whatever its end.
-    assert [path for path in temporary.iterdir() if not path.name.startswith("torchelastic_")] == []

@@ -23,7 +23,6 @@ from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsft.runtime import console
-from dsft.runtime.console import _Both
 from dsft.training import run as run_module
 from dsft.training.callbacks import LearningCheck, ProgressLog
 from dsft.training.metrics import Compute, Line, Sums, Work, complete
@@ -199,14 +198,6 @@ def test_where_no_bar_is_seen_lines_say_how_far_the_work_is(monkeypatch, capsys)
     with console.progress_bar(is_shown=True, total=2, desc="Perplexity") as bar:
         bar.update(2)
     assert capsys.readouterr().err == "", "work of seconds has no line"
-
-
-def test_bars_on_the_terminal_are_not_in_the_rank_log(tmp_path):
-    screen, file = io.StringIO(), io.StringIO()
-    both = _Both(screen, file)
-    for text in ("a line\n", "\rPerplexity:  10%", "\r    \r", "\033[31mdsft: error: \033[0manother\n"):
-        both.write(text)
-    assert screen.getvalue().count("\r") == 3 and file.getvalue() == "a line\ndsft: error: another\n"
 
 
 @pytest.mark.parametrize(("columns", "is_terminal"), [(40, True), (80, True), (40, False)])
