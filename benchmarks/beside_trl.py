@@ -119,7 +119,7 @@ def dsft_options(args: argparse.Namespace, method: str, run: Path) -> dict:
         "data": [str(args.folder / "train.jsonl")],
         "seq_len": 256,
         "dtype": "float32",
-        "zero": "0",
+        "zero": "1",  # under 0 in float32 DeepSpeed keeps no norm of the gradients
         "output_dir": str(run / "run"),
         "method": method,
         **({f"lora_{name.removeprefix('lora_')}": value for name, value in LORA.items()} if method == "lora" else {}),

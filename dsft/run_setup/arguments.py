@@ -200,10 +200,10 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
 def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
     """The option activation_checkpointing_kwargs, by either name, a dict or JSON; ValueError where it is neither."""
     given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
-    how = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(how, dict):
+    kwargs = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(kwargs, dict):
         raise ValueError(f"activation_checkpointing_kwargs={given}: must be a JSON object")
-    return dict(how)
+    return dict(kwargs)
 
 
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
@@ -217,13 +217,13 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         # The engine counts each rank's micro batches, also where ranks share sequences.
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
     }
-    how = checkpointing_kwargs(options)
+    kwargs = checkpointing_kwargs(options)
     if not has_gpu():
-        how.pop("offload", None)  # activations are in host memory anyhow, of which none is pinned
-    if plan.activation_checkpointing and how.get("every_n_layers", 1) != plan.checkpoint_every:
-        how["every_n_layers"] = plan.checkpoint_every
-    if how:
-        values["activation_checkpointing_kwargs"] = how
+        kwargs.pop("offload", None)  # activations are in host memory anyhow, of which none is pinned
+    if plan.activation_checkpointing and kwargs.get("every_n_layers", 1) != plan.checkpoint_every:
+        kwargs["every_n_layers"] = plan.checkpoint_every
+    if kwargs:
+        values["activation_checkpointing_kwargs"] = kwargs
     values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host waits for no copy to the GPU
     if values.get("use_liger_kernel"):  # its forward with a loss would take the place of tiles
         given = values.get("liger_kernel_config") or {}

