@@ -132,8 +132,8 @@ def rows_of_dsft(args: argparse.Namespace, method: str, run: Path) -> list[dict]
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
     from dsft.data.training_data import load_training_data
-    from dsft.run_setup.resolve import check_run
     from dsft.runtime.hardware import this_machine
+    from dsft.setup.decide import check_run
 
     problems: list[str] = []
     options = make_config(TrainConfig, dsft_options(args, method, run), problems)

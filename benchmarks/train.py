@@ -128,8 +128,8 @@ def prepare(folder: Path, rows: list[Row]) -> None:
     from dsft.data.epoch import EpochSampler, PaddedToFullSteps
     from dsft.data.training_data import load_training_data
     from dsft.models.measure import usual_config
-    from dsft.run_setup.resolve import check_run
     from dsft.runtime.hardware import this_machine
+    from dsft.setup.decide import check_run
 
     write_python_docs(folder / "demo")
     small = LlamaConfig(

@@ -24,12 +24,12 @@ from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
 from dsft.perplexity.of_training import evaluation_config
 from dsft.perplexity.results import Evaluation
-from dsft.run_setup.evaluation_checks import check_evaluation
-from dsft.run_setup.resolve import Choice, plan_run, resolve_offline
 from dsft.runtime import distributed
 from dsft.runtime.console import set_up_screen
 from dsft.runtime.distributed import only_run_in
 from dsft.runtime.hardware import Machine, this_machine
+from dsft.setup.decide import Choice, plan_run, resolve_offline
+from dsft.setup.evaluation import check_evaluation
 
 __all__ = [
     "build_model",

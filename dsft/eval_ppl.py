@@ -19,10 +19,10 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.of_training import read_evaluation
-from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables
+from dsft.setup.named_files import check_before_rendezvous
 from dsft.units import plural
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     check_before_rendezvous(config, problems)
     if CHECKS_ALONE in os.environ:
         with quick_imports():
-            from dsft.run_setup.evaluation_checks import check_evaluation
+            from dsft.setup.evaluation import check_evaluation
         check_evaluation(config, problems)
         return
     say("loading PyTorch, transformers and DeepSpeed; a first start also compiles, about a minute")

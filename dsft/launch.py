@@ -49,7 +49,6 @@ from dsft.errors import (
 from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE
 from dsft.job.cause import Cause
 from dsft.perplexity.of_training import read_evaluation
-from dsft.run_setup.named_files import check_named_files
 from dsft.runtime.console import OPERATOR_LOG, show_text
 from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import (
@@ -66,6 +65,7 @@ from dsft.runtime.launcher_env import (
     launcher_variables,
     read_hosts,
 )
+from dsft.setup.named_files import check_named_files
 from dsft.units import plural
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}

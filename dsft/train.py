@@ -29,10 +29,10 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import field_types, make_config, read_config, read_yaml
 from dsft.errors import ends_with_clear_errors, raise_if_any
 from dsft.job import beat as watchdog
-from dsft.run_setup.named_files import check_before_rendezvous
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import say, set_up_screen
 from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables, world_size
+from dsft.setup.named_files import check_before_rendezvous
 
 if TYPE_CHECKING:
     from dsft.training.trainer import PerplexityTrainer
@@ -59,7 +59,7 @@ def finetune_with(options: TrainConfig, problems: Sequence[str] = ()) -> "Perple
     check_before_rendezvous(options, problems)
     if CHECKS_ALONE in os.environ:
         with quick_imports():
-            from dsft.run_setup.resolve import check_start
+            from dsft.setup.decide import check_start
         return check_start(options, problems)
     say("loading PyTorch, transformers and DeepSpeed; a first start also compiles, about a minute")
     set_up_screen()

@@ -7,8 +7,8 @@ from dsft.config.options import TrainConfig
 from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import RESERVE_BYTES, all_plans
 from dsft.planner.speed import CARDS
-from dsft.run_setup.resolve import TrainingRun, resolve_offline
 from dsft.runtime.hardware import Machine
+from dsft.setup.decide import TrainingRun, resolve_offline
 from dsft.units import GB, GiB
 
 SEQ_LEN = 2048

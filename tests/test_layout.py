@@ -101,7 +101,7 @@ FLOORS = {
     "config": 2, "runtime": 2,
     "models": 3,
     "data": 4, "planner": 4, "checkpoints": 4,
-    "perplexity": 5, "run_setup": 5,
+    "perplexity": 5, "setup": 5,
     "training": 6, "launch": 6, "doctor": 6, "api": 6, "report": 6,
     "train": 7, "eval_ppl": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip

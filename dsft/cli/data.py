@@ -15,9 +15,9 @@ from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import raise_if_any, without_second_errors
-from dsft.run_setup.named_files import check_named_files
 from dsft.runtime import quick_imports
 from dsft.runtime.console import show_text
+from dsft.setup.named_files import check_named_files
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:

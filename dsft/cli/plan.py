@@ -13,10 +13,10 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.planner.speed import CARDS, card_of, cards_named, choose_card, parse_interconnect
-from dsft.run_setup.named_files import NOT_NEEDED, check_named_files
 from dsft.runtime import quick_imports
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
 from dsft.runtime.launcher_env import read_hosts
+from dsft.setup.named_files import NOT_NEEDED, check_named_files
 from dsft.units import GB
 
 ASSUMED_GPUS = "8xA100-80GB"

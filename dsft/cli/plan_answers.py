@@ -22,10 +22,10 @@ from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose
 from dsft.planner.evaluation import plan_evaluation
 from dsft.planner.memory import Job, resolve_auto, terms_at_peak
 from dsft.planner.speed import CARDS, card_of
-from dsft.run_setup.alternatives import Alternative, faster_ways, longest_sequence, ways_to_fit
-from dsft.run_setup.resolve import Choice, TrainingRun, plan_run, resolve_offline
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine
+from dsft.setup.alternatives import Alternative, faster_ways, longest_sequence, ways_to_fit
+from dsft.setup.decide import Choice, TrainingRun, plan_run, resolve_offline
 from dsft.units import GiB, MiB, in_gib, in_time, plural
 
 NOTHING_FITS = 1

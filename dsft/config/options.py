@@ -1,7 +1,7 @@
 """dsft's own options, beside every field of `transformers.TrainingArguments`, and how they are read.
 
 They are values: nothing rewrites them. The decisions of a run give new options, each with its reason (`decide`).
-They are read and checked in `reader.py`, and by `run_setup`.
+They are read and checked in `reader.py`, and by `setup`.
 
 The text under each field is its help: `dsft train --help` and docs/reference.md are made from it, with one group for
 each class, headed by its docstring.

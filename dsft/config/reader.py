@@ -2,7 +2,7 @@
 
 Every value is checked against its field's type and bounds, and options against each other; all problems are collected.
 A flag given twice is one longer list where its field is a list, and a problem elsewhere; a YAML key given twice always
-is one. What needs the model, the data, the machine or the DeepSpeed JSON is checked by `run_setup`.
+is one. What needs the model, the data, the machine or the DeepSpeed JSON is checked by `setup`.
 
 """
 

@@ -17,10 +17,10 @@ import torch
 
 from dsft.perplexity.sums import Perplexity, exp, in_words, ratio_interval
 from dsft.planner.speed import CARDS, card_of, cards_named, flops_per_token
-from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, from_all
 from dsft.runtime.hardware import gpu_utilization, peak_memory_bytes
+from dsft.setup.decide import TrainingRun
 from dsft.units import GiB, in_digits
 
 ROUNDING = 1e-5

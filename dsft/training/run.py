@@ -47,8 +47,6 @@ from dsft.models.tokenizer import stop_at
 from dsft.models.weight_files import safe_unpickling, weights_digest
 from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import checkpointing_flags
-from dsft.run_setup.arguments import training_arguments, with_defaults
-from dsft.run_setup.resolve import TrainingRun, resolve_run, smaller_plan
 from dsft.runtime import distributed
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
@@ -63,6 +61,8 @@ from dsft.runtime.hardware import (
 )
 from dsft.runtime.launcher_env import OPTIONS_FILE, launchers_of
 from dsft.runtime.software import git_commit, versions
+from dsft.setup.arguments import training_arguments, with_defaults
+from dsft.setup.decide import TrainingRun, resolve_run, smaller_plan
 from dsft.training.trainer import PerplexityTrainer
 from dsft.units import Batch, GiB, plural
 

@@ -55,9 +55,9 @@ from dsft.models.sequence_parallel import team_of
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
 from dsft.perplexity.windows import windows_of_held_out
-from dsft.run_setup.resolve import TrainingRun
 from dsft.runtime import distributed
 from dsft.runtime.console import say
+from dsft.setup.decide import TrainingRun
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
 from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss

@@ -22,7 +22,7 @@ from dsft.models.adapters import tokens_of
 from dsft.models.build import adapter_problems, build_model, load_weights
 from dsft.models.measure import load_model_config, measure_model
 from dsft.models.tokenizer import load_tokenizer
-from dsft.run_setup.evaluation_checks import candidate_of
+from dsft.setup.evaluation import candidate_of
 
 IDS = torch.arange(20)[None]
 BASES = {

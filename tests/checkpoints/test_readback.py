@@ -18,7 +18,7 @@ from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.run_setup.resolve import check_start, resume_decisions
+from dsft.setup.decide import check_start, resume_decisions
 
 
 def test_empty_and_missing_tensors_are_named(tmp_path):

@@ -29,7 +29,7 @@ def _lacks_quantisation(setting: Setting) -> str:
 def _lacks_disk(setting: Setting) -> str:
     from dsft.models.measure import measure_model  # here: torch
     from dsft.models.weight_files import weight_bytes_in
-    from dsft.run_setup.arguments import checkpoint_size
+    from dsft.setup.arguments import checkpoint_size
 
     if not weight_bytes_in(str(setting.path("base"))):
         return ""

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 
 from dsft.config.options import TrainConfig
 from dsft.models.measure import measure_model
-from dsft.run_setup.resolve import job_of, plan_run
 from dsft.runtime.hardware import Machine
+from dsft.setup.decide import job_of, plan_run
 from dsft.units import GiB
 from gpu import __main__ as command
 from gpu import examine, faults, files, perplexities

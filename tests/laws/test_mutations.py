@@ -26,8 +26,8 @@ from dsft.config.reader import read_config
 from dsft.data.training_data import load_training_data
 from dsft.errors import UserError
 from dsft.models.build import build_model
-from dsft.run_setup.resolve import resolve_run
 from dsft.runtime.distributed import smallest_machine
+from dsft.setup.decide import resolve_run
 
 OPTIONS = {
     "seq_len": 32,

@@ -13,7 +13,7 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model
 from dsft.models.measure import measure_model
-from dsft.run_setup.arguments import checkpoint_size
+from dsft.setup.arguments import checkpoint_size
 
 FROZEN = {"frozen": ["embed_tokens", r"layers\.0\."]}
 CASES = {

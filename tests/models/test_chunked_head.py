@@ -19,9 +19,9 @@ from dsft.models import chunked_head
 from dsft.models.chunked_head import ChunkedHead, are_same_logits, next_tokens, sums_of_nats, tile_loss
 from dsft.models.measure import measure_model
 from dsft.models.probes import small_model, trains_in_tiles
-from dsft.run_setup.arguments import tiled_loss_decision
-from dsft.run_setup.resolve import TrainingRun, decide_run
 from dsft.runtime.hardware import this_machine
+from dsft.setup.arguments import tiled_loss_decision
+from dsft.setup.decide import TrainingRun, decide_run
 from dsft.units import IGNORED
 
 

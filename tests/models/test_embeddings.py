@@ -16,8 +16,8 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.models.adapters import add_lora, grow_embeddings
 from dsft.models.tokenizer import add_tokens, check_tokenizer
-from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine
+from dsft.setup.decide import check_run
 
 TOKENS = ["<tool>", "<|im_start|>"]
 FIRST, ROWS = 349, 384

@@ -22,8 +22,8 @@ from dsft.models.build import weight_problems
 from dsft.models.measure import max_positions, measure_model
 from dsft.models.model_folder import adapter_base
 from dsft.models.tokenizer import generate, ids_beyond
-from dsft.run_setup.resolve import check_run
 from dsft.runtime.hardware import this_machine
+from dsft.setup.decide import check_run
 
 TWO_RANKS = this_machine(ranks_per_node=2)
 

@@ -23,8 +23,8 @@ from dsft.errors import UserError
 from dsft.models.build import build_model, weight_problems
 from dsft.models.measure import measure_model
 from dsft.models.package import auto_class, from_config, unreached
-from dsft.run_setup.resolve import check_run, resolve_offline
 from dsft.runtime.hardware import Machine
+from dsft.setup.decide import check_run, resolve_offline
 from dsft.units import GB
 
 KINDS = [*CAUSAL, *IMAGE]

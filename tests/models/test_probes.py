@@ -21,8 +21,8 @@ from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules, architecture_problems, small_model, trains_in_tiles
 from dsft.perplexity.scoring import evaluate_windows, form_batches
 from dsft.perplexity.windows import windows_of_sequences
-from dsft.run_setup.resolve import TrainingRun, decide_run
 from dsft.runtime.hardware import this_machine
+from dsft.setup.decide import TrainingRun, decide_run
 from dsft.units import IGNORED
 
 QUICK = ("llama", "gpt2", "mixtral")

@@ -26,9 +26,9 @@ from dsft.models.build import weight_problems
 from dsft.models.measure import measure_model
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.planner.memory import Job, ZeroLayout
-from dsft.run_setup.arguments import ignored_options
-from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import Machine
+from dsft.setup.arguments import ignored_options
+from dsft.setup.evaluation import candidate_of
 
 SECTIONS = {
     "fp8": {"weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},

@@ -32,7 +32,7 @@ from dsft.models.build import check_weights
 from dsft.models.measure import measure_model
 from dsft.models.model_folder import has_only_shards, step_folder
 from dsft.models.weight_files import ZeroShards, load_pickle, safe_unpickling
-from dsft.run_setup.resolve import check_start
+from dsft.setup.decide import check_start
 
 STEP = "checkpoint-2/global_step2"
 

@@ -21,8 +21,8 @@ from dsft.errors import UserError
 from dsft.perplexity.modes import PROTOCOLS, disjoint_spans, mode_problems, protocol_config
 from dsft.perplexity.of_training import evaluation_config
 from dsft.planner.evaluation import plan_evaluation
-from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import this_machine
+from dsft.setup.evaluation import candidate_of
 
 L, STRIDE = 32, 12
 TEXTS = [*sentences(9, seed=5), "", *sentences(3, seed=6)]

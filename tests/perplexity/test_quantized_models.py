@@ -18,8 +18,8 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.evaluation import model_identity
 from dsft.planner.evaluation import plan_evaluation
-from dsft.run_setup.evaluation_checks import candidate_of
 from dsft.runtime.hardware import this_machine
+from dsft.setup.evaluation import candidate_of
 
 ON_DISK = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4),

@@ -12,10 +12,10 @@ from conftest import ROOT
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.run_setup import resolve
 from dsft.runtime import distributed, software
 from dsft.runtime.hardware import Machine
 from dsft.runtime.software import TESTED_PACKAGES, nvcc_problem, offload_problems, untested_versions
+from dsft.setup import decide
 from dsft.units import GB
 
 
@@ -138,7 +138,7 @@ def resolved_without_toolkit(options, monkeypatch, tmp_path):
     import torch.utils.cpp_extension
 
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
-    monkeypatch.setattr(resolve, "has_gpu", lambda: True)
+    monkeypatch.setattr(decide, "has_gpu", lambda: True)
     machine = Machine(nodes=1, ranks_per_node=1, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
 
     def resolved(content: dict):
@@ -146,7 +146,7 @@ def resolved_without_toolkit(options, monkeypatch, tmp_path):
         file.write_text(json.dumps(content))
         problems: list[str] = []
         config = make_config(TrainConfig, options(tmp_path / "run", zero=str(file), learning_rate=1e-4), problems)
-        return resolve.resolve_run(config, machine=machine, problems=problems)
+        return decide.resolve_run(config, machine=machine, problems=problems)
 
     return resolved
 

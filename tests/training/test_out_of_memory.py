@@ -16,8 +16,8 @@ from tiny import GATED, write_texts
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError
-from dsft.run_setup.resolve import choose_plan, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine, memory_errors_explained, which_memory
+from dsft.setup.decide import choose_plan, plan_run, resolve_offline
 from dsft.training.run import out_of_memory_explained
 from dsft.units import GB
 

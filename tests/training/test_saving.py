@@ -18,8 +18,8 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.models.measure import measure_model
 from dsft.models.weight_files import SafetensorsFiles
-from dsft.run_setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.runtime import distributed
+from dsft.setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.training import run
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")

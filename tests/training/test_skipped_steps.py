@@ -8,7 +8,7 @@ from ranks import on_ranks, train
 from safetensors.torch import load_file
 
 from dsft.errors import TrainingStopped
-from dsft.run_setup import arguments
+from dsft.setup import arguments
 from dsft.training.callbacks import MOST_SKIPPED, MOST_SKIPPED_IN_FP16, SkippedSteps
 from dsft.training.trainer import PerplexityTrainer
 

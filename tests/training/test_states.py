@@ -12,7 +12,7 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.models.measure import measure_model
 from dsft.models.weight_files import FP32, ZeroShards
-from dsft.run_setup.arguments import checkpoint_size
+from dsft.setup.arguments import checkpoint_size
 
 STEPS, SAVED_AT = 5, 3
 RUNS = {

@@ -17,9 +17,9 @@ from dsft.models import probes
 from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
-from dsft.run_setup import resolve
-from dsft.run_setup.resolve import auto_dtype, resolve_offline, resolve_run
 from dsft.runtime.hardware import Machine, this_machine
+from dsft.setup import decide
+from dsft.setup.decide import auto_dtype, resolve_offline, resolve_run
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(
@@ -110,11 +110,11 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
     assert on_gpus.job.attention == "flash" and any("flex_attention" in note for note in on_gpus.notes)
     for other in ({"dtype": "float32"}, {"attn_implementation": "eager"}):
         assert resolve_offline(dataclasses.replace(options, **other), EIGHT_GPUS).job.attention == "eager"
-    monkeypatch.setattr(resolve, "has_gpu", lambda: True)  # one on which neither kernel computes: here the CPU
+    monkeypatch.setattr(decide, "has_gpu", lambda: True)  # one on which neither kernel computes: here the CPU
     if kernels == "tried":  # flex attention is compiled for it, which takes seconds
         monkeypatch.setattr(probes, "has_gpu", lambda: True)
     else:
-        monkeypatch.setattr(resolve, "attention_like_eager", lambda *_, **__: None)
+        monkeypatch.setattr(decide, "attention_like_eager", lambda *_, **__: None)
     without = resolve_offline(options, this_machine())
     assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
 
@@ -123,8 +123,8 @@ def test_a_plan_of_this_machine_takes_torch_s_adam_where_a_training_does(asked, 
     """It takes 8 bytes more of a parameter while it updates: the plan fitted, and the training was refused."""
     file = tmp_path / "own.json"
     file.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}))
-    monkeypatch.setattr(resolve, "has_gpu", lambda: True)
-    monkeypatch.setattr(resolve, "nvcc_problem", lambda: "nvcc is not installed")
+    monkeypatch.setattr(decide, "has_gpu", lambda: True)
+    monkeypatch.setattr(decide, "nvcc_problem", lambda: "nvcc is not installed")
     config = make_config(TrainConfig, asked(zero=str(file)), [])
     for measured in (True, False):
         run = resolve_offline(config, dataclasses.replace(EIGHT_GPUS, measured=measured))

@@ -1,6 +1,6 @@
 """What follows from the options of a training: what is decided in the user's place and why, transformers' arguments,
 which options it, DeepSpeed or the machine refuse, which have no effect, and the bytes on its disk. Pure: decisions and
-problems are returned, and `resolve.py` applies them.
+problems are returned, and `decide.py` applies them.
 
 What the options show by themselves is checked in `config/reader.py`.
 """

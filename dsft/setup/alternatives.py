@@ -13,8 +13,8 @@ from dsft.planner.activations import Attention, attention_of
 from dsft.planner.choose import Plan
 from dsft.planner.memory import DEFAULT_OPTIMIZER
 from dsft.planner.speed import CARDS, card_of
-from dsft.run_setup.resolve import TrainingRun, plan_run, resolve_offline
 from dsft.runtime.hardware import Machine
+from dsft.setup.decide import TrainingRun, plan_run, resolve_offline
 
 BFLOAT16_STATES = {"states": "bfloat16"}
 CLEARLY_FASTER = 1.1

@@ -13,9 +13,9 @@ from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
-from dsft.run_setup.arguments import check_hub
-from dsft.run_setup.resolve import check_run, resume_decisions
 from dsft.runtime.hardware import this_machine
+from dsft.setup.arguments import check_hub
+from dsft.setup.decide import check_run, resume_decisions
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ from dsft.models.measure import measure_model
 from dsft.models.probes import Packing
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
-from dsft.run_setup import resolve
-from dsft.run_setup.arguments import keep_global_batch
-from dsft.run_setup.resolve import TrainingRun, check_start, resolve_run, resume_decisions
 from dsft.runtime.hardware import Machine
+from dsft.setup import decide
+from dsft.setup.arguments import keep_global_batch
+from dsft.setup.decide import TrainingRun, check_start, resolve_run, resume_decisions
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(
@@ -81,12 +81,12 @@ def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unl
         return [decision.value for decision in run.decisions if decision.name == "tf32"]
 
     assert tf32_of(resolved(dtype="float32")) == []
-    monkeypatch.setattr(resolve, "is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: Packing(attn_implementation=None, problem="they mix"))
+    monkeypatch.setattr(decide, "is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(decide, "try_packing", lambda *_, **__: Packing(attn_implementation=None, problem="they mix"))
     run = resolved(dtype="float32", packing=True)
     assert tf32_of(run) == [True]
     assert run.options.packing is False and "they mix" in [decision.reason for decision in run.decisions]
-    monkeypatch.setattr(resolve, "try_packing", lambda *_, **__: Packing(attn_implementation="sdpa", problem=None))
+    monkeypatch.setattr(decide, "try_packing", lambda *_, **__: Packing(attn_implementation="sdpa", problem=None))
     run = resolved(dtype="bfloat16", packing=True)
     assert (run.options.packing, run.options.attn_implementation) == (True, "sdpa") and tf32_of(run) == []
     assert tf32_of(resolved(dtype="float32", tf32=False)) == []
@@ -180,7 +180,7 @@ def test_a_resume_keeps_its_plan(resolved, monkeypatch, tmp_path):
     (checkpoint / MANIFEST).write_text(json.dumps({"world_size": 8, "zero_stage": 3}))
     run = {"world_size": 8, "plan": plan, "config": {"sequence_parallel": 1}}
     (tmp_path / "run" / "run.json").write_text(json.dumps(run))
-    monkeypatch.setattr(resolve, "resume_decisions", lambda *_: (str(checkpoint), [], False))
+    monkeypatch.setattr(decide, "resume_decisions", lambda *_: (str(checkpoint), [], False))
     assert resolved(resume_from_checkpoint="auto").plan.zero == "3"
 
 

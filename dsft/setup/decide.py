@@ -55,14 +55,14 @@ from dsft.planner.activations import Attention, attention_of
 from dsft.planner.choose import NAMES, Plan, all_plans, best_of_each, choose, reason, unmodelled, wants_fp32_sums
 from dsft.planner.memory import DEFAULT_OPTIMIZER, Job, sums_in_fp32
 from dsft.planner.speed import CARDS, card_of
-from dsft.run_setup import arguments
-from dsft.run_setup.named_files import NOT_NEEDED
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import in_use, is_held
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.software import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
+from dsft.setup import arguments
+from dsft.setup.named_files import NOT_NEEDED
 
 NOT_SPREAD = {
     "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",

@@ -3,7 +3,7 @@
 import pytest
 
 from dsft.config.options import EvalConfig
-from dsft.run_setup.evaluation_checks import candidate_of, in_formats
+from dsft.setup.evaluation import candidate_of, in_formats
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from dsft.errors import UserError
 from dsft.models.measure import measure_model
 from dsft.planner.choose import SEQUENCES_PER_RANK
 from dsft.planner.memory import Job
-from dsft.run_setup.resolve import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.runtime.hardware import Machine
+from dsft.setup.decide import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)

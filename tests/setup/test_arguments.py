@@ -17,7 +17,8 @@ from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfi
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
 from dsft.models.quantization import FORMATS
-from dsft.run_setup.arguments import (
+from dsft.runtime.hardware import has_gpu
+from dsft.setup.arguments import (
     accelerate_decisions,
     batch_decisions,
     check_training_arguments,
@@ -29,7 +30,6 @@ from dsft.run_setup.arguments import (
     training_arguments,
     with_defaults,
 )
-from dsft.runtime.hardware import has_gpu
 
 SIZE = SimpleNamespace(quantization=FORMATS["int8"])
 OFFLOADED = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -52,7 +52,7 @@ def test_the_users_values_lie_over_dsfts_defaults():
 def test_an_evaluation_feeds_8_sequences_but_no_more_tokens_than_that_of_dsft_eval(monkeypatch):
     """8 sequences of 65,536 tokens took more of a GPU than the training that was planned."""
     for on_gpu, most in ((True, 16_384), (False, 4_096)):
-        monkeypatch.setattr("dsft.run_setup.arguments.has_gpu", lambda on_gpu=on_gpu: on_gpu)
+        monkeypatch.setattr("dsft.setup.arguments.has_gpu", lambda on_gpu=on_gpu: on_gpu)
         for seq_len, number in ((most // 16, 8), (most // 8, 8), (most // 4, 4), (most, 1), (4 * most, 1)):
             options = TrainConfig(seq_len=seq_len)
             assert with_defaults(options)["per_device_eval_batch_size"] == number, (on_gpu, seq_len)
@@ -91,7 +91,7 @@ def _told(many: list[TrainConfig]) -> list[dict]:
 
 
 def test_tiles_keep_the_loss_beside_liger_s_other_kernels(monkeypatch):
-    monkeypatch.setattr("dsft.run_setup.arguments.TrainingArguments", lambda **values: SimpleNamespace(**values))
+    monkeypatch.setattr("dsft.setup.arguments.TrainingArguments", lambda **values: SimpleNamespace(**values))
 
     def config(**given):
         training = {"use_liger_kernel": True} | ({"liger_kernel_config": given["given"]} if "given" in given else {})
