@@ -14,7 +14,7 @@ from dsft.checkpoints.manifest import content_errors, files_of, share_of
 from dsft.checkpoints.run_folder import sealed_checkpoint
 from dsft.errors import raise_if_any
 from dsft.models.model_folder import described_in, has_only_shards, is_step_folder
-from dsft.models.weight_files import SafetensorsFiles
+from dsft.models.weight_files import shapes_in
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 
@@ -52,7 +52,7 @@ def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ..
 
 def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
     """List what the safetensors of a folder lack: a tensor is empty, or they have fewer than `num_elements`."""
-    shapes = SafetensorsFiles(folder).shapes
+    shapes = shapes_in(folder)
     for name, shape in shapes.items():
         if 0 in shape:
             return [f"{name} is empty on disk"]

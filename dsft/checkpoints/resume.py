@@ -82,17 +82,21 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
         )
 
 
-TOPOLOGY = {"world_size": "ranks", "zero_stage": "ZeRO stage", "offload": "offload", "nvme": "optimizer on NVMe"}
+TOPOLOGY = {
+    "world_size": "ranks",
+    "zero_stage": "ZeRO stage",
+    "offload": "offload",
+    "sub_group_size": "elements of a sub group",
+    "optimizer_in_json": "optimizer in the JSON",
+}
 """What the layout of a checkpoint's shards depends on: key in the manifest -> name in a message."""
-GROUPS = {"sub_group_size": "elements of a sub group", "optimizer_in_json": "optimizer in the JSON"}
-"""The same of how a shard is cut into the optimizer's groups."""
 
 NOT_TAKEN_OVER = ("0",)
 """Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
-    """Describe how `now` (keys of TOPOLOGY and GROUPS) differs from a checkpoint's; empty where DeepSpeed reads it
+    """Describe the first difference of `now` (keys of TOPOLOGY) from a checkpoint's; empty where DeepSpeed reads it
     itself.
     """
     then = read_manifest(checkpoint)
@@ -102,12 +106,10 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
         return ""  # nothing is cut into shards
     if now["nvme"] or then.get("nvme"):
         return "offload to NVMe"
-
-    def changed(words: dict[str, str]) -> str:
-        keys = [key for key in words if then.get(key, now[key]) != now[key]]
-        return ", ".join(f"{words[key]} {then[key]} -> {now[key]}" for key in keys)
-
-    return changed(TOPOLOGY) or changed(GROUPS)
+    for key, name in TOPOLOGY.items():
+        if then.get(key, now[key]) != now[key]:
+            return f"{name} {then[key]} -> {now[key]}"
+    return ""
 
 
 def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:

@@ -75,7 +75,7 @@ def _check_index(index: str, files: list[str]) -> None:
     """
     last_file = {}
     for file in files:
-        for tensor in names_in(file):
+        for tensor in empty_tensors([file]):
             last_file[tensor] = Path(file).name
     for tensor, named in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
         if last_file.get(tensor, named) != named:
@@ -85,14 +85,6 @@ def _check_index(index: str, files: list[str]) -> None:
             )
 
 
-def names_in(file: str) -> list[str]:
-    """Returns the names of the tensors in a file of weights."""
-    if not file.endswith(".safetensors"):
-        return [*load_pickle(Path(file))]
-    with _named(file), safe_open(file, framework="pt") as tensors:
-        return [*tensors.keys()]
-
-
 def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = None) -> bool:
     """Whether the files of a model that are on this machine contain two different tensors that its class would tie.
     `tied`: name of a head in memory -> name of the embedding.
@@ -100,7 +92,7 @@ def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = 
     try:
         files = find_files(model, WEIGHT_FILES, revision, local_files_only=True)
         with _named(model):
-            file_of = {name: file for file in files for name in names_in(file)}
+            file_of = {name: file for file in files for name in empty_tensors([file])}
             for names in tied.items():
                 tensors = []
                 for name in names:
@@ -131,20 +123,14 @@ def weight_bytes_in(model: str) -> int | None:
     return sum(Path(file).stat().st_size for file in files) or None
 
 
-class SafetensorsFiles:
-    """Reads the tensors of a file, or of the `*.safetensors` of a folder."""
-
-    def __init__(self, path: Path):
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    self.files[name] = file
-                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
-
-    def read(self, name: str) -> torch.Tensor:
-        return _read_tensor(str(self.files[name]), name)
+def shapes_in(folder: Path) -> dict[str, list[int]]:
+    """Returns the shapes of the tensors in the `*.safetensors` of a folder, by name."""
+    shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                shapes[name] = tensors.get_slice(name).get_shape()
+    return shapes
 
 
 def weights_digest(model: str, revision: str | None = None) -> str | None:

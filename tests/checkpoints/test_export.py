@@ -19,7 +19,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.adapters import add_lora, unwrapped
 from dsft.models.build import build_model
-from dsft.models.weight_files import SafetensorsFiles, weight_bytes_in
+from dsft.models.weight_files import shapes_in, weight_bytes_in
 
 
 @pytest.fixture
@@ -180,13 +180,13 @@ def test_weights_that_lie_beside_the_model_s_own_are_not_written(adapter, tiny, 
     size = {"one file": "1GB", "an index": "40KB"}[beside]
     AutoModelForCausalLM.from_pretrained(tiny / "model").save_pretrained(base, max_shard_size=size)
     AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(base)
-    shapes = SafetensorsFiles(base).shapes
+    shapes = shapes_in(base)
     save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, base / "consolidated.safetensors")
     description = adapter[1] / "adapter_config.json"
     content = json.loads(description.read_text()) | {"base_model_name_or_path": str(base)}
     description.write_text(json.dumps(content))
     for source in (base, adapter[1]):
-        assert SafetensorsFiles(export(str(source), str(tmp_path / f"of-{source.name}"))).shapes == shapes
+        assert shapes_in(export(str(source), str(tmp_path / f"of-{source.name}"))) == shapes
     assert weight_bytes_in(str(base)) < sum(file.stat().st_size for file in base.glob("*.safetensors"))
     if beside == "an index":
         next(base.glob("model-00001-*")).unlink()

@@ -17,7 +17,7 @@ from dsft.checkpoints.manifest import files_of, integrity_errors
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.models.measure import measure_model
-from dsft.models.weight_files import SafetensorsFiles
+from dsft.models.weight_files import shapes_in
 from dsft.runtime import distributed
 from dsft.setup.arguments import CheckpointSize, check_room, checkpoint_size
 from dsft.training import run
@@ -41,10 +41,10 @@ def test_a_tied_head_is_written_once_in_every_stage(options, tmp_path):
     stages = ("0", "2", "3")
     words = {"model": str(tmp_path / "tied"), "save_strategy": "steps", "save_steps": 2}
     log = train_all(1, [options(tmp_path / stage, zero=stage, **words) for stage in stages], tmp_path / "log")
-    once = SafetensorsFiles(tmp_path / "tied").shapes
+    once = shapes_in(tmp_path / "tied")
     for stage in stages:
         for folder in ("final", "checkpoint-2"):
-            assert SafetensorsFiles(tmp_path / stage / folder).shapes == once, log[-3000:]
+            assert shapes_in(tmp_path / stage / folder) == once, log[-3000:]
 
 
 @needs_root
