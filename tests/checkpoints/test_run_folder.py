@@ -236,18 +236,6 @@ def test_the_card_names_base_data_options_measurements_and_versions():
     assert "secret" not in text
 
 
-def test_the_card_of_an_adapter_that_was_trained_further_names_it_and_no_shape_that_it_has_not():
-    _, text = parts(FINISHED | {"config": FINISHED["config"] | {"adapter": "runs/first/final"}})
-    assert "- adapter: runs/first/final\n" in text and "lora_r" not in text
-
-
-def test_a_full_finetuning_of_a_local_folder_names_no_base_of_the_hub_and_no_adapter(tmp_path):
-    config = FINISHED["config"] | {"method": "full", "model": str(tmp_path)}
-    header, text = parts(FINISHED | {"config": config, "world_size": 1})
-    assert "base_model" not in header and header["library_name"] == "transformers"
-    assert "lora_r" not in text and "1 rank." in text and "Held out" not in text
-
-
 @pytest.mark.parametrize("restarts", [False, True])
 def test_overwrite_and_auto_are_refused_together_unless_dsft_launch_restarts(tmp_path, monkeypatch, restarts):
     monkeypatch.delenv(LAUNCH, raising=False)

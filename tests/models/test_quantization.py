@@ -1,7 +1,6 @@
 """Trainings over models that are quantised on disk: unpacked while they load, planned so, or refused before."""
 
 import copy
-import dataclasses
 import json
 
 import pytest
@@ -11,14 +10,12 @@ from packages import write_package
 from peft import PeftModel
 from quantized import as_fp8, describe, write_certain_model
 from ranks import PROBE, train_all
-from safetensors.torch import load_file, save_file
-from tiny import write_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
 from dsft.api import build_model, evaluate
-from dsft.checkpoints.export import export, merge
+from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models import build
@@ -92,42 +89,6 @@ def test_trainings_unpack_on_gpus_that_would_keep_the_format(fp8, monkeypatch, m
     assert loaded.quantization_config.modules_to_not_convert == SECTIONS[method].get("modules_to_not_convert")
     assert quantization_on_disk(config, trained=True).is_unpacked
     assert not quantization_on_disk(config).is_unpacked, "evaluations keep what the GPU can"
-
-
-def test_mxfp4_is_unpacked_to_the_dtype_of_the_training(tmp_path):
-    """Half a byte is one of 16 numbers; 32 share a power of two. The experts of gpt-oss lie so."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
-    AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tensors, packed = load_file(tmp_path / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        packed[name] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": packed[name], f"{name}_scales": torch.full(packed[name].shape[:-1], 128).byte()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = describe(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    options = TrainConfig(model=model, method="lora", lora_target_modules=["q_proj"])
-    loaded, size = build_model(options, dtype="float32"), measure_model(options).size
-    assert size.quantization.is_unpacked
-    assert sum(p.numel() for p in loaded.parameters()) == size.num_params
-    halves = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = 2 * torch.cat((halves, -halves))  # the scale 128 is 2 ** (128 - 127)
-    for name, blocks in packed.items():
-        expected = values[torch.stack((blocks % 16, blocks // 16), dim=-1).long()].flatten(2).transpose(1, 2)
-        torch.testing.assert_close(loaded.get_parameter(f"base_model.model.{name}"), expected, check_dtype=True)
-    write_tokenizer(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(export(model, str(tmp_path / "plain")), dtype="auto")
-    assert not hasattr(plain.config, "quantization_config") and plain.dtype == torch.bfloat16
-    for name, weight in plain.named_parameters():
-        named = f"base_model.model.{name}"
-        adapted = f"base_model.model.{name.removesuffix('weight')}base_layer.weight"
-        expected = loaded.get_parameter(adapted if "q_proj.weight" in name else named)
-        torch.testing.assert_close(weight, expected.bfloat16(), rtol=0, atol=0)
-    assert not measure_model(dataclasses.replace(options, model=str(tmp_path / "plain"))).size.quantization
-    del tensors[f"{next(iter(packed))}_scales"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="do not fit its config"):
-        export(model, str(tmp_path / "damaged"))
 
 
 @pytest.mark.parametrize("section", [{"quant_method": "fp8", "weight_block_size": [16, 16]}, {"quant_method": "mxfp4"}])

@@ -111,15 +111,6 @@ def test_weights_are_read_straight_to_the_gpu(tiny, monkeypatch, name, method):
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
-def test_adapters_alone_ask_for_no_gradient_of_the_embedding(tiny):
-    """Checkpointing does, from the Trainer on."""
-    model = build_model(TrainConfig(model=str(tiny / "model"), method="lora"), dtype="float32")
-    embedded = [model.get_input_embeddings()(torch.arange(3)).requires_grad]
-    model.activation_checkpointing_enable()
-    embedded.append(model.get_input_embeddings()(torch.arange(3)).requires_grad)
-    assert embedded == [False, True]
-
-
 def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path):
     for name, change in {"shards": shard, "pickle": as_pickle}.items():
         change(shutil.copytree(tiny / "model", tmp_path / name))
