@@ -1,4 +1,4 @@
-"""Reads files back before they are trusted: what was just saved against memory, a checkpoint against its manifest."""
+"""Reads files before they are trusted: what was just saved is complete, a checkpoint is what its manifest lists."""
 
 import math
 import time
