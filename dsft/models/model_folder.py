@@ -91,7 +91,7 @@ def adapter_description(model: str) -> dict[str, Any] | None:
         )
     if not Path(content[BASE]).exists() and (file.parent / content[BASE]).is_dir():
         content[BASE] = str(file.parent / content[BASE])
-    if missing(BASE, content[BASE]):
+    if content[BASE].startswith(("/", ".", "~")) and not Path(content[BASE]).exists():
         raise UserError(f"{file}: its base {content[BASE]} does not exist; set {BASE} in it to where the base is now")
     return content
 
