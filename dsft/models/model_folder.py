@@ -91,15 +91,20 @@ def adapter_description(model: str) -> dict[str, Any] | None:
         )
     if not Path(content[BASE]).exists() and (file.parent / content[BASE]).is_dir():
         content[BASE] = str(file.parent / content[BASE])
-    if content[BASE].startswith(("/", ".", "~")) and not Path(content[BASE]).exists():
-        raise UserError(f"{file}: its base {content[BASE]} does not exist; set {BASE} in it to where the base is now")
     return content
 
 
 def adapter_base(model: str) -> str | None:
-    """The base model that an adapter names; None where `model` is no adapter. Raises as `adapter_description`."""
+    """The base model that an adapter names; None where `model` is no adapter. Raises as `adapter_description`, and if
+    the base is a path at which nothing is.
+    """
     content = adapter_description(model)
-    return content[BASE] if content else None
+    if content is None:
+        return None
+    base = content[BASE]
+    if base.startswith(("/", ".", "~")) and not Path(base).exists():
+        raise UserError(f"{model}/{ADAPTER_CONFIG}: its base {base} does not exist; set {BASE} to where it is now")
+    return base
 
 
 def base_revision(model: str) -> str | None:
