@@ -185,8 +185,8 @@ def was_killed(output_dir: str | None) -> bool:
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
     """Return whether the folder's run is done or to be overwritten: it stays until the set-up cannot fail any more."""
-    known = _known_run(config.training["output_dir"])
-    return bool(known) and (known.get("status") == "done" or (config.overwrite and checkpoint is None))
+    run = _known_run(config.training["output_dir"])
+    return bool(run) and (run.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
 def start_from_weights(config: TrainConfig, checkpoint: str | None) -> list[Decision]:

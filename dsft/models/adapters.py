@@ -139,9 +139,9 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     except (TypeError, ValueError, AttributeError, ImportError) as error:
         raise UserError(f"{file}: cannot be read by peft ({one_line(error)})") from None
     if kind == "LORA":
-        known = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS
+        supported = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS
         default = LoraConfig()
-        for name in fields - known:
+        for name in fields - supported:
             if getattr(config, name) and getattr(config, name) != getattr(default, name):
                 raise UserError(f"{file}: LoRA with {name} is not supported; load it with peft")
     config.inference_mode = False  # as saved, it would freeze the adapter
@@ -155,11 +155,11 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
     Raises:
         ValueError, TypeError, ImportError: of peft, where fields contradict each other.
     """
-    given = dict(options.lora_options)
+    fields = dict(options.lora_options)
     # Left out: routers, and towers that no text token passes through.
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in _routers(model)]
     excluded += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in unreached(model)]
-    asked = given.pop("exclude_modules", None) or []
+    asked = fields.pop("exclude_modules", None) or []
     excluded += [f"(?:{asked})"] if isinstance(asked, str) else [rf"(.*\.)?{re.escape(name)}" for name in asked]
     targets = options.lora_target_modules
     if targets == [ALL_LINEAR]:
@@ -171,11 +171,11 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
                 experts.add(".".join(name.split(".")[-3:]))
         if experts:
-            given.setdefault("target_parameters", sorted(experts))
+            fields.setdefault("target_parameters", sorted(experts))
     if rows:
         # Then peft trains the head's rows with the embedding's. It reads that in the model's own config.
         is_tied = getattr(model.config, "tie_word_embeddings", False)
-        given["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
+        fields["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return LoraConfig(
@@ -188,7 +188,7 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
             modules_to_save=options.lora_modules_to_save or None,
             use_dora=options.use_dora,
             use_rslora=options.use_rslora,
-            **given,
+            **fields,
         )
 
 
@@ -390,10 +390,10 @@ def select_trained(
 
 
 def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> list[str]:
-    known, problems = [name for aliases in names.values() for name in aliases], []
+    all_names, problems = [name for aliases in names.values() for name in aliases], []
     for pattern in patterns:
-        if not _is_found(pattern, known):  # the parameter whose name is most alike is named, else the first
-            alike = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3) or known[:1]
+        if not _is_found(pattern, all_names):  # the parameter whose name is most alike is named, else the first
+            alike = difflib.get_close_matches(pattern, all_names, n=1, cutoff=0.3) or all_names[:1]
             like = f"; such as {alike[0]}" if alike else ""
             problems.append(f"{option}: {pattern!r} finds no parameter that is trained{like}")
     return problems

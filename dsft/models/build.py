@@ -108,29 +108,29 @@ def build_model(
         new_tokens: that the model gets rows for.
     """
     compute_dtype, method = DTYPES[resolve_dtype(dtype)], getattr(config, "method", "full")
-    known = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     options = {"dtype": compute_dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     # Straight to the GPU, without a copy in host memory; under ZeRO-3 weights are sharded on the way.
-    place = distributed.device() if has_gpu() and not is_deepspeed_zero3_enabled() else None
+    device = distributed.device() if has_gpu() and not is_deepspeed_zero3_enabled() else None
     set_seed(seed)
     with safe_unpickling(trust=config.trust_checkpoint):
         if is_bare_config(config.model):
-            with place or contextlib.nullcontext():
-                model = from_config(load_model_config(config.model, **known), **options)
+            with device or contextlib.nullcontext():
+                model = from_config(load_model_config(config.model, **source), **options)
         else:
             load_config = None
             if method == "qlora":
                 load_config = quantization_of(method, config.quantization).load_config(compute_dtype)
             elif method == "lora" or (quantization and quantization.is_unpacked):
                 base = adapter_base(config.model) or config.model  # of an adapter that is scored
-                load_config = unpacking_config(load_model_config(base, **known))
+                load_config = unpacking_config(load_model_config(base, **source))
             if quantization and not load_config:
                 load_config = quantization.load_config(compute_dtype)
             if load_config:
                 options["quantization_config"] = load_config
-            if place or quantization:
+            if device or quantization:
                 options["device_map"] = {"": distributed.device()}
             model = load_weights(config.model, revision=config.revision, **options)
             is_unpacked = (load_config or quantization) and not getattr(model, "is_quantized", False)
@@ -288,16 +288,16 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
 
 def _check_shard_names(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
     """Raises UserError if a tensor of DeepSpeed's shards would not be loaded, or is tied to a different one."""
-    known = model.state_dict(keep_vars=True)
+    parameters = model.state_dict(keep_vars=True)
     first_names: dict[int, str] = {}
-    for name, parameter in known.items():
+    for name, parameter in parameters.items():
         first_names.setdefault(id(parameter), name)
     lost = []
     for name, tensor in state.items():
-        if name not in known:
+        if name not in parameters:
             lost.append(name)
             continue
-        first = first_names[id(known[name])]
+        first = first_names[id(parameters[name])]
         if first != name and first in state and not torch.equal(tensor, state[first]):
             lost.append(name)
     if lost:

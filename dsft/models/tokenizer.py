@@ -129,7 +129,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     """Makes each text one token of the tokenizer; returns the ids of those that it had not. Markers are special: they
     are no part of an answer's text.
     """
-    known, texts, markers = tokenizer.get_vocab(), [text for text in wanted if text != MARKERS], []
+    vocabulary, texts, markers = tokenizer.get_vocab(), [text for text in wanted if text != MARKERS], []
     if blank := [text for text in texts if not text.strip()]:
         problems.append(f"add_tokens: {blank[0]!r} is no text")
         return []
@@ -145,8 +145,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         )
     special = [AddedToken(marker, special=True, normalized=False) for marker in markers]
     tokenizer.add_tokens(special, special_tokens=True)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*known, *markers)])
-    return sorted(number for text, number in tokenizer.get_vocab().items() if text not in known)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*vocabulary, *markers)])
+    return sorted(number for text, number in tokenizer.get_vocab().items() if text not in vocabulary)
 
 
 def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
@@ -214,9 +214,9 @@ def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
     """
     if not model.can_generate():
         return []
-    known = model.generation_config.eos_token_id
-    known = [] if known is None else known if isinstance(known, list) else [known]
-    if added := [token_id for token_id in ends if token_id not in known]:
-        stops = [*known, *added]
+    stops_before = model.generation_config.eos_token_id
+    stops_before = [] if stops_before is None else stops_before if isinstance(stops_before, list) else [stops_before]
+    if added := [token_id for token_id in ends if token_id not in stops_before]:
+        stops = [*stops_before, *added]
         model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
     return added
