@@ -94,8 +94,6 @@ class ModelSize:
     """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
     fused_expert_params: int
     """Of experts that are one parameter in each layer, which no linear layer holds."""
-    unadapted_expert_params: int
-    """With LoRA: parameters of fused experts that got no adapter."""
     largest_gathered_params: int
     """Parameters held directly by one module, or of a block of experts in a list: the most that ZeRO-3 gathers at once
     in any case.
@@ -338,7 +336,10 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     # In three-dimensional parameters of one module called `experts`, or in one module each of a list with that name.
-    expert_params = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.requires_grad)
+    # bitsandbytes does not quantise the former.
+    reached = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expert_params = sum(p.numel() for name, p in reached.items() if ".experts." in name)
+    fused_expert_params = sum(p.numel() for name, p in reached.items() if p.dim() == 3 and "conv" not in name)
     num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
@@ -353,21 +354,9 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     for module in model.modules():
         is_block = any(name.endswith("experts") and isinstance(m, nn.ModuleList) for name, m in module.named_children())
         largest_gathered = max(largest_gathered, sum(p.numel() for p in module.parameters(recurse=is_block)))
-    # transformers holds a layer's experts in 3-dimensional parameters of one module, which peft may not adapt, and
-    # bitsandbytes does not quantise; those of convolutions have 3 dimensions too.
-    kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
-    fused = {
-        name: p.numel()
-        for name, p in model.named_parameters()
-        if p.dim() == 3 and p.shape[0] > 1 and p.requires_grad and id(p) not in kernels
-    }
-    unadapted = 0
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
-        names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if ".lora_" in name)
-        adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in names}
-        unadapted = sum(number for name, number in fused.items() if name.rpartition(".")[0] not in adapted)
     saved = sum(p.numel() for p in model.parameters() if adapters is None or p.requires_grad)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -392,8 +381,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         active_expert_params=active_experts,
         looped_experts=len(lists) * num_experts if looped and isinstance(num_experts, int) else 0,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
-        fused_expert_params=sum(fused.values()),
-        unadapted_expert_params=unadapted,
+        fused_expert_params=fused_expert_params,
         largest_gathered_params=largest_gathered,
         numels=numels,
         trainable_numels=trainable_numels,

@@ -433,9 +433,6 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
         notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {job.size.model_type}.")
     if job.compiled:
         notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
-    if job.size.unadapted_expert_params:
-        number = f"{job.size.unadapted_expert_params:,} parameters of experts"
-        notes.append(f"{number} get no adapters: lora_target_modules does not reach them.")
     if left := job.size.plain_expert_params:
         notes.append(f"{left / 1e9:,.1f} B parameters of experts are not quantised: only linear layers are.")
     if offloads(deepspeed_config, to=("nvme",)):
