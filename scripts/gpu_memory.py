@@ -14,7 +14,7 @@ from dsft.units import GB, GiB
 SEQ_LEN = 2048
 COLUMNS = {
     "full": ("full", 1, False),
-    "full, Adam in host memory": ("full", 1, True),
+    "full, weights and Adam in host memory": ("full", 1, True),
     "LoRA": ("lora", 1, False),
     "QLoRA": ("qlora", 1, False),
     "full, 8 GPUs": ("full", 8, False),

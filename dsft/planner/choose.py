@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
 from dsft.models.measure import ModelSize
@@ -331,12 +331,15 @@ def _first_that_fits(
     batch: Batch,
     every: int,
 ) -> Plan:
-    """Predict one candidate with the first of its settings that leaves some room, else with the last and leanest."""
+    """Predict one candidate with the first of its settings that fits, else with the last and leanest. A GPU that would
+    be nearly full gathers less at once.
+    """
     for config in settings(name, zero_file, job, machine, batch.accumulation):
         layout = ZeroLayout(job, config, machine, accumulation=batch.accumulation)
         needs = add_up(training_terms(layout, batch, every=every), machine, stage=layout.stage)
-        is_full = machine.has_gpu and needs["device_bytes"] > FULL * machine.device_bytes
-        if not needs["limiting_resource"] and not is_full:
+        is_full = needs["device_bytes"] > FULL * machine.device_bytes
+        gathers_much = layout.stage == 3 and layout.zero["stage3_max_live_parameters"] > SMALL_LIVE_PARAMS
+        if not needs["limiting_resource"] and not (is_full and gathers_much):
             break
     return Plan(
         **needs,
@@ -352,9 +355,6 @@ def _first_that_fits(
         ranks_per_node=machine.ranks_per_node,
         has_time_estimate=machine.has_gpu and bool(not machine.gpu_type or cards_named(machine.gpu_type)),
     )
-
-
-P = TypeVar("P", bound=Needs)
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
