@@ -5,8 +5,10 @@ Problems of the options are reported before torch is loaded, which takes seconds
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
+from importlib import resources
 
 from dsft.cli.commands import PlanOptions
 from dsft.config.options import TrainConfig
@@ -34,7 +36,11 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
         problems.append("--perplexity and --longest make no plan of a training: leave out --out and --explain")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
-    files = check_named_files(dataclasses.replace(training, data=[], eval_data=[]))  # a plan takes data that is to come
+    named = dataclasses.replace(training, data=[], eval_data=[])  # a plan takes data that is to come
+    usual_models = resources.files("dsft.models").joinpath("usual_models.json").read_text(encoding="utf-8")
+    if training.model in json.loads(usual_models):  # which are planned without the hub
+        named = dataclasses.replace(named, model="")
+    files = check_named_files(named)
     raise_if_any([*problems, *without_second_errors(files, problems)])
     machines = read_machines(options)
     with quick_imports():
