@@ -234,7 +234,7 @@ def compare_machines(options: PlanOptions, training: TrainConfig, machines: list
     return any(plan.fits for _, plan in plans)
 
 
-PLAN_COLUMNS = ("checkpointing", "batch", "peak GiB", "s/step", "tokens/s")
+PLAN_COLUMNS = ("ckpt", "batch", "peak GiB", "s/step", "tokens/s")
 
 
 def plan_cells(plan: Plan) -> list[str]:
