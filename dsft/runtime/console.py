@@ -41,6 +41,8 @@ def set_up_screen() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # While peft merges; dsft ties equal weights again.
+    warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
     # DeepSpeed names no GPU where a training has one rank.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     level = logging.ERROR if rank() else logging.WARNING

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import os
 import re
 import signal
@@ -101,7 +102,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
         check_job(store, output_dir, number)
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        with contextlib.redirect_stdout(io.StringIO()):  # each CPU rank prints that its operator was built
+            deepspeed.init_distributed(verbose=False, timeout=timeout)
         del store  # it has to live until the process group is made, which takes the same one
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
