@@ -290,23 +290,27 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     """
     problems: list[str] = []
     values, left = read_options(cls, argv, problems)
-    by_name = options_of(cls)
-    positional = [name for name, field in by_name.items() if not field.kw_only and name not in values]
+    types_by_name, fields = field_types(cls), options_of(cls)
+    flags = [word for word in left if word.startswith("--")]
     words = [word for word in left if not word.startswith("--")]
-    given: dict[str, Any] = dict(zip(positional, words, strict=False))
-    if words and positional and takes_list(field_types(cls)[positional[-1]]):
-        first = len(positional) - 1
-        given[positional[-1]], positional = words[first:], [*positional[:first], *words[first:]]
-    values |= check_values(given, field_types(cls), problems)
-    known = [f"--{name}" for name in by_name]
-    problems += [f"{word}: unknown option{nearest(word, known)}" for word in left if word not in words]
+    problems += [f"{flag}: unknown option{nearest(flag, [f'--{name}' for name in fields])}" for flag in flags]
+    given: dict[str, Any] = {}
+    for name, field in fields.items():
+        if field.kw_only or name in values or not words:
+            continue
+        if takes_list(types_by_name[name]):
+            given[name], words = words, []
+        else:
+            given[name] = words.pop(0)
+    values |= check_values(given, types_by_name, problems)
     if not problems:
-        problems += [f"{word}: unexpected argument" for word in words[len(positional) :]]
-        missing = dataclasses.MISSING
-        required = [name for name, field in by_name.items() if field.default is field.default_factory is missing]
-        problems += [f"{name}: missing" for name in required if name not in values]
+        problems += [f"{word}: unexpected argument" for word in words]
+        for name, field in fields.items():
+            has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            if name not in values and not has_default:
+                problems.append(f"{name}: missing")
     raise_if_any(problems)
-    return cls(**{by_name[name].name: value for name, value in values.items()})
+    return cls(**{fields[name].name: value for name, value in values.items()})
 
 
 def check_values(

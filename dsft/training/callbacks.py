@@ -1,5 +1,5 @@
 """What a training writes and checks while it runs: metrics.jsonl, a line per log with the progress bar, whether
-anything is learnt, whether the plan was right, and how long it compiles.
+anything is learnt, and whether the plan was right.
 """
 
 import contextlib

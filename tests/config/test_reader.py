@@ -178,13 +178,6 @@ def test_a_command_names_every_word_it_cannot_use(line, named):
     assert all(problem.startswith(start) for problem, start in zip(error.value.problems, named, strict=True))
 
 
-def test_a_time_in_a_file_is_the_text_that_it_is(tmp_path):
-    path, problems = tmp_path / "a.yaml", []
-    path.write_text("output_dir: 2024-06-01T10:00:00\ndata: [2024-06-01]\n")
-    values = read_yaml(str(path), problems)
-    assert (values, problems) == ({"output_dir": "2024-06-01T10:00:00", "data": ["2024-06-01"]}, [])
-
-
 def test_a_text_that_yaml_reads_as_a_number_with_a_point_is_asked_for_in_quotes(tmp_path):
     path, problems = tmp_path / "a.yaml", []
     path.write_text("model: m\ndata: x\noutput_dir: o\nrevision: 1.10\nlora_target_modules: [a, 1.50]\nzero: 3\n")

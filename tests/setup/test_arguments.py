@@ -9,15 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import on_ranks
-from transformers import TrainingArguments
 
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.deepspeed import offloads
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
+from dsft.config.options import REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
 from dsft.models.quantization import FORMATS
-from dsft.runtime.hardware import has_gpu
 from dsft.setup.arguments import (
     accelerate_decisions,
     batch_decisions,
@@ -161,15 +159,6 @@ def test_an_option_without_effect_says_why_in_one_note(options, deepspeed_config
     assert ("which offload needs" in "".join(notes)) == offloads(deepspeed_config)
     assert not parts or notes[0].startswith(parts[0])
     assert all(part in notes[0] for part in parts)
-
-
-def test_arguments_without_effect_do_not_reach_transformers_and_are_its_own():
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert {*IGNORED_ARGUMENTS, *REFUSED_ARGUMENTS} <= fields
-    given = dict.fromkeys(IGNORED_ARGUMENTS, True) | {"output_dir": "x"}
-    values = with_defaults(TrainConfig(training=given))
-    set_by_dsft = {name: values[name] for name in IGNORED_ARGUMENTS if name in values}
-    assert set_by_dsft == {"use_cpu": not has_gpu(), "remove_unused_columns": False, "logging_nan_inf_filter": False}
 
 
 @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
@@ -350,18 +339,6 @@ def size_of(options: dict, *, stage: int | None = None, dtype: str = "float32", 
 )
 def test_the_checkpoints_that_lie_on_the_disk_at_once_are_counted(options, count):
     assert size_of(options).kept == count
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_frozen_weights_are_written_with_the_model_and_not_with_adapters(dtype):
-    num_bytes = 4 if dtype == "float32" else 2
-    of_model, of_frozen, of_adapters = (
-        size_of({}, dtype=dtype, stage=3, **parameters)
-        for parameters in ({}, {"num_params": 1500}, {"num_params": 1500, "lora_r": 4})
-    )
-    assert of_model.weight_bytes == of_adapters.weight_bytes == num_bytes * 1000
-    assert of_frozen.weight_bytes == num_bytes * 1500
-    assert of_model.state_bytes == of_adapters.state_bytes == of_frozen.state_bytes - num_bytes * 500 > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,13 +6,10 @@ import subprocess
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny import write_jsonl
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
-from dsft.models.measure import measure_model
 from dsft.runtime.hardware import this_machine
 from dsft.setup.arguments import check_hub
 from dsft.setup.decide import check_run, resume_decisions
@@ -160,24 +157,6 @@ def test_an_adapter_s_description_that_holds_something_else_is_one_problem(probl
         assert f"{folder}/adapter_config.json: " in problem and "tokenizer: none" not in problem
 
 
-def test_integers_as_weights_are_refused_where_no_format_explains_them(problems_of, tiny, tmp_path):
-    folder = shutil.copytree(tiny / "model", tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
-    (problem,) = problems_of(model=str(folder))
-    assert f"model={folder}: 1 tensor hold integers, {name}" in problem and "quantization_config" in problem
-
-
-def test_a_chat_template_that_counts_without_end_is_one_problem(problems_of, tiny, tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% for i in range(10**9) %}x{% endfor %}")
-    path = write_jsonl(tmp_path / "chat.jsonl", rows)
-    problems = problems_of(data=str(path), model=str(tiny / "chat"), chat_template=str(template))
-    assert len(problems) == 1 and "line 1: the chat template raised: Range too big" in problems[0], problems
-
-
 def test_a_push_to_the_hub_is_refused_without_one():
     (problem,) = check_hub(TrainConfig(training={"push_to_hub": True, "hub_token": "hf_of_nobody"}))
     assert problem.startswith("push_to_hub: the hub does not take this user here") and "leave it out" in problem
@@ -203,25 +182,6 @@ def test_all_problems_come_at_once(problems_of):
     assert len(problems) >= 5
     for part in ("bogus", "max_steps", "nowhere.jsonl", "zero=9", "model=./nowhere"):
         assert any(part in problem for problem in problems), part
-
-
-def test_chat_data_needs_a_chat_template(problems_of, tiny, tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    path = str(write_jsonl(tmp_path / "chat.jsonl", rows))
-    problems = problems_of(data=path)
-    assert len(problems) == 1 and "no chat template" in problems[0]
-    assert problems_of(data=path, model=str(tiny / "chat")) == []
-
-
-def test_a_tokenizer_without_pad_and_end_token_is_refused(problems_of, tiny, tmp_path):
-    import shutil
-
-    folder = shutil.copytree(tiny / "model", tmp_path / "no_end")
-    content = json.loads((folder / "tokenizer_config.json").read_text())
-    content.pop("eos_token")
-    (folder / "tokenizer_config.json").write_text(json.dumps(content))
-    problems = problems_of(model=str(folder))
-    assert len(problems) == 1 and "neither a pad token nor an end token" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -302,15 +262,6 @@ def test_a_disk_too_small_or_full_is_refused(problems_of, small_disk):
     )
 
 
-def test_a_folder_that_cannot_be_written_is_refused(problems_of):
-    problems = problems_of(output_dir="/proc/run")
-    assert len(problems) == 1 and "cannot be written" in problems[0]
-
-
-def test_best_model_works_with_the_defaults_for_held_out_data(problems_of):
-    assert problems_of(eval_fraction=0.2, load_best_model_at_end=True, save_strategy="epoch") == []
-
-
 def test_a_folder_without_weights_and_a_foreign_tokenizer_are_refused(problems_of, tiny, tmp_path):
     import shutil
 
@@ -328,13 +279,6 @@ def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
     assert len(problems) == 1 and "an adapter is nothing without its base" in problems[0]
 
 
-def test_accelerate_settings_that_would_be_ignored_are_refused(problems_of, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
-    assert "accelerate's own DeepSpeed settings" in problems_of()[0]
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
-    assert problems_of() == [] and "zero=2, but accelerate's deepspeed_config_file is" in problems_of(zero="2")[0]
-
-
 def test_overwrite_never_deletes_what_the_run_starts_from(problems_of, tiny, tmp_path):
     import shutil
 
@@ -347,16 +291,3 @@ def test_a_finished_run_without_checkpoints_is_not_trained_again_by_a_resume(pro
     (tmp_path / "run" / "final").mkdir(parents=True)
     problems = problems_of(resume_from_checkpoint="auto")
     assert len(problems) == 1 and "holds a finished run without checkpoints" in problems[0]
-
-
-def test_a_model_quantised_on_disk_trains_adapters_unsharded(problems_of, tiny, tmp_path):
-    folder = shutil.copytree(tiny / "model", tmp_path / "gptq")
-    config = json.loads((folder / "config.json").read_text())
-    section = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-    named = {"model": str(folder)}
-    full, sharded = problems_of(**named), problems_of(**named, method="lora", zero="3")
-    assert any("quantised (gptq), which method=full cannot train; use method lora" in problem for problem in full)
-    assert any("loads such a model whole on every rank under ZeRO-3" in problem for problem in sharded)
-    planned = measure_model(TrainConfig(**named, method="lora")).size.quantization
-    assert planned.disk_bytes == (folder / "model.safetensors").stat().st_size

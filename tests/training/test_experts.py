@@ -10,8 +10,6 @@ from tiny import write_jsonl, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.config.options import TrainConfig
-from dsft.config.reader import make_config
-from dsft.errors import UserError
 from dsft.models.measure import measure_model
 
 pytestmark = pytest.mark.launch
@@ -118,10 +116,3 @@ def test_the_loss_of_the_router_is_logged(options, tiny, tmp_path):
     assert "aux_loss" not in lines["none"] and "aux_loss" not in lines["off"], output
     assert 0.1 < lines["on"]["aux_loss"] < 0.4, "at an even load the loss is the number of experts that a token takes"
     assert lines["on"]["loss"] == pytest.approx(lines["off"]["loss"], rel=1e-5)
-
-
-def test_a_model_without_a_router_has_no_auxiliary_loss(options, tmp_path):
-    problems: list[str] = []
-    config = make_config(TrainConfig, options(tmp_path / "run", router_aux_loss=0.1), problems)
-    with pytest.raises(UserError, match="router_aux_loss: llama has no auxiliary loss of a router"):
-        measure_model(config)

@@ -19,7 +19,6 @@ import pytest
 import torch
 from conftest import flags, read_json
 from ranks import run_entry
-from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsft.runtime import console
@@ -198,26 +197,6 @@ def test_where_no_bar_is_seen_lines_say_how_far_the_work_is(monkeypatch, capsys)
     with console.progress_bar(is_shown=True, total=2, desc="Perplexity") as bar:
         bar.update(2)
     assert capsys.readouterr().err == "", "work of seconds has no line"
-
-
-@pytest.mark.parametrize(("columns", "is_terminal"), [(40, True), (80, True), (40, False)])
-def test_a_table_stands_only_where_it_fits_and_nothing_of_it_is_lost(monkeypatch, capsys, columns, is_terminal):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    table = Table(caption="GiB of a rank")
-    for name in ("step", "ZeRO", "where"):
-        table.add_column(name, no_wrap=True)
-    table.add_row("10", "", "folder/with-a-long-name/checkpoint-10")
-    table.add_row("20", "3", "folder/with-a-long-name/checkpoint-20")
-    console.show_table(table)
-    console.print_table("a title", {"a name": "word " * 8 + "/a/path-of[one]/piece"})
-    lines = re.sub("\033\\[\\d*m", "", capsys.readouterr().out).splitlines()
-    for piece in ("folder/with-a-long-name/checkpoint-20", "/a/path-of[one]/piece", "a title", "GiB of a rank"):
-        assert sum(piece in line for line in lines) == 1, piece
-    if is_terminal:
-        assert max(map(len, lines)) <= max(columns, 42)
-    if columns == 40 and is_terminal:
-        assert lines[:3] == ["step 10, where", "    folder/with-a-long-name/checkpoint-10", "step 20, ZeRO 3, where"]
 
 
 def test_a_terminal_without_a_size_shows_the_metrics(monkeypatch, capsys):
