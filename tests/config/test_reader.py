@@ -370,6 +370,7 @@ CONTRADICTIONS = [
     {"global_batch_size": 8, "gradient_accumulation_steps": 2},
     {"seq_len": 1},
     {"resume_weights_only": True},
+    {"dataloader_persistent_workers": True},
     {"metric_for_best_model": "bleu"},
     {"metric_for_best_model": "eval_code_los", "eval_data": {"code": "a"}},
     {"eval_data": {"macro": "a"}},
