@@ -193,7 +193,7 @@ def format_rules(rows: list[Row], config: DataFields, *, has_template: bool = Tr
             raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
     if name == "auto":
         name = _find_format(present, config)
-    elif missing := _needed_columns(name, config) - {*present}:
+    elif missing := _needed_columns(name, config).difference(*(row.values for row in rows)):
         option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")
         raise ValueError(f"{option} the column {', '.join(sorted(missing))}; there are {', '.join(present)}")
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
@@ -371,10 +371,10 @@ def _from_table(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
     template.
     """
     names = rules.columns["user"]
-    questions = [_cell(row, name) for name in ([names] if isinstance(names, str) else names)]
-    questions = [question for question in questions if question]
+    names = [names] if isinstance(names, str) else names
+    questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
     if not questions:
-        raise ValueError(f"column {names if isinstance(names, str) else names[0]!r} is empty")
+        raise ValueError(f"column {names[0]!r} is empty")
     answer = _cell(row, rules.columns["assistant"])
     history = row.get(rules.columns.get("history")) or []
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
@@ -392,10 +392,8 @@ def _from_table(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    """Reads a text or number; a column that this row does not have is empty."""
+    """Reads a text or number."""
     value = row.get(name)
-    if value is None:
-        return ""
     return str(value) if isinstance(value, int | float) else _column(row, name, empty=True)
 
 
@@ -427,10 +425,10 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
         has_answer = message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
         if is_answer and number > answers_from and message.get("weight", 1) and not has_answer:
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
-        follows_answer = bool(chat) and chat[-1]["role"] == "assistant" and number - 1 != answers_from
-        is_alone = "reasoning_content" in message or message.get("weight") != (chat or [{}])[-1].get("weight")
-        if is_call and follows_answer and not is_alone:
-            chat[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # of the turn before
+        before = chat[-1] if chat and number - 1 != answers_from else {}
+        joins = before.get("role") == "assistant" and before.get("weight") == message.get("weight")
+        if is_call and joins and "reasoning_content" not in message:
+            before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             chat.append(message)
         if number == answers_from:

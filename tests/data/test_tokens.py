@@ -138,6 +138,7 @@ def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(to
         ({"prompt": "big", "completion": "4"}, {"as_chat": True}),
         ({"q": "big", "a": 4}, {"prompt_template": "{q}", "completion_template": "{a}", "as_chat": True}),
         ({"Q": "big", "A": 4}, {"columns": {"user": "Q", "assistant": "A"}}),
+        ({"Q": "big", "A": "4", "C": None}, {"columns": {"user": ["Q", "C"], "assistant": "A"}}),
         (
             {"turns": [{"role": "user", "content": "big"}, {"from": "gpt", "value": "4"}]},
             {"columns": {"messages": "turns"}},
@@ -370,6 +371,7 @@ GOOD = {"messages": CHAT}
         ),
         ([{"text": "a"}, {"text": None}], "column 'text' is null"),
         ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
+        ([{"instruction": "a", "output": "b"}, {"instruction": "a"}], "column 'output' is missing"),
         (
             [FORMATS["prompt_completion"], {"prompt": "a", "completion": "b"}],
             "prompt and completion must be lists of messages, as in the rows before",
