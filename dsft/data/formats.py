@@ -251,8 +251,8 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
 
 def columns_line(columns: Mapping[str, Any]) -> str:
     """Writes the option `columns` as a line of YAML."""
-    written = yaml.safe_dump({**columns}, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
-    return f"columns: {written.strip()}"
+    text = yaml.safe_dump({**columns}, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return f"columns: {text.strip()}"
 
 
 def columns_of_groups(config: DataFields) -> tuple[str, ...]:
@@ -557,8 +557,10 @@ def _call(call: Any, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
         arguments = _real_values(arguments, schemas.get(name))
     if not isinstance(arguments, dict):
         raise ValueError(f"{place}: the arguments of {name} must be an object; they are {arguments!r:.80}")
-    known = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return known | ({"id": call["id"]} if call.get("id") else {})
+    openai_call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call.get("id"):
+        openai_call["id"] = call["id"]
+    return openai_call
 
 
 def _allows_null(schema: Any) -> bool:

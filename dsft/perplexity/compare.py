@@ -210,10 +210,10 @@ def compare_results(
                 comparisons.append(compare_pair(reference, other))
                 continue
             if group_by not in reference.document_groups:
-                known = ", ".join(reference.document_groups) or "none"
+                groupings = ", ".join(reference.document_groups) or "none"
                 problems.append(
                     f"group_by={group_by}: the result of {base} on {reference.data} was evaluated without it (it has"
-                    f" {known}); dsft eval --group_by makes groups"
+                    f" {groupings}); dsft eval --group_by makes groups"
                 )
                 continue
             labels_D = reference.document_groups[group_by]  # the same documents, whatever the other was grouped by

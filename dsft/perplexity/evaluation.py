@@ -117,15 +117,15 @@ def evaluate_models(
             facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
             facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        known = [results and results.known(job.about, tokens=job.tokens) for job in jobs]
+        cached = [results and results.find(job.about, tokens=job.tokens) for job in jobs]
         with contextlib.ExitStack() as stack:
-            if not all(known):
+            if not all(cached):
                 for each in (candidate, *others):
                     for model in with_bases(each.config.model):
                         verify_once(model)
                 with _out_of_memory_explained(candidate.config, "loading"):
                     models, zero = _load([candidate, *others], machine, dtype, stack)
-            for job, evaluation in zip(jobs, known, strict=True):
+            for job, evaluation in zip(jobs, cached, strict=True):
                 recorder = None
                 if evaluation is None:
                     with _out_of_memory_explained(candidate.config, "scoring"):

@@ -207,8 +207,8 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        known = " (cached)" if self.is_known else ""
-        return f"Perplexity of {self.model} on {on_data(self.data, self.protocol)}{known}"
+        cached = " (cached)" if self.is_known else ""
+        return f"Perplexity of {self.model} on {on_data(self.data, self.protocol)}{cached}"
 
     def __repr__(self) -> str:
         """The result in a line; `summary()` has the table."""
@@ -318,19 +318,19 @@ class Results:
                 f" ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 
-    def known(self, about: Mapping[str, Any], *, tokens: Path | None) -> Evaluation | None:
+    def find(self, about: Mapping[str, Any], *, tokens: Path | None) -> Evaluation | None:
         """Find a result that was the same in everything that counts, with the folder `tokens` if they are to be kept.
         Collective. Args: `about`: what is known of it before it is scored.
         """
 
-        def find() -> Evaluation | None:
+        def search() -> Evaluation | None:
             for key, report in self.reports.items():
                 has_tokens = tokens is None or tokens.is_dir()
                 if report.get("fingerprint") == about["fingerprint"] and has_tokens:
                     return self.evaluation(key)
             return None
 
-        evaluation = distributed.on_rank_0(find)
+        evaluation = distributed.on_rank_0(search)
         if evaluation is None:
             return None
         # A copy of a model or of its data has the same result, and output_dir may have been moved.
@@ -393,7 +393,7 @@ class Recorder:
 
     def __init__(self, windows: Windows, *, partial: Path | None = None, tokens: Path | None = None):
         self.windows, self.partial, self.tokens = windows, partial, tokens
-        self.known: dict[int, list[list[float]]] = {}
+        self.scored_before: dict[int, list[list[float]]] = {}
         """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         if partial:
             partial.mkdir(parents=True, exist_ok=True)
@@ -403,7 +403,7 @@ class Recorder:
                 for line in path.read_text(encoding="utf-8").splitlines():
                     with contextlib.suppress(ValueError):  # of the line that was written when the rank was killed
                         lines.append(json.loads(line))
-            self.known = dict(distributed.from_all(lines))
+            self.scored_before = dict(distributed.from_all(lines))
             self._file = (partial / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
         if tokens:
             shutil.rmtree(tokens, ignore_errors=True)  # of an evaluation that was interrupted

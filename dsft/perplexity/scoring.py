@@ -133,7 +133,7 @@ def evaluate_windows(
     # The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores
     # the first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
     recorder = recorder or Recorder(windows)
-    left = [index for index in range(len(batches)) if index not in recorder.known]
+    left = [index for index in range(len(batches)) if index not in recorder.scored_before]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
     nats, num_scored = 0.0, 0  # of this rank's team
@@ -159,7 +159,7 @@ def evaluate_windows(
     recorder.flush()
     model.train(was_training)
     sums_KP = sum_over_ranks(torch.from_numpy(sums_KP)).numpy()
-    for index, batch_sums in recorder.known.items():
+    for index, batch_sums in recorder.scored_before.items():
         sums_KP[:, pieces.of(batches[index])] = batch_sums
     return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens))
 

@@ -233,16 +233,16 @@ def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
 
     expected = score(Recorder(windows))
     recorder = Recorder(windows, partial=tmp_path / "a")
-    assert score(recorder).nats == expected.nats and len(recorder.known) == 0
+    assert score(recorder).nats == expected.nats and len(recorder.scored_before) == 0
     file = tmp_path / "a" / "rank-0.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[: len(lines) // 2]) + "\n[7, [1.2, 3")  # killed while it wrote
     recorder = Recorder(windows, partial=tmp_path / "a")
     resumed = score(recorder)
-    assert len(recorder.known) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
+    assert len(recorder.scored_before) == len(lines) // 2 - 1 > 1  # before each batch stands a line end
     assert (resumed.nats, resumed.document_nats.tolist()) == (expected.nats, expected.document_nats.tolist())
     assert 0 < resumed.fed_tokens < expected.fed_tokens == windows.lengths.sum()
-    assert Recorder(windows, partial=tmp_path / "b").known == {}
+    assert Recorder(windows, partial=tmp_path / "b").scored_before == {}
     recorder.remove()
     assert not file.exists()
 
@@ -395,7 +395,7 @@ def test_no_full_logits_exist(tiny, monkeypatch):
 
 def test_problems_of_the_evaluator_come_together(tiny):
     with pytest.raises(UserError) as caught:
-        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000, mode="slide")
+        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000, mode="slidng")
     text = str(caught.value)
     assert all(
         part in text
@@ -404,7 +404,7 @@ def test_problems_of_the_evaluator_come_together(tiny):
             "./nowhere",
             "nowhere.jsonl does not exist",
             "stride=5000",
-            "mode: invalid choice 'slide' (choose from auto, windows, sliding, rolling, answers); did you mean",
+            "mode: invalid choice 'slidng' (choose from auto, windows, sliding, rolling, answers); did you mean",
         )
     )
     with pytest.raises(UserError, match="one model and one data set"):
