@@ -98,7 +98,8 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
             }
         )
         return plan.fits
-    job = f"{Path(run.options.model).name}, {run.options.method}, {describe_machine(machine)}"
+    model = Path(run.options.model.removesuffix("/config.json")).name
+    job = f"{model}, {run.options.method}, {describe_machine(machine)}"
     lines = [f"{job}: {describe_plan(plan, machine)}", describe_memory(plan, machine)]
     if plan.fits:
         if plan.has_time_estimate:
@@ -146,8 +147,8 @@ def describe_memory(plan: Plan, machine: Machine) -> str:
     share = plan.device_bytes / machine.device_bytes
     each = f" per {machine.place}" if machine.world_size > 1 else ""
     memory = f"{plan.device_bytes / GiB:.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
-    if offloads(plan.deepspeed_config) or "host" in plan.limiting_resource:
-        memory += f", host memory {plan.host_bytes / GiB:,.0f} of {machine.host_bytes / GiB:,.0f} GiB"
+    if offloads(plan.deepspeed_config) or not machine.has_gpu or not plan.fits:
+        memory += f", host memory {plan.host_bytes / GiB:,.1f} of {machine.host_bytes / GiB:,.0f} GiB"
     return f"fits: {memory}" if plan.fits else f"nothing fits; the closest takes {memory}"
 
 

@@ -118,8 +118,6 @@ class ModelSize:
     """Format of the base of adapters, made with qlora or as it lies on disk, and of a model that is scored; None where
     weights are plain.
     """
-    trains_embedding: bool = True
-    """In full finetuning: whether the input embedding is trained."""
 
     @property
     def trained_share(self) -> float:
@@ -388,7 +386,6 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=0 if adapters is None else adapters.r if isinstance(adapters, LoraConfig) else options.lora_r,
-        trains_embedding=embedding.requires_grad and not adapters,
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,

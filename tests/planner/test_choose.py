@@ -1,5 +1,6 @@
 """The choice of a plan: what an expert would take, and when nothing else is left."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -8,7 +9,7 @@ from dsft.config.options import TrainConfig
 from dsft.models.adapters import adapters_of
 from dsft.models.measure import empty_model, model_size, usual_config
 from dsft.planner.choose import Plan, all_plans, candidate_names, choose, reason
-from dsft.planner.memory import Job, optimizer_memory
+from dsft.planner.memory import Job, adapts_head, head_bytes, optimizer_memory
 from dsft.planner.speed import CARDS
 from dsft.runtime.hardware import Machine
 from dsft.units import GB, GiB
@@ -141,3 +142,15 @@ def test_a_gpu_that_is_not_known_is_planned_without_a_time():
     machine = dataclasses.replace(machine_of(1), gpu_type="NVIDIA GeForce RTX 9999", device_bytes=24 * GiB)
     plan = chosen(job_of("Qwen/Qwen2.5-0.5B", micro_batch=1), machine)
     assert plan.fits and not plan.has_time_estimate and "tokens/s" not in reason(plan, machine)
+
+
+def test_an_adapted_head_is_planned_with_all_logits_and_those_of_the_adapter():
+    job = job_of("meta-llama/Llama-3.2-1B", method="lora", micro_batch=4)
+    adapted = copy.deepcopy(job.adapters)
+    adapted.target_modules = {"q_proj", "lm_head"}
+    assert adapts_head(adapted) and not adapts_head(job.adapters) and not adapts_head(None)
+    plain = dataclasses.replace(job, tiled_loss=False)
+    logits = 4 * 2048 * job.size.vocab_size
+    assert (
+        head_bytes(dataclasses.replace(plain, adapters=adapted), 4 * 2048) - head_bytes(plain, 4 * 2048) == 8 * logits
+    )
