@@ -26,7 +26,7 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path, is_launched):
     words += ["--use_liger_kernel", "false"]  # not said, a note names it
     table = run(["dsft", *words]) if is_launched else run_entry("dsft.cli.main", words)
     assert table.returncode == 0 and not table.stderr.strip()
-    assert "3-offload-optimizer" in table.stdout and "is the fastest that fits" in table.stdout
+    assert "3-offload" in table.stdout and "\nfits: " in table.stdout
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -42,7 +42,7 @@ def test_a_command_whose_output_nobody_reads_on_ends_without_a_traceback(tmp_pat
     command = [sys.executable, "-m", "dsft.cli.main", "convert", "theirs.yaml"]
     done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     os.close(output)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    assert done.returncode in (0, 128 + signal.SIGPIPE) and done.stderr == ""
 
 
 def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeypatch, capsys):
