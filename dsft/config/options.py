@@ -320,8 +320,8 @@ class StepFields:
     """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
     output_dir."""
     verify_resume: bool = True
-    """Compare every byte of the checkpoint to resume from with its manifest, while data and model load; auto takes the
-    next older one where something has changed. A checkpoint as model or adapter is compared, too."""
+    """Compare every byte of the checkpoint to resume from with its manifest, before data and model load; auto takes the
+    next older one if something has changed. A checkpoint as model or adapter is compared, too."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
     max_skipped_steps: int | None = None
