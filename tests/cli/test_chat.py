@@ -8,6 +8,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dsft.checkpoints.run_folder import write_run
 from dsft.cli.main import main
 from dsft.errors import EXIT_USER_ERROR
 
@@ -56,6 +57,15 @@ def test_raw_continues_text_without_a_template(tiny, capsys):
     made = model.generate(**asked, max_new_tokens=8, do_sample=False)[0, asked["input_ids"].shape[1] :]
     text = tokenizer.decode(made, skip_special_tokens=True)
     assert chat(capsys, folder, "--raw", "--prompt", "the loss") == text + "\n"
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_run_whose_rows_did_not_use_the_template_is_noted(tiny, tmp_path, capsys, used):
+    shutil.copytree(tiny / "chat", tmp_path / "final")
+    write_run(str(tmp_path), uses_chat_template=used)
+    for words in ([], ["--raw"]):
+        main(["chat", str(tmp_path / "final"), "--prompt", "the loss", "--max_new_tokens", "1", *words])
+        assert ("--raw continues text" in capsys.readouterr().err) == (not used and not words)
 
 
 def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
