@@ -116,12 +116,17 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
 
 def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
     """Makes `dtype` and the flags bf16 and fp16 one decision. `auto_dtype` is what `auto` is on the run's devices."""
-    dtype = auto_dtype if options.dtype == "auto" else options.dtype
-    by_default = dtype, "auto is bfloat16 on a GPU that computes in it, else float32"
-    dtype, reason = flagged_dtype({"dtype": options.dtype, **options.training}) or by_default
-    return [Decision("dtype", dtype, reason)] + [
-        Decision(name, dtype == flagged, f"dtype={dtype}") for name, flagged in HALF_PRECISION.items()
-    ]
+    flagged = flagged_dtype({"dtype": options.dtype, **options.training})
+    if flagged:
+        dtype, reason = flagged
+    elif options.dtype == "auto":
+        dtype, reason = auto_dtype, "auto is bfloat16 on a GPU that computes in it, else float32"
+    else:
+        dtype, reason = options.dtype, "as asked for"
+    decisions = [Decision("dtype", dtype, reason)]
+    for name, half in HALF_PRECISION.items():
+        decisions.append(Decision(name, dtype == half, f"dtype={dtype}"))
+    return decisions
 
 
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:

@@ -112,6 +112,8 @@ class TrainingRun:
     """What it writes to `output_dir`."""
     checkpoint: str | None = None
     """That the run resumes from."""
+    weights_of: str | None = None
+    """The checkpoint whose weights alone it takes."""
 
     def apply(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
         """Decides options, one after the other: a later decision may give back what an earlier one took away."""
@@ -120,12 +122,6 @@ class TrainingRun:
                 self.options = decide(self.options, [decision])
                 self.decisions.append(decision)
         self.problems += problems
-
-    @property
-    def weights_of(self) -> str | None:
-        """The checkpoint whose weights alone it takes."""
-        values = (decision.value for decision in self.decisions if decision.reason == run_folder.WEIGHTS_ONLY)
-        return next(filter(None, values), None)
 
     @property
     def output_dir(self) -> str:
@@ -189,6 +185,8 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     replace_uncompiled_adam(run, distributed.from_all)
     run.apply(decisions)
     options = run.options
+    if options.resume_weights_only and not run.checkpoint:
+        run.weights_of = options.model if options.method == "full" else options.adapter
     if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
         saved = check_tokenizer(dataclasses.replace(options, tokenizer=None), [])
         saved_vocab = saved.get_vocab() if saved else {}
@@ -230,7 +228,6 @@ def resolve_offline(
     machine: Machine,
     *,
     attention: Attention | None = None,
-    starts: bool = False,
     scored: bool = False,
     problems: Sequence[str] = (),
 ) -> TrainingRun:
@@ -239,14 +236,13 @@ def resolve_offline(
 
     Args:
         attention: that is planned, whatever the model and its data would take.
-        starts, scored, problems: as `check_run` takes them.
+        scored, problems: as `check_run` takes them.
 
     Raises:
         UserError: with all problems of options, DeepSpeed JSON and model that a training would have too.
     """
-    if not starts:
-        problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
-    run = check_run(options, machine, problems, starts=starts, scored=scored)
+    problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
+    run = check_run(options, machine, problems, starts=False, scored=scored)
     raise_if_any(run.problems)
     if machine.measured:
         replace_uncompiled_adam(run, list)

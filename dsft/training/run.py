@@ -198,20 +198,20 @@ def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
     older one. Collective.
     Raises UserError where that is none.
     """
-    while started_from := run.checkpoint or run.weights_of:
-        errors = changed_files(started_from, weights_only=not run.checkpoint)
+    is_auto = run.options.training.get("resume_from_checkpoint") == "auto"
+    while True:
+        started_from = run.checkpoint or run.weights_of
+        errors = changed_files(started_from, weights_only=not run.checkpoint) if started_from else []
         if not errors:
-            break
+            return run
         changed = "; ".join(errors[:3])
-        if run.options.training.get("resume_from_checkpoint") != "auto":
-            way_out = (
-                f"use another{' or auto' if run.checkpoint else ''}, or take it as it is with --verify_resume false"
-            )
+        if not is_auto:
+            other = "another or auto" if run.checkpoint else "another"
+            way_out = f"use {other}, or take it as it is with --verify_resume false"
             raise UserError([f"resume_from_checkpoint={started_from}: {changed}; {way_out}"])
         say(f"{run.checkpoint} is damaged and is skipped: {changed}")
         older = distributed.on_rank_0(functools.partial(last_checkpoint, run.options, before=run.checkpoint))
         run = dataclasses.replace(run, checkpoint=older)
-    return run
 
 
 @contextlib.contextmanager
