@@ -234,6 +234,13 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
             f"optimizer.type {optimizer}: {NOT_FOR_SHARDS[optimizer]}, and ZeRO's shards are flat pieces of them; use"
             " stage 0, or AdamW"
         )
+    # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
+    is_tested = optimizer == "none" or optimizer in {*(name.lower() for name in OPTIMIZERS), *NOT_FOR_SHARDS}
+    if not is_tested and stage(content) and not get_value(content, "zero_allow_untested_optimizer"):
+        problems.append(
+            f"optimizer.type {optimizer}: DeepSpeed has not tested it over ZeRO's shards; add"
+            " zero_allow_untested_optimizer=true, or take AdamW"
+        )
     if not problems:  # each entry is sound by itself: DeepSpeed compares them with each other; batches are dsft's
         try:
             _read_as_deepspeed({key: value for key, value in content.items() if key not in FILLED})

@@ -286,6 +286,8 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
         problems.append(
             f"zero={zero}: Muon's updates would be clipped by max_grad_norm={clipping}; set max_grad_norm: 0"
         )
+    if optimizer == "lion" and not machine.has_gpu and not is_offloaded:
+        problems.append(f"zero={zero}: DeepSpeed's Lion needs a GPU or an offload; use optim lion_32bit, or AdamW")
     for part in ("optimizer", "scheduler"):
         if part in zero_file and learning_rates(options):
             problems.append(

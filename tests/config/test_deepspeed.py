@@ -167,6 +167,7 @@ def test_what_is_right_beside_its_stage_is_taken(content):
         (2, {"managed_gradient_accumulation": False}, ["managed_gradient_accumulation:"]),
         (2, {"hybrid_engine": {"enabled": True}}, ["hybrid_engine.enabled:"]),
         (2, {"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled:"]),
+        (1, {"optimizer": {"type": "SGD", "params": {}}}, ["sgd", "add zero_allow_untested_optimizer=true"]),
         (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type lamb: ", "norms of whole weights"]),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
