@@ -32,7 +32,7 @@ import psutil
 import yaml
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.checkpoints.run_folder import is_run, read_run
+from dsft.checkpoints.run_folder import FINAL, is_run, read_run
 from dsft.config.options import REMOVED_OPTIONS, EvalConfig, HostFields, LaunchOptions, TrainConfig
 from dsft.config.reader import field_types, read_config, read_file_and_flags, read_options
 from dsft.errors import (
@@ -271,7 +271,8 @@ def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> di
 
 def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
     """The last step of a training that is done and had the same options, which are in `file`; None if there is none."""
-    if values.get("overwrite") or not file.is_file() or not is_run(file.parent):
+    is_whole = file.is_file() and is_run(file.parent) and (file.parent / FINAL).is_dir()
+    if values.get("overwrite") or not is_whole:
         return None
     run = read_run(str(file.parent))
     before = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -179,7 +179,7 @@ def test_a_training_that_is_done_is_not_started_again(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path / "train.jsonl", 4)
     write_model(tmp_path / "base")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "final").mkdir(parents=True)
     for name in ("run.yaml", "run/options.yaml"):
         (tmp_path / name).write_text("{model: base, data: train.jsonl, output_dir: run, max_steps: 7}")
     (tmp_path / "run" / "run.json").write_text('{"status": "done", "results": {"steps": 7}}')
