@@ -62,21 +62,25 @@ _BOUNDS = {
     "num_train_epochs": (MORE_THAN_0, 10**6, "be more than 0 and at most 1,000,000"),
     "neftune_noise_alpha": (0, 1000, "be at least 0 and at most 1,000"),
     "num_gpus": (1, 1024, "be 1 to 1,024, on each node; leave it out for all"),
-    "num_nodes": (1, MOST, "be at least 1; leave it out for all"),
+    "num_nodes": (1, math.inf, "be at least 1; leave it out for all"),
     "master_port": (0, 2**16 - 1, f"be at least 0 and less than {2**16:,}"),
     # Each is a process of its own, beside every rank.
     "dataloader_num_workers": (0, 256, "be at least 0 and at most 256"),
     """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
-    early_stopping_patience max_skipped_steps max_new_tokens""": (1, MOST, "be at least 1"),
-    "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio": (MORE_THAN_0, MOST, "be more than 0"),
+    early_stopping_patience max_skipped_steps max_new_tokens""": (1, math.inf, "be at least 1"),
+    "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio": (MORE_THAN_0, math.inf, "be more than 0"),
     """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples eval_delay generate_samples
-    temperature early_stopping_threshold router_aux_loss max_restarts wait_for_nodes""": (0, MOST, "not be negative"),
+    temperature early_stopping_threshold router_aux_loss max_restarts wait_for_nodes""": (
+        0,
+        math.inf,
+        "not be negative",
+    ),
     "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor": (
         *(0, LESS_THAN_1),
         "be at least 0 and less than 1",
     ),
     "seed data_seed": (0, 2**32 - 1, f"be at least 0 and less than {2**32}"),
-    "max_steps": (-1, MOST, "be at least 1, or -1 to go by num_train_epochs"),
+    "max_steps": (-1, math.inf, "be at least 1, or -1 to go by num_train_epochs"),
     " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)): (
         *(MORE_THAN_0, 10**6),
         "be more than 0 and at most 1,000,000 seconds",
@@ -468,11 +472,10 @@ def check_bounds(name: str, value: Any) -> list[str]:
     """Lists why the option `name` cannot have this value, if it is a number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return []
-    if name in BOUNDS:
-        least, most, text = BOUNDS[name]
-        if not least <= value <= most:
-            return [f"{name}={value}: must {text}{f' and at most {MOST:,}' if value > most == MOST else ''}"]
-    elif isinstance(value, int) and abs(value) > MOST:
+    least, most, text = BOUNDS.get(name, (-math.inf, math.inf, ""))
+    if not least <= value <= most:
+        return [f"{name}={value}: must {text}"]
+    if isinstance(value, int) and abs(value) > MOST and name not in ("seed", "data_seed"):
         return [f"{name}={value}: must be at most {MOST:,}"]
     return []
 
