@@ -12,12 +12,12 @@ from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
 from dsft.models.measure import ModelSize
 from dsft.planner.activations import LIGER_MODELS
 from dsft.planner.memory import (
-    DEEPSPEED_OPTIMIZERS,
     OPTIMIZERS,
     PLANNED_AS,
     Job,
     Term,
     ZeroLayout,
+    optimizer_name,
     peak_bytes,
     training_terms,
 )
@@ -424,11 +424,9 @@ def reason(chosen: Plan, machine: Machine, *, zero: str = "auto", resumes: bool 
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     """What a job and its configuration ask for and the plan does not count, a sentence each."""
     notes = []
-    kind = get_value(deepspeed_config, "optimizer.type")
-    if kind and str(kind).lower() not in DEEPSPEED_OPTIMIZERS:
-        notes.append(f"optimizer.type {kind} is planned with the memory of {PLANNED_AS}.")
-    elif not kind and job.optimizer not in OPTIMIZERS:
-        notes.append(f"optim {job.optimizer} is planned with the memory of {PLANNED_AS}.")
+    optimizer = optimizer_name(deepspeed_config, job.optimizer)
+    if optimizer not in OPTIMIZERS:
+        notes.append(f"optimizer {optimizer} is planned with the memory of {PLANNED_AS}.")
     if job.liger and job.size.model_type not in LIGER_MODELS:
         notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {job.size.model_type}.")
     if job.compiled:

@@ -48,51 +48,46 @@ class OptimizerMemory:
 
 EIGHT_BIT_BYTES = 1 + 4 / 256
 """A moment of bitsandbytes: a byte, and an fp32 scale for 256 of them (bitsandbytes/optim/optimizer.py)."""
+ADAM = OptimizerMemory(state_bytes=8)
+"""m 4 + v 4 in fp32 (ZeRO paper, table 1)."""
+EIGHT_BIT_ADAM = OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES)
+LION = OptimizerMemory(state_bytes=4)
+COPYING = OptimizerMemory(state_bytes=4, step_bytes=8)
 OPTIMIZERS = {
-    # m 4 + v 4 in fp32 (ZeRO paper, table 1)
-    "adamw_torch_fused": OptimizerMemory(state_bytes=8),
-    # two fp32 copies (torch/optim/adamw.py, _multi_tensor_adamw)
-    "adamw_torch": OptimizerMemory(state_bytes=8, step_bytes=8),
-    "adamw_8bit": OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES),
-    "adamw_bnb_8bit": OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES),
-    "paged_adamw_8bit": OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES),
-    "paged_adamw_32bit": OptimizerMemory(state_bytes=8),
+    "adam": ADAM,
+    "adamw": ADAM,
+    "adamw_torch_fused": ADAM,
+    "adamw_32bit": ADAM,
+    "adamw_torch": OptimizerMemory(state_bytes=8, step_bytes=8),  # two fp32 copies (_multi_tensor_adamw)
+    "adamw_8bit": EIGHT_BIT_ADAM,
+    "adamw_bnb_8bit": EIGHT_BIT_ADAM,
+    "lion": LION,
+    "lion_32bit": LION,
     "lion_8bit": OptimizerMemory(state_bytes=EIGHT_BIT_BYTES),
-    "paged_lion_8bit": OptimizerMemory(state_bytes=EIGHT_BIT_BYTES),
-    "lion_32bit": OptimizerMemory(state_bytes=4),
-    "paged_lion_32bit": OptimizerMemory(state_bytes=4),
+    "muon": LION,
     "sgd": OptimizerMemory(state_bytes=0, step_bytes=4),
-    "adagrad": OptimizerMemory(state_bytes=4, step_bytes=8),
-    "rmsprop": OptimizerMemory(state_bytes=4, step_bytes=8),
-    "adafactor": OptimizerMemory(state_bytes=4, step_bytes=8),  # of ZeRO's flat shards nothing can be factored
+    "adagrad": COPYING,
+    "rmsprop": COPYING,
+    "adafactor": COPYING,  # of ZeRO's flat shards nothing can be factored
 }
-"""By transformers' name (the option `optim`)."""
-DEEPSPEED_OPTIMIZERS = {
-    "adam": OPTIMIZERS["adamw_torch_fused"],  # FusedAdam, and CPUAdam with offload
-    "adamw": OPTIMIZERS["adamw_torch_fused"],
-    "lion": OPTIMIZERS["lion_32bit"],
-    "muon": OptimizerMemory(state_bytes=4),
-    "sgd": OPTIMIZERS["sgd"],
-    "adagrad": OPTIMIZERS["adagrad"],
-    "rmsprop": OPTIMIZERS["rmsprop"],
-}
-"""By the type that a DeepSpeed JSON names (`optimizer.type`), in small letters."""
-OWN_TYPES = ("adafactor", *(name for name in OPTIMIZERS if "bit" in name))
-"""Optimizers whose moments have types of their own, also where what is updated is bfloat16."""
+"""By the name of the option `optim`, without "paged_", and by a DeepSpeed JSON's `optimizer.type` in small letters."""
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 """Where the user names none: transformers' own."""
 PLANNED_AS = "adamw_torch"
-"""As which an optimizer is planned that is not in the tables; the plan notes it."""
+"""As which an optimizer is planned that is not in the table; the plan notes it."""
 
 
-def optimizer_memory(deepspeed_config: dict[str, Any], name: str | None) -> OptimizerMemory:
-    """Return what the optimizer takes that the DeepSpeed configuration names, if it names one, else that of `name`."""
-    kind = str(get_value(deepspeed_config, "optimizer.type") or "").lower()
-    if kind:
-        memory = DEEPSPEED_OPTIMIZERS.get(kind, OPTIMIZERS[PLANNED_AS])
-    else:
-        memory = OPTIMIZERS.get(name or DEFAULT_OPTIMIZER, OPTIMIZERS[PLANNED_AS])
-    if get_value(deepspeed_config, "bf16.bf16_optimizer_states") and (kind or name not in OWN_TYPES):
+def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
+    """Return the optimizer that the DeepSpeed configuration names, if it names one, else `optim`."""
+    kind = get_value(deepspeed_config, "optimizer.type")
+    return str(kind).lower() if kind else (optim or DEFAULT_OPTIMIZER).removeprefix("paged_")
+
+
+def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None) -> OptimizerMemory:
+    name = optimizer_name(deepspeed_config, optim)
+    memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
+    has_own_types = "bit" in name or name == "adafactor"  # also where what is updated is bfloat16
+    if get_value(deepspeed_config, "bf16.bf16_optimizer_states") and not has_own_types:
         memory = dataclasses.replace(memory, state_bytes=memory.state_bytes / 2, step_bytes=memory.step_bytes // 2)
     if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
         memory = dataclasses.replace(memory, master_bytes=2)
