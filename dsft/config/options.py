@@ -106,7 +106,6 @@ REMOVED_OPTIONS: dict[str, str] = {
     "nvme": "NVMe offload is not planned; name a DeepSpeed JSON with it as zero",
     "gpu_type": "--gpus names the card: 8xH100",
     "tokens_per_step": "use global_batch_size",
-    "verify": "tests compare the evaluator with plain full logits; leave it out",
 }
 """Options that dsft had once -> what they did, and what to use instead."""
 TRAINING_DEFAULTS = {
@@ -469,11 +468,14 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Columns of the data, such as domain: each splits the result into the documents of each of its values."""
     save_tokens: bool = False
     """Keep the nats of every scored token in tokens.parquet, a folder in output_dir."""
+    verify: int = 0
+    """Number of random documents that are scored again with full logits and a batch of one; the largest difference is
+    reported."""
     output_dir: str | None = None
     """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default results
     are only printed."""
     seed: int = 42
-    """Seed of the weights where the model is a config.json alone."""
+    """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
     def value(self, name: str) -> Any:
         """The option called `name`; None where there is none, or it is not set."""

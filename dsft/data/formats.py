@@ -418,10 +418,20 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     ignored = {*rules.drop_keys} - MESSAGE_KEYS
     chat: list[Message] = []
     first_answer = 0
+    analysis = ""
     for number, given in enumerate(messages, start=1):
         given = {key: value for key, value in given.items() if value is not None and key not in ignored}
+        if given.get("channel") == "analysis":
+            analysis += _text(given.get("content"), f"message {number}")
+            continue
+        given = _without_channel(given)
+        if analysis:
+            given["reasoning_content"] = analysis
         message, is_call = _message(given, number, schemas)
         is_answer = message["role"] == "assistant"
+        if analysis and not is_answer:
+            break
+        analysis = ""
         has_answer = message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
         if is_answer and number > answers_from and message.get("weight", 1) and not has_answer:
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
@@ -433,6 +443,8 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
             chat.append(message)
         if number == answers_from:
             first_answer = len(chat)
+    if analysis:
+        raise ValueError("no answer follows the message of the channel analysis, which is the reasoning of an answer")
     answers = [message for message in chat[first_answer:] if message["role"] == "assistant"]
     if not any(message.get("weight", 1) for message in answers):
         raise EmptyAnswer("no turn of an assistant, or each has weight 0")
@@ -452,6 +464,19 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
                     " into the column tools, or describe them in the system message"
                 )
     return Chat(messages=chat, tools=tools, answers_from=first_answer)
+
+
+def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
+    """Brings a message of OpenAI's Harmony into the form of others. A channel that is not understood stays, and is
+    refused as any unknown key.
+    """
+    channel = given.get("channel")
+    recipient = given.get("recipient")
+    rest = {key: value for key, value in given.items() if key not in ("channel", "recipient")}
+    if channel == "commentary" and str(recipient).startswith("functions."):
+        call = {"name": recipient.removeprefix("functions."), "arguments": given.get("content")}
+        return rest | {"role": "tool_call", "content": json.dumps(call)}
+    return rest if channel == "final" or recipient == "assistant" else given
 
 
 def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tuple[Message, bool]:

@@ -8,12 +8,14 @@ import functools
 import gc
 import hashlib
 import json
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
@@ -34,21 +36,21 @@ from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_config
-from dsft.perplexity.results import REPORTS, Evaluation, Recorder, Results, on_data
-from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import Windows
+from dsft.perplexity.results import REPORTS, Evaluation, Perplexity, Recorder, Results, on_data
+from dsft.perplexity.scoring import evaluate_windows, exact_products
+from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.activations import attention_of
 from dsft.planner.evaluation import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, set_back_peaks
 from dsft.runtime.software import versions
-from dsft.units import GiB
+from dsft.units import IGNORED, GiB
 
 TOKENS = "tokens.parquet"  # folder in output_dir
 OTHER_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
-    *("max_documents", "group_by", "save_tokens", "reference"),
+    *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what is kept of it."""
 SCORING = 11  # a change of code that changes nats, or what is kept of a result, raises it
@@ -260,6 +262,7 @@ def _evaluate_job(
             progress=progress and distributed.rank() == 0,
         )
         seconds = time.perf_counter() - start
+        difference = verify(models[0], job.windows, result, config.verify, seed=config.seed) if config.verify else None
     evaluation = Evaluation(
         **job.about,
         perplexity=result,
@@ -268,9 +271,39 @@ def _evaluate_job(
         machine=str(machine),
         tokens_folder=job.tokens and str(job.tokens),
         seconds=seconds,
+        verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
     )
     return evaluation, recorder
+
+
+@torch.no_grad()
+@exact_products()
+def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
+    """Score `number` random documents again, each window alone with full logits, and compare their nats.
+
+    Returns the largest relative difference. Every rank does the same work, so that it holds for a sharded model too.
+    Collective under ZeRO-3.
+    """
+    scored = np.flatnonzero(result.document_tokens).tolist()
+    chosen = random.Random(seed).sample(scored, min(number, len(scored)))
+    plain = dict.fromkeys(chosen, 0.0)
+    pieces = pieces_of(windows)
+    for window in np.unique(pieces.windows[np.isin(pieces.documents, chosen)]):
+        watchdog.heartbeat()
+        ids, targets = (
+            torch.from_numpy(array.astype("int64")).to(distributed.device())
+            for array in windows.inputs_and_targets(window)
+        )
+        log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        is_scored_T = targets != IGNORED
+        nats = -log_probs_TV[is_scored_T].gather(1, targets[is_scored_T][:, None])[:, 0].double().cpu()
+        places = pieces.of([window])
+        parts = nats.split(pieces.tokens[places].tolist())
+        for document, part in zip(pieces.documents[places].tolist(), parts, strict=True):
+            if document in plain:
+                plain[document] += part.sum().item()
+    return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
 
 
 def fingerprint(

@@ -129,6 +129,8 @@ class Evaluation:
     fingerprint: str
     """Of all that the result depends on, see `evaluation.py`."""
     versions: dict[str, str]
+    verified_difference: float | None = None
+    """With verify: the largest |nats - plain nats| / plain nats of the documents that were scored again."""
     document_groups: dict[str, np.ndarray] = field(default_factory=dict)
     """[D] with group_by: the value of each document, by column."""
     is_known: bool = False
@@ -262,6 +264,8 @@ class Evaluation:
             left_out.append(f"{self.truncated_documents:,} truncated")
         if left_out:
             rows["documents"] = ", ".join(left_out)
+        if self.verified_difference is not None:
+            rows["verified"] = f"largest relative difference to the plain way {self.verified_difference:.1e}"
         quantization = self.options.get("quantization", UNQUANTISED)
         quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
         peaks = [f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()]

@@ -190,10 +190,27 @@ def calling(arguments: dict | str) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "level", "arguments": arguments}}]}
 
 
-def test_a_channel_of_harmony_is_refused_by_its_key():
+def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function_is_a_call():
     analysis = {"role": "assistant", "channel": "analysis", "content": "Look it up."}
-    with pytest.raises(ValueError, match="message 2 .assistant. has 'channel', which dsft does not read"):
-        made({"messages": [QUESTION, analysis, {"role": "assistant", "content": "It is 3."}]})
+    call = {
+        "role": "assistant",
+        "channel": "commentary",
+        "recipient": "functions.level",
+        "content": '{"gauge": "g"}',
+    }
+    result = {"role": "tool", "name": "level", "recipient": "assistant", "channel": "commentary", "content": "3"}
+    final = {"role": "assistant", "channel": "final", "content": "It is 3."}
+    _, called, told, answered = made({"messages": [QUESTION, analysis, call, result, final], "tools": [TOOL]}).messages
+    assert called["reasoning_content"] == "Look it up."
+    assert called["tool_calls"][0]["function"] == {"name": "level", "arguments": {"gauge": "g"}}
+    assert told == {"role": "tool", "name": "level", "content": "3"}
+    assert answered == {"role": "assistant", "content": "It is 3."}
+    for follows in ([], [QUESTION, final]):
+        with pytest.raises(ValueError, match="no answer follows the message of the channel analysis"):
+            made({"messages": [QUESTION, final, QUESTION, analysis, *follows]})
+    for other in ({"channel": "commentary"}, {"channel": "final", "recipient": "browser"}):
+        with pytest.raises(ValueError, match="'channel'"):
+            made({"messages": [QUESTION, final | other | {"channel": "commentary"}]})
 
 
 def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_else_what_arrow_fills_in():

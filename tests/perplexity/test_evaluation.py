@@ -27,7 +27,7 @@ def evaluated(tiny):
 
 
 def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evaluated, tiny):
-    evaluation = evaluated(zero="0", stride=8, mode="sliding", batch_tokens=64)
+    evaluation = evaluated(verify=2, zero="0", stride=8, mode="sliding", batch_tokens=64)
     report, result = evaluation.report(), evaluation.perplexity
     figures = ("perplexity", "nats", "tokens", "bytes", "words", "documents", "unscored_documents")
     assert {name: report[name] for name in figures} == {name: getattr(result, name) for name in figures}
@@ -39,6 +39,7 @@ def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evalu
     assert (report["mode"], report["zero"], report["ranks"], report["truncated_documents"]) == ("sliding", "0", 1, 0)
     options = {"seq_len": 32, "stride": 8, "scope": "corpus", "dtype": "float32", "batch_tokens": 64}
     assert options.items() <= report["options"].items()
+    assert 0 <= report["verified_difference"] < 1e-5
     assert report["tokens_per_second"] == result.fed_tokens / report["seconds"] > 0
     assert report["peak_memory_bytes"]["host"] > 0 and len(report["model_hash"]) == 64
 
