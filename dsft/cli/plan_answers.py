@@ -127,8 +127,7 @@ def describe_machine(machine: Machine) -> str:
 
 def describe_plan(plan: Plan, machine: Machine) -> str:
     """What is chosen; nothing is sharded over one GPU, whatever its stage."""
-    layers = f"of 1 layer in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else plan.checkpointing
-    parts = [f"checkpointing {layers}", f"batch {plan.micro_batch} x {plan.accumulation}"]
+    parts = [f"checkpointing {plan.checkpointing}", f"batch {plan.micro_batch} x {plan.accumulation}"]
     if machine.world_size > 1:
         parts = [f"ZeRO {plan.zero}", *parts]
     elif offloads(plan.deepspeed_config):
