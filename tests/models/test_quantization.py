@@ -109,7 +109,7 @@ def test_qlora_trains_over_the_format_that_bitsandbytes_has_left_on_disk(fp8, tm
         size = measure_model(TrainConfig(model=model, method="qlora", quantization="nf4")).size
         assert (size.quantization.format, size.quantization.bits) == ("bitsandbytes", bits)
     (note,) = ignored_options(TrainConfig(model=model, method="qlora", quantization="int8"), {}, size)
-    assert note == f"quantization: ignored, because {model} lies on disk as bitsandbytes"
+    assert note == f"quantization: ignored, because {model} is already bitsandbytes on disk"
 
 
 def test_weights_of_a_package_may_be_quantised_by_its_text_config_alone(tmp_path):
