@@ -56,7 +56,8 @@ LESS_THAN_1 = 1 - sys.float_info.epsilon
 _BOUNDS = {
     # Sequences of a step are kept in memory.
     """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size""": (
-        *(1, 10**7),
+        1,
+        10**7,
         "be at least 1 and at most 10,000,000",
     ),
     "num_train_epochs": (MORE_THAN_0, 10**6, "be more than 0 and at most 1,000,000"),
@@ -76,13 +77,15 @@ _BOUNDS = {
         "not be negative",
     ),
     "eval_fraction lora_dropout adam_beta1 adam_beta2 label_smoothing_factor": (
-        *(0, LESS_THAN_1),
+        0,
+        LESS_THAN_1,
         "be at least 0 and less than 1",
     ),
     "seed data_seed": (0, 2**32 - 1, f"be at least 0 and less than {2**32}"),
     "max_steps": (-1, math.inf, "be at least 1, or -1 to go by num_train_epochs"),
     " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)): (
-        *(MORE_THAN_0, 10**6),
+        MORE_THAN_0,
+        10**6,
         "be more than 0 and at most 1,000,000 seconds",
     ),
 }
