@@ -33,8 +33,9 @@ MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 LINEAR = (nn.Linear, Conv1D)
 ADAPTER_TYPES = frozenset(
     (
-        *("BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "RANDLORA"),
-        *("TRAINABLE_TOKENS", "VBLORA", "VERA"),
+        *("BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING"),
+        *("LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
+        *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
     )
 )
 """Types of saved adapters that are scored, merged and trained further. peft's merge computes what base and adapter do

@@ -72,6 +72,22 @@ TYPES = {
     "HRAConfig": SOME,
     "LNTuningConfig": {"target_modules": ["input_layernorm"]},
     "TrainableTokensConfig": {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]},
+    "C3AConfig": SOME | {"block_size": 8},
+    "RoadConfig": SOME | {"group_size": 8},
+    "WaveFTConfig": SOME | {"n_frequency": 20},
+    "DeloraConfig": SOME,
+    "MissConfig": SOME | {"r": 4},
+    "GraloraConfig": SOME,
+    "OSFConfig": SOME,
+    "HiraConfig": SOME,
+    "PeanutConfig": SOME,
+    "PsoftConfig": SOME | {"r": 4},
+    "TinyLoraConfig": SOME,
+    "UniLoraConfig": SOME,
+    "PveraConfig": SOME,
+    "GLoraConfig": SOME,
+    "DeftConfig": SOME,
+    "SuperTuningConfig": SOME,
 }
 
 
