@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
 
+LONGEST_TMPDIR = 75
+"""Characters: the path of a Unix socket has 107, and those of multiprocessing add 32."""
 BYTES_PER_TOKEN = 200
 """Of a tokenizer's files, at most: Llama 3's take 134."""
 SMALL_FILES_BYTES = 100_000
@@ -321,6 +324,12 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
         problems.append("method=qlora needs a GPU (bitsandbytes); on CPU use method: lora")
     if not machine.measured:
         return problems
+    temporary = tempfile.gettempdir()
+    if options.training.get("dataloader_num_workers") and len(temporary) > LONGEST_TMPDIR:
+        problems.append(
+            f"TMPDIR={temporary}: too long for the sockets of data workers; set one of at most {LONGEST_TMPDIR}"
+            " characters, or dataloader_num_workers: 0"
+        )
     packages = {}
     if training.get("use_liger_kernel"):
         packages["use_liger_kernel"] = "liger_kernel"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import socket
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from dsft.config.options import REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
 from dsft.models.quantization import FORMATS
+from dsft.runtime.hardware import this_machine
 from dsft.setup.arguments import (
     accelerate_decisions,
     batch_decisions,
+    check_machine,
     check_training_arguments,
     check_zero_file,
     checkpoint_size,
@@ -45,6 +48,15 @@ def test_the_users_values_lie_over_dsfts_defaults():
     assert values["logging_steps"] == 3 and values["save_total_limit"] == 2 and values["eval_strategy"] == "no"
     assert values["use_cpu"] is True and values["remove_unused_columns"] is False
     assert "save_strategy" not in values and "activation_checkpointing_kwargs" not in values
+
+
+def test_a_temporary_folder_too_long_for_the_sockets_of_data_workers_is_named(monkeypatch):
+    """Such workers waited for each other without an end."""
+    machine = this_machine(ranks_per_node=1)
+    for characters, workers, expected in ((75, 1, 0), (76, 1, 1), (76, 0, 0)):
+        monkeypatch.setattr(tempfile, "tempdir", "x" * characters)
+        problems = check_machine(TrainConfig(training={"dataloader_num_workers": workers}), machine)
+        assert len(problems) == expected and all("TMPDIR=xxx" in problem for problem in problems)
 
 
 def test_an_evaluation_feeds_8_sequences_but_no_more_tokens_than_that_of_dsft_eval(monkeypatch):
