@@ -130,15 +130,14 @@ def located(model: str) -> tuple[str, dict[str, str]]:
 
 
 def missing(key: str, name: str) -> str | None:
-    """The problem of the option `key` if nothing is at its value: no hub id looks so, the folder above it exists, or
-    the hub cannot be reached and no copy of it is here. Else None.
+    """The problem of the option `key` if nothing is at its value: no hub id looks so, or the hub cannot be reached and
+    no copy of it is here. Else None.
     """
     hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
-    in_a_folder = "/" in name and Path(name).parent.is_dir()
     if Path(name).exists():
         return None
     where = ""
-    if re.fullmatch(hub_id, name) and not in_a_folder:
+    if re.fullmatch(hub_id, name):
         if hub_is_reachable() or (_hub_cache() / f"models--{name.replace('/', '--')}").is_dir():
             return None
         where = " here, and the hub cannot be reached"
