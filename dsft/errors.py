@@ -20,7 +20,10 @@ from typing import Any
 
 from dsft.units import in_columns
 
-EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_NOT_STARTED = 2, 3, 4, 5
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 3
+EXIT_UNSAVED = 4
+EXIT_NOT_STARTED = 5
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
 MOST_SECONDS = 10

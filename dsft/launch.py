@@ -390,7 +390,8 @@ class _Store(threading.Thread):
 
     def __init__(self, address: str, port: int):
         super().__init__(daemon=True)
-        self.address, self.port = address, port
+        self.address = address
+        self.port = port
         self.cause: Cause | None = None
         self.has_met = False
         self.is_closed = False
@@ -445,8 +446,11 @@ class _Job:
         saves: bool,
         lost_timeout: float,
     ):
-        self.command, self.nodes, self.env_file = command, nodes, env_file
-        self.saves, self.lost_timeout = saves, lost_timeout
+        self.command = command
+        self.nodes = nodes
+        self.env_file = env_file
+        self.saves = saves
+        self.lost_timeout = lost_timeout
         self.is_one_process = not nodes and num_ranks == 1
         self.interrupted = 0
         self.failure = ""
@@ -525,14 +529,16 @@ class _Job:
             sys.stderr.buffer.flush()
             match = SESSION_ENDED.match(line)
             if match and int(match[2]) and not self.store.has_met and not self.failure:
-                host, code = match[1].decode(), int(match[2])
+                host = match[1].decode()
+                code = int(match[2])
                 self.failure = f"{host}: ssh exited with code {code} before its ranks had met the others"
                 if code != EXIT_USER_ERROR:  # which has said what is wrong
                     show_text(f"dsft: error: {self.failure}", file=sys.stderr)
 
     def _follow(self) -> None:
         """End a job that has failed, and whose launcher does not exit."""
-        store, now = self.store, time.monotonic()
+        store = self.store
+        now = time.monotonic()
         if store and store.has_met and store.is_alive() and not self.failure:
             silent_seconds = now - store.last_answer
             if silent_seconds > self.lost_timeout + KILL_SECONDS:

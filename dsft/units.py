@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KiB, MiB, GiB, TiB = 1024, 1024**2, 1024**3, 1024**4
-MB, GB, TB = 1000**2, 1000**3, 1000**4
+KiB = 1024
+MiB = 1024**2
+GiB = 1024**3
+TiB = 1024**4
+MB = 1000**2
+GB = 1000**3
+TB = 1000**4
 BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit as users may write it -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,7 +67,8 @@ def in_columns(text: str, *, is_terminal: bool, is_command: bool = False) -> str
     """
     if not is_terminal or (is_command and "'" in text):  # inside of quotes a backslash would not go on
         return text
-    columns, end = shutil.get_terminal_size().columns, " \\\n" if is_command else "\n"
+    columns = shutil.get_terminal_size().columns
+    end = " \\\n" if is_command else "\n"
     unbroken = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
     wrapped = [textwrap.wrap(line, max(1, columns - 2 * is_command), **unbroken) or [""] for line in text.split("\n")]
     return "\n".join(end.join(lines) for lines in wrapped)

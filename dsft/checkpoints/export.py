@@ -56,7 +56,8 @@ def export(
         trust_remote_code: run code that the model brings along; it is copied to `out`.
         trust_checkpoint: read pickles whatever they ask for, see models/weight_files.py.
     """
-    folder, target = find_weights(source), Path(out)
+    folder = find_weights(source)
+    target = Path(out)
     if is_gguf(out):
         raise UserError(f"{out}: dsft writes a folder of safetensors; name one, and convert it with llama.cpp")
     check_new_folder(out)
@@ -98,7 +99,8 @@ def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: 
     config = load_model_config(base or str(folder), **options)
     written_dtype = DTYPES.get(dtype) or config.dtype or torch.float32
     num_params = empty_model(config, trust_remote_code=trust_remote_code).num_parameters()
-    needed, free = num_params * written_dtype.itemsize, free_host_bytes()
+    needed = num_params * written_dtype.itemsize
+    free = free_host_bytes()
     if needed > free:
         raise UserError(
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
@@ -126,7 +128,8 @@ def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: 
 def _merged(adapted: PeftModel) -> PreTrainedModel:
     """Merges by peft. An adapter may change one of two tied weights: they are merged apart, and tied again if equal."""
     inner = adapted.get_base_model()
-    embedding, head = _weight_of(inner.get_input_embeddings()), _weight_of(inner.get_output_embeddings())
+    embedding = _weight_of(inner.get_input_embeddings())
+    head = _weight_of(inner.get_output_embeddings())
     was_tied = embedding is head
     if was_tied:
         for module in inner.get_output_embeddings().modules():
@@ -134,7 +137,8 @@ def _merged(adapted: PeftModel) -> PreTrainedModel:
                 module.weight = torch.nn.Parameter(head.detach().clone(), requires_grad=False)
     model = adapted.merge_and_unload(safe_merge=True)  # refuses NaN
     if was_tied:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         is_tied = torch.equal(embedding.weight, head.weight)
         if is_tied:
             head.weight = embedding.weight
@@ -159,7 +163,8 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
     Args:
         tokenizer: folder or hub id of the source of the tokenizer, whose class is kept.
     """
-    config_file, tokenizer_file = folder / "config.json", folder / TOKENIZER_CONFIG_FILE
+    config_file = folder / "config.json"
+    tokenizer_file = folder / TOKENIZER_CONFIG_FILE
     if config_file.is_file():
         config = json.loads(config_file.read_text(encoding="utf-8"))
         for section in (config, config.get("text_config")):

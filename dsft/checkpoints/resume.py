@@ -135,7 +135,8 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     shards = ZeroShards(checkpoint)
     trained = trained_shapes(engine.module)
     for name in sorted(trained.keys() | shards.shapes.keys()):
-        then, now = shards.shapes.get(name), trained.get(name)
+        then = shards.shapes.get(name)
+        now = trained.get(name)
         if then != now:
             raise UserError(
                 f"{checkpoint}: is of another model or adapter ({name} is {list(then) if then else 'not'} there,"
@@ -160,7 +161,8 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         flats = optimizer.single_partition_of_fp32_groups
         for name, parameter in engine.module.named_parameters():
             if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                low = mapping.lp_fragment_address
+                high = mapping.hp_fragment_address
                 slots.append((name, low.start, low.numel, mapping.param_group_index, high.start))
     states = []
     for group, flat in enumerate(flats):  # a step with zero gradients makes the states, which are overwritten
@@ -208,7 +210,8 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
     """Set the schedule of the learning rate: DeepSpeed keeps that of its own scheduler, the Trainer writes a file."""
     from transformers.trainer import SCHEDULER_NAME  # with datasets and pandas, which a plan does without
 
-    then, now = shards.model_state.get("lr_scheduler"), scheduler.state_dict()
+    then = shards.model_state.get("lr_scheduler")
+    now = scheduler.state_dict()
     if not then:
         then = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
     if then.keys() != now.keys():

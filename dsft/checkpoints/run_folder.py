@@ -153,7 +153,8 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     Raises UserError where the one that was named is incomplete, or none can be used.
     `before`: a checkpoint that cannot be used; with `auto` an older one is sought.
     """
-    output_dir, resume = config.training["output_dir"], config.training.get("resume_from_checkpoint")
+    output_dir = config.training["output_dir"]
+    resume = config.training.get("resume_from_checkpoint")
     job = os.environ.get(LAUNCH)
     # `overwrite` replaces the run that lay there before this job of `dsft launch`, not what this job itself has saved.
     of_another_job = job is not None and _known_run(output_dir).get("job") != job
@@ -267,7 +268,8 @@ def read_options_of_run(output_dir: str) -> dict[str, Any]:
 
 def path_of(name: str, run_folder: str) -> str:
     """Find a file or folder that run.json names. A relative path starts where the training was started."""
-    output_dir, started_in = Path(read_options_of_run(run_folder)["output_dir"]), Path(run_folder).resolve()
+    output_dir = Path(read_options_of_run(run_folder)["output_dir"])
+    started_in = Path(run_folder).resolve()
     for part in reversed(output_dir.parts):
         if started_in.name != part:
             return name  # an absolute output_dir, or a run that was moved
@@ -334,7 +336,8 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
         run: the content of run.json of a finished run.
         data: what was trained on, counted, as text; `held_out` likewise, empty where nothing was held out.
     """
-    config, results = run["config"], run["results"]
+    config = run["config"]
+    results = run["results"]
     data += f"\n\nHeld out: {held_out}" if held_out else ""
     has_new_adapter = config["method"] != "full" and not config.get("adapter")  # a saved one has its own shape
     options = {

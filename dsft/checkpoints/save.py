@@ -56,7 +56,9 @@ class StagedSave:
         Args:
             saves: of the run, among which this one is counted.
         """
-        self.staged, self.folder, self.saves = folder.parent / STAGING / folder.name, folder, saves
+        self.staged = folder.parent / STAGING / folder.name
+        self.folder = folder
+        self.saves = saves
 
     def run(
         self,
@@ -76,7 +78,8 @@ class StagedSave:
         Raises:
             Unsaved: on a rank that could not write, or on all if something is missing.
         """
-        start, rank = time.monotonic(), distributed.rank()
+        start = time.monotonic()
+        rank = distributed.rank()
         # What a killed save left goes first: it would be published with the rest.
         distributed.first_on_rank_0(functools.partial(discard, self.staged.parent))
         with failures_named(self.folder):

@@ -93,7 +93,8 @@ def _source(entry: Any) -> str:
         files = entry["data_files"]
         return files if isinstance(files, str) else files[0]
     path = str(entry.get("path", ""))
-    config, split = entry.get("name"), entry.get("split")
+    config = entry.get("name")
+    split = entry.get("split")
     if config or split:
         return ":".join([path, config or "", split or ""]).rstrip(":")
     return path

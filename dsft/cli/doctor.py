@@ -82,7 +82,8 @@ def show(report: Report, *, only_findings: bool) -> None:
         for name in COLUMNS:
             table.add_column(name, no_wrap=True)
         for node, facts in report.facts.items():
-            gpus, versions = facts["gpus"], facts["versions"]
+            gpus = facts["gpus"]
+            versions = facts["versions"]
             shm = facts["free_bytes"].get("/dev/shm")
             table.add_row(
                 node,

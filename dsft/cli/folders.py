@@ -29,7 +29,8 @@ def show_checkpoints(options: FolderOptions) -> None:
     folders = checkpoints(options.folder)
     if not folders:
         raise UserError(f"{options.folder}: holds no checkpoints")
-    newest, ranks = None, None
+    newest = None
+    ranks = None
     table = Table(*(Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")), "complete")
     for folder in folders:
         errors = integrity_errors(folder)
@@ -44,7 +45,8 @@ def show_checkpoints(options: FolderOptions) -> None:
             f"no: {errors[0]}" if errors else "yes",
         )
         if not errors:
-            newest, ranks = folder, manifest.get("world_size")
+            newest = folder
+            ranks = manifest.get("world_size")
     show_table(table)
     if newest and step_folder(newest) is None:  # of save_only_model
         show_text(f"dsft: {newest} holds weights alone; --resume_weights_only starts from them, in a new output_dir")

@@ -63,7 +63,8 @@ def commands_help() -> str:
 
 def command_help(name: str, *, everything: bool) -> str:
     """Returns what a command does and its options: the common ones, or every one."""
-    command, width = COMMANDS[name], min(shutil.get_terminal_size().columns, 100)
+    command = COMMANDS[name]
+    width = min(shutil.get_terminal_size().columns, 100)
     lines = [usage(name), "", f"{command.summary[0].upper()}{command.summary[1:]}."]
     for line in command.details.splitlines():
         lines += textwrap.wrap(line, width) or [""]
@@ -129,7 +130,8 @@ def class_groups(cls: type) -> list[Group]:
 
         docs |= {name: dataclasses.replace(docs[name], placeholder="|".join(CHOICES[name])) for name in CHOICES}
     options = {field.name: (name, field) for name, field in options_of(cls).items()}
-    groups, seen = [], set()
+    groups = []
+    seen = set()
     for base in ancestry:
         names = [name for name in vars(base).get("__annotations__", {}) if name in options and name not in seen]
         seen.update(names)

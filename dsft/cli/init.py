@@ -20,7 +20,8 @@ from dsft.runtime.console import show_text
 TEMPLATE = Path(__file__).parent.parent / "quickstart" / "run.yaml"
 RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
 """Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
-FEW_ROWS, RATE_OF_FEW_ROWS = 200, "5e-4"
+FEW_ROWS = 200
+RATE_OF_FEW_ROWS = "5e-4"
 """Of adapters, which few rows train for few steps."""
 SMALL_BYTES = 2 << 20  # of data that is trained in small steps, several times
 COUNTED_ROWS = 500
@@ -34,13 +35,18 @@ def run(options: InitOptions) -> None:
     problems: list[str] = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
     raise_if_any(problems)
-    shape, fraction, rate, epochs, batch = "", 0.02, RATES[options.method], 1, 64
+    shape = ""
+    fraction = 0.02
+    rate = RATES[options.method]
+    epochs = 1
+    batch = 64
     if sources[0].files:  # nothing is downloaded from the hub
         rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
         fraction = _held_out_share(sources[0], len(rows))
         if sources[0].size_bytes < SMALL_BYTES:
-            epochs, batch = 3, 8
+            epochs = 3
+            batch = 8
         if len(rows) < FEW_ROWS:  # otherwise there would be too few steps for a change that is seen
             epochs = 10
             rate = rate if options.method == "full" else RATE_OF_FEW_ROWS

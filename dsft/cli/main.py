@@ -99,7 +99,8 @@ def run_command(name: str, words: list[str]) -> None:
     except OSError as error:  # what a command reads or writes is what its words name
         if error.filename is None and error.errno not in FULL:
             raise
-        path, where = Path(error.filename or ""), f"{error.filename}: " if error.filename else ""
+        path = Path(error.filename or "")
+        where = f"{error.filename}: " if error.filename else ""
         options = []  # whose value is the path, or on the way to it
         for option in dataclasses.fields(command.options) if where else ():
             value = getattr(arguments[0], option.name)

@@ -200,7 +200,8 @@ def plan_flags(plan: Plan, job: Job) -> str:
 
 def explain(run: TrainingRun, choice: Choice, machine: Machine) -> None:
     """Print what was assumed, and every term of the chosen plan."""
-    plan, job = choice.plan, run.job
+    plan = choice.plan
+    job = run.job
     lines = ["", describe_question(run), str(machine), choice.reason, *choice.notes]
     if run.options.model in USUAL_MODELS:
         lines.append(f"configuration of {run.options.model}: as dsft brings it along")
@@ -340,7 +341,8 @@ def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Mach
 
 def describe_question(run: TrainingRun) -> str:
     """What was asked, with the options that change it, and the parameters of the model."""
-    options, size = run.options, run.job.size
+    options = run.options
+    size = run.job.size
     method = "full finetuning" if options.method == "full" else f"{options.method} of rank {size.lora_r}"
     active = f", {size.active_params / 1e9:,.3f} B active per token" if size.expert_params else ""
     return (

@@ -206,12 +206,14 @@ def run(options: QuickstartOptions) -> None:
     """
     from dsft.runtime.console import set_up_screen
 
-    start, folder = time.perf_counter(), _folder(options)
+    start = time.perf_counter()
+    folder = _folder(options)
     if folder.exists() and any(folder.iterdir()) and not (folder / "lora.yaml").is_file():
         raise UserError(f"{folder}: exists and is not a quickstart folder; choose a new one")
     for old in ("base", "download", "runs/full", "runs/lora", "merged", "runs/perplexity"):
         shutil.rmtree(folder / old, ignore_errors=True)
-    base, steps = folder / "base", STEPS
+    base = folder / "base"
+    steps = STEPS
     write_orders(folder, base=base)
     set_up_screen()
     failure: str | None = "--offline"

@@ -336,7 +336,8 @@ def _names_of_models() -> set[str]:
     """Lists the fields of all of DeepSpeed's pydantic models."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-    models, names = [DeepSpeedConfigModel], set()
+    models = [DeepSpeedConfigModel]
+    names = set()
     while models:
         model = models.pop()
         models += model.__subclasses__()

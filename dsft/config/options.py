@@ -525,7 +525,8 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     Each node's home folder is written as ~. `output_dir` is left out where each node may have one of its own: in an
     evaluation, and in a training without checkpoints.
     """
-    values, home = as_dict(options), os.path.expanduser("~/")
+    values = as_dict(options)
+    home = os.path.expanduser("~/")
     left_out = {"data_cache", "local_rank"}  # places on one machine
     if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
         left_out.add("output_dir")

@@ -297,7 +297,8 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     """
     problems: list[str] = []
     values, left = read_options(cls, argv, problems)
-    types_by_name, fields = field_types(cls), options_of(cls)
+    types_by_name = field_types(cls)
+    fields = options_of(cls)
     flags = [word for word in left if word.startswith("--")]
     words = [word for word in left if not word.startswith("--")]
     problems += [f"{flag}: unknown option{nearest(flag, [f'--{name}' for name in fields])}" for flag in flags]
@@ -411,7 +412,8 @@ def convert(value: Any, hint: Any) -> Any:
     Raises:
         ValueError: what was given, and what is allowed.
     """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     is_union = origin in (typing.Union, types.UnionType)
     enums = [each for each in (arguments if is_union else (hint,)) if isinstance(each, type) and issubclass(each, Enum)]
     if hint is Any:
@@ -518,7 +520,8 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
 
 
 def _check_training(options: TrainConfig) -> list[str]:
-    problems, training = [], options.training
+    problems = []
+    training = options.training
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]

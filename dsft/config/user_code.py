@@ -44,7 +44,8 @@ def load(key: str, value: Any) -> Any:
     Raises:
         UserError: there is none, or it cannot be imported.
     """
-    code, here = value, f"{key}={name_of(value)}"
+    code = value
+    here = f"{key}={name_of(value)}"
     if isinstance(value, str):
         module_name, colon, name = value.partition(":")
         if not (module_name and colon and name):
@@ -101,9 +102,11 @@ def digest(code: Any) -> str:
     else:
         code = code if isinstance(code, type) else type(code)
         try:
-            content, held = Path(inspect.getsourcefile(code)).read_bytes(), []
+            content = Path(inspect.getsourcefile(code)).read_bytes()
+            held = []
         except (OSError, TypeError):  # a class of a notebook has no file
-            content, held = b"", []
+            content = b""
+            held = []
     from datasets.fingerprint import Hasher  # here: seconds
 
     hashes = []

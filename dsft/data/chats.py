@@ -395,7 +395,8 @@ class _Forms:
                 return ""
 
         # Content as a list of parts, else as text.
-        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+        question = {"role": "user", "content": "question"}
+        answer = {"role": "assistant", "content": "answer"}
         parts = [
             message | {"content": [{"type": "text", "text": message["content"]}]} for message in (question, answer)
         ]
@@ -403,7 +404,8 @@ class _Forms:
             self.parts = True
             question, answer = parts
         # Special tokens after an answer that only the end of a chat has, as Phi-3's <|endoftext|>.
-        text, longer = render(question, answer), render(question, answer, question)
+        text = render(question, answer)
+        longer = render(question, answer, question)
         alone, followed = (
             self.special.findall(rendering, rendering.rfind("answer"))
             for rendering in (text, longer[: longer.rfind("question")])
@@ -423,7 +425,8 @@ _forms_of: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (template, nu
 
 
 def _forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
-    forms, key = _forms_of.setdefault(tokenizer, {}), (template, len(tokenizer))
+    forms = _forms_of.setdefault(tokenizer, {})
+    key = (template, len(tokenizer))
     if key not in forms:
         forms[key] = _Forms(tokenizer, template)
     return forms[key]

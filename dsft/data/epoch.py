@@ -80,8 +80,11 @@ class Sequences(Items):
         return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
 
     def __getitem__(self, index: int) -> Sequence:
-        place, start, end = self.places[index], self.starts[index], self.ends[index]
-        store, span = self.stores[place], slice(start, end)
+        place = self.places[index]
+        start = self.starts[index]
+        end = self.ends[index]
+        store = self.stores[place]
+        span = slice(start, end)
         weights = None if store.weights is None else store.weights[span]
         return sequence(store.tokens[span], store.trained[span], weights)
 
@@ -90,7 +93,9 @@ class PackedRows(Items):
     """Items that are lists of sequences: those of a packed row."""
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
-        self.sequences, self.groups, self.stores = sequences, groups, sequences.stores
+        self.sequences = sequences
+        self.groups = groups
+        self.stores = sequences.stores
         lengths = sequences.lengths
         self.lengths = np.array([lengths[group].sum() for group in groups])
 
@@ -108,7 +113,8 @@ def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> 
             ends = store.ends if keep_documents else np.array([len(store.tokens)])
             starts, ends = cut(ends, seq_len)
         else:
-            starts, ends = np.r_[0, store.ends][:-1], store.ends
+            starts = np.r_[0, store.ends][:-1]
+            ends = store.ends
         parts.append((np.full(len(starts), place, np.int16), starts, ends))
     return Sequences(stores, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -163,7 +169,8 @@ def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
         length = int(lengths[index])
         place = bisect_left(spaces, length)
         if place == len(spaces):
-            row, space = [], room
+            row = []
+            space = room
             rows.append(row)
         else:
             space = spaces[place]
@@ -184,13 +191,16 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
     """
     batches: list[list[int]] = []
     order = np.argsort(-lengths, kind="stable")
-    rows, longest = 0, 0  # that the last batch may still take; its longest
+    # that the last batch may still take; its longest
+    rows = 0
+    longest = 0
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         if rows > 0 and rules.share(longest, length):
             batches[-1].append(index)
         else:
             batches.append([index])
-            rows, longest = batch_tokens // rules.width(length), length
+            rows = batch_tokens // rules.width(length)
+            longest = length
         rows -= 1
     return batches
 
@@ -202,7 +212,8 @@ class PaddedToFullSteps(Items):
     """`items` (sequences, or groups of them) and after them blank ones up to a multiple of `per_step`."""
 
     def __init__(self, items: Items, per_step: int):
-        self.items, self.per_step = items, per_step
+        self.items = items
+        self.per_step = per_step
         self.blank = [BLANK] if isinstance(items, PackedRows) else BLANK
         self.lengths = np.append(items.lengths, np.zeros(-len(items) % per_step, np.int64))
 
@@ -241,7 +252,8 @@ class EpochSampler(torch.utils.data.Sampler):
     @property
     def steps(self) -> int:
         """Of an epoch."""
-        items, per_step = len(self.data.items), self.data.per_step
+        items = len(self.data.items)
+        per_step = self.data.per_step
         return items // per_step if self.drop_last else -(-items // per_step)
 
     def __len__(self) -> int:
@@ -254,7 +266,8 @@ class EpochSampler(torch.utils.data.Sampler):
     def order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
         real = torch.randperm(len(self.data.items), generator=generator).numpy()
-        lengths, per_step = self.data.items.lengths, self.data.per_step
+        lengths = self.data.items.lengths
+        per_step = self.data.per_step
 
         def longest_first(size: int) -> np.ndarray:  # of each `size` items that follow each other
             return real[np.lexsort((-lengths[real], np.arange(len(real)) // size))]
@@ -339,7 +352,8 @@ class Collator:
         for row, group in enumerate(groups):
             end = 0
             for each in group:
-                start, end = end, end + len(each["input_ids"])
+                start = end
+                end = end + len(each["input_ids"])
                 for name in each.keys() & batch.keys():
                     batch[name][row, start:end] = torch.tensor(each[name])
                 is_token_BT[row, start:end] = each is not BLANK
@@ -359,13 +373,15 @@ class Collator:
 
         shifted = ""
         if self.part.size > 1:
-            shifted, rows = "shift_", {}
+            shifted = "shift_"
+            rows = {}
             if self.packed and not self.flash and "position_ids" in batch:
                 rows["row_positions"] = batch["position_ids"]
             for name, last in (("labels", IGNORED), ("weights", 0)):
                 if name in batch:
                     batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
             batch = share_of(batch, self.part.place, self.part.size) | rows
-        is_token_BT, is_trained_BT = batch.pop("is_token"), batch[f"{shifted}labels"] != IGNORED
+        is_token_BT = batch.pop("is_token")
+        is_trained_BT = batch[f"{shifted}labels"] != IGNORED
         num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), torch.tensor(is_token_BT.numel())])
         return batch | {"num_tokens": num_tokens}

@@ -234,7 +234,9 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
     def find(usual: Iterable[str]) -> list[str]:
         return [by_name[name] for name in usual if name in by_name]
 
-    turns, questions, answers = find(TURN_COLUMNS), find(USER_COLUMNS), find(ASSISTANT_COLUMNS)
+    turns = find(TURN_COLUMNS)
+    questions = find(USER_COLUMNS)
+    answers = find(ASSISTANT_COLUMNS)
     if turns:
         parts: dict[str, Any] = {"messages": turns[0]}
     elif questions and answers:
@@ -291,12 +293,14 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
     if rules.columns:
         return _from_table(row, rules)
     if rules.has_chat_pairs:
-        prompt, completion = row.get("prompt"), row.get("completion")
+        prompt = row.get("prompt")
+        completion = row.get("completion")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise ValueError("prompt and completion must be lists of messages, as in the rows before")
         return _chat(prompt + completion, row, rules, answers_from=len(prompt))
     if rules.format == "prompt_completion":
-        prompt, completion = _column(row, "prompt", empty=True), _column(row, "completion", empty=True)
+        prompt = _column(row, "prompt", empty=True)
+        completion = _column(row, "completion", empty=True)
     else:
         for name in template_columns(rules):
             if not isinstance(row.get(name), int | float):
@@ -521,9 +525,11 @@ def _text(content: Any, place: str) -> str:
         raise ValueError(f"{place} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
     texts = []
     for part in content:
-        kind, text = "text", part
+        kind = "text"
+        text = part
         if isinstance(part, dict):
-            kind, text = part.get("type", "text"), part.get("text")
+            kind = part.get("type", "text")
+            text = part.get("text")
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
             raise ValueError(f"{place} holds a part of the type {kind!r}; only text can be trained")
         texts.append(text)

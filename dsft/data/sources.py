@@ -48,7 +48,8 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datase
 MEMORY_OF_TEXT = 150
 """Bytes of memory that a byte of a text file takes at most: it is one document, and one call of the tokenizer."""
 NEAR_CUT = 1000  # characters within which a text is cut at a blank
-BATCH_ROWS, BATCH_CHARACTERS = 1000, 1 << 20
+BATCH_ROWS = 1000
+BATCH_CHARACTERS = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -121,7 +122,9 @@ class Source:
                 size += _characters(row.values)
                 if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
                     yield Batch(rows=batch, place=place, left_out=left_out)
-                    batch, size, left_out = [], 0, 0
+                    batch = []
+                    size = 0
+                    left_out = 0
             if batch or left_out:
                 yield Batch(rows=batch, place=place, left_out=left_out)
 
@@ -149,14 +152,16 @@ class HeldOut:
 
     def numbers(self) -> Iterator[int]:
         """Yields the numbers of the rows that are held out, from 0, without end."""
-        share, generator = Fraction(str(self.fraction)), random.Random(self.seed)
+        share = Fraction(str(self.fraction))
+        generator = random.Random(self.seed)
         for block in itertools.count():
             yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Leaves out the rows that are not wanted."""
         numbers = self.numbers()
-        first, following = 0, next(numbers)
+        first = 0
+        following = next(numbers)
         for batch in batches:
             rows = []
             if ending(batch.place) == ".txt":
@@ -183,14 +188,17 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
     set. Paths without data are problems.
     """
     split = config.eval_split if key == "eval_data" else config.data_split  # of a hub data set that names none
-    sources, kinds = [], f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
+    sources = []
+    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     try:
         map_row = config.map_row and user_code.load("map_row", config.map_row)
     except UserError as error:
         problems += error.problems
         return []
     for entry in entries:
-        path, problem, others = Path(entry).expanduser(), "", []
+        path = Path(entry).expanduser()
+        problem = ""
+        others = []
         if path.is_file():
             files = [path]
         elif path.is_dir():

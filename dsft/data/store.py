@@ -56,7 +56,8 @@ rendered_apart (sequences for answers that the template renders otherwise in a l
 (answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
 VERSION = 13  # of the folders; a change of code that changes tokens raises it
-WORKERS_FROM_BYTES, WORKERS_FROM_BYTES_OF_CHATS = 64 << 20, 8 << 20
+WORKERS_FROM_BYTES = 64 << 20
+WORKERS_FROM_BYTES_OF_CHATS = 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
 by the tokenizer's own threads, chats one by one.
 """
@@ -87,9 +88,12 @@ class Store:
         """is_text, source, dtype, counts, first, tokens_hash."""
         return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
-    tokens, trained, ends = _column("tokens"), _column("trained", "bool"), _column("ends", "int64")
+    tokens = _column("tokens")
+    trained = _column("trained", "bool")
+    ends = _column("ends", "int64")
     hashes = _column("hashes", "uint64")
-    document_bytes, document_words = _column("document_bytes", "int64"), _column("document_words", "int64")
+    document_bytes = _column("document_bytes", "int64")
+    document_words = _column("document_words", "int64")
 
     @cached_property
     def weights(self) -> np.ndarray | None:
@@ -250,7 +254,8 @@ def _write(
     preparation: Preparation,
     show_progress: bool,
 ) -> None:
-    source, rules = data.source, data.rules
+    source = data.source
+    rules = data.rules
     name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
     smallest = WORKERS_FROM_BYTES_OF_CHATS if rules.form is Chat else WORKERS_FROM_BYTES
     workers = 1

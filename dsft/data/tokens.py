@@ -124,7 +124,8 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int
     """Returns [V] int64, how many UTF-8 bytes of a text each token stands for, none for special ones, and how many of
     them the first token of a text has too many: the blank that SentencePiece puts before a text.
     """
-    vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
+    vocabulary = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids)
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     # Then a character of a piece is a byte of the text.
     is_byte_level = tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
@@ -174,7 +175,9 @@ class _TokensBuilder:
         weights = np.zeros(len(ids), np.float32)
         for start, end, weight in spans:
             weights[start:end] = weight
-        length, policy, starts = self.rules.seq_len, self.rules.too_long, range(1)
+        length = self.rules.seq_len
+        policy = self.rules.too_long
+        starts = range(1)
         if len(array) > length:
             why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
             if policy == "error":
@@ -185,7 +188,8 @@ class _TokensBuilder:
                 weights[:] = 0
                 starts = range(1 if self.rules.keep_all else 0)
             elif policy == "split" and not self.rules.keep_all:
-                kind, starts = "split", range(0, len(array), length)
+                kind = "split"
+                starts = range(0, len(array), length)
             self.note(kind, why, int(not self.is_too_long))  # a chat of several sequences is one row
             self.is_too_long = True
         for start in starts:
@@ -242,11 +246,13 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     if not tokenizer.chat_template:
         return []
-    ask, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    ask = {"role": "user", "content": "question"}
+    answer = {"role": "assistant", "content": "answer"}
     call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
-    rules, stops = format_rules([Row({"messages": []}, 1)], DataFields()), []
+    rules = format_rules([Row({"messages": []}, 1)], DataFields())
+    stops = []
     for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
         try:
             rendered, _ = render_chat(Chat(messages=messages), tokenizer, rules)

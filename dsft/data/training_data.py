@@ -120,7 +120,8 @@ def sample_prompts(
             return [Prompt(text, chat_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
         return [Prompt(text, text_ids(tokenizer, text)) for text in texts]
     # The last window of a text may be of a single token, before which there is no prompt.
-    prompts, usable = [], np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
+    prompts = []
+    usable = np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
     number = min(config.generate_samples, len(usable))
     for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)] if number else ():
         sequence = held_out[index]

@@ -33,7 +33,8 @@ class Finding:
 
 def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
     """Yields what is wrong with a node by itself."""
-    slots, gpus = facts["slots"], facts["gpus"]
+    slots = facts["slots"]
+    gpus = facts["gpus"]
     if facts["gpu_error"]:
         yield Finding(code="gpu-driver", where=node, message=facts["gpu_error"], fix="repair the driver: nvidia-smi")
     if gpus and not facts["torch_cuda"]:
@@ -59,9 +60,12 @@ def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
     for folder, free in facts["free_bytes"].items():
         if folder == "/dev/shm":
             needed = slots * SHARED_BYTES_PER_RANK
-            code, fix = "shared-memory", "raise it: mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
+            code = "shared-memory"
+            fix = "raise it: mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
         else:
-            needed, code, fix = FREE_DISK_BYTES, "disk", "free some space, or choose another disk"
+            needed = FREE_DISK_BYTES
+            code = "disk"
+            fix = "free some space, or choose another disk"
         if free is not None and free < needed:
             message = f"{folder}: {free / GiB:.2f} GiB free, {needed / GiB:.2f} GiB needed"
             yield Finding(code=code, where=node, message=message, fix=fix, severity="warning")

@@ -66,7 +66,8 @@ def examine(
         master: address of rank 0; empty: the first address of the first node.
         quick: without compiling, and without measuring.
     """
-    start, report = time.monotonic(), Report()
+    start = time.monotonic()
+    report = Report()
     with contextlib.ExitStack() as held:
         processes = {node.name: held.enter_context(NodeProcess(node.name, variables)) for node in nodes}
         questions = {
@@ -101,7 +102,8 @@ def _measure(
         with contextlib.closing(socket.socket()) as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-    questions, rank = {}, 0
+    questions = {}
+    rank = 0
     for name, facts in report.facts.items():
         environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
         questions[name] = {"first": rank, "ranks": facts["slots"], "environment": environment, "quick": quick}
@@ -208,7 +210,8 @@ def measure_here(question: dict[str, Any]) -> dict[str, Any]:
         words = [sys.executable, "-m", "dsft.doctor.run", "rank", *["quick"] * question["quick"]]
         rank = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         ranks.append(rank)
-    measured, error = [], ""
+    measured = []
+    error = ""
     for rank in ranks:
         output, words = rank.communicate()
         lines = [line for line in output.splitlines() if line.startswith(MARK)]
@@ -241,7 +244,8 @@ def measure_rank(*, quick: bool) -> dict[str, Any]:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=timedelta(seconds=JOIN_SECONDS))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     numbers = torch.full((1024,), float(rank + 1), device=device)
     dist.all_reduce(numbers)
     is_wrong = not torch.equal(numbers, torch.full_like(numbers, world * (world + 1) / 2))
@@ -281,7 +285,8 @@ def examine_launched(*, output_dir: str, quick: bool) -> Report:
 
     start = time.monotonic()
     measured = measure_rank(quick=quick)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     hosts: list[str] = [""] * world
     dist.all_gather_object(hosts, socket.gethostname())
     leads = hosts.index(hosts[rank]) == rank

@@ -50,7 +50,10 @@ class EvaluatePerplexity(evaluate.Measurement):
                 form = {"data_format": "text", "text_column": "text", "columns": {}, "as_chat": False}
                 form |= dict.fromkeys(("prompt_template", "completion_template", "map_row"))
                 result = evaluate_perplexity(data=str(path), progress=False, **options | form).perplexity
-            nats, tokens, num_bytes, words = result.nats, result.tokens, result.bytes, result.words
+            nats = result.nats
+            tokens = result.tokens
+            num_bytes = result.bytes
+            words = result.words
             perplexity = result.perplexity  # as a protocol weighs it
         figures = {"perplexity": perplexity, "nats": nats, "tokens": tokens}
         if num_bytes:

@@ -56,8 +56,11 @@ PHASE_LIMITS = {
     "saving": "save_timeout",
 }
 """Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
-LAUNCHER_BEAT, SAVE = "launcher", "save"  # keys of the store that `dsft launch` writes
-CAUSE, CONSEQUENCE = "cause", "consequence"
+# keys of the store that `dsft launch` writes
+LAUNCHER_BEAT = "launcher"
+SAVE = "save"
+CAUSE = "cause"
+CONSEQUENCE = "consequence"
 STARTED_BY = os.getpid(), os.getppid()  # the launcher, or the shell of one; a forked rank has another
 BYE = b"bye"
 KILLED = (
@@ -84,7 +87,8 @@ class _Beat(threading.Thread):
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.host = socket.gethostname()
         self.parent = STARTED_BY[1] if STARTED_BY[0] == os.getpid() else os.getppid()
-        self.phase_name, self.limit = "starting", 2 * timeouts.start_timeout + IMPORT_SECONDS
+        self.phase_name = "starting"
+        self.limit = 2 * timeouts.start_timeout + IMPORT_SECONDS
         self.step = -1
         self.last_progress = time.monotonic()
         self.moved_bytes = 0
@@ -107,7 +111,8 @@ class _Beat(threading.Thread):
     def _start_guard(self) -> subprocess.Popen:
         name = f"dsft: error: rank {self.rank} on {self.host}"
         seconds = f"for {self.lost_timeout:.0f} s"
-        stopped, lost = "", ""
+        stopped = ""
+        lost = ""
         if self.rank == 0:  # which reports all others
             stopped = lost = f"{name} was stopped (SIGSTOP), or hung in native code, {seconds}"
         elif os.environ.get("LOCAL_RANK", "0") == "0":
@@ -157,7 +162,8 @@ class _Beat(threading.Thread):
         if self.phase_name in MOVES_FILES:
             moved = _moved_bytes()
             if moved >= self.moved_bytes + PROGRESS_BYTES:
-                self.last_progress, self.moved_bytes = now, moved
+                self.last_progress = now
+                self.moved_bytes = moved
         is_stalled = now - self.last_progress > self.limit
         if is_stalled and self.store is None:
             self.fail(f"made no progress for {self.limit:.0f} s, {self.place()}", shows_stacks=True)
@@ -209,7 +215,8 @@ class _Beat(threading.Thread):
 
     def _is_cut_off(self, now: float) -> bool:
         """Whether the ranks of all other nodes, of at least two, are silent."""
-        hosts, heard = set(), set()
+        hosts = set()
+        heard = set()
         for rank, host in enumerate(self.hosts):
             entry = self.entries.get(f"rank {rank}")
             if host != self.host and entry is not None:
@@ -369,7 +376,8 @@ def connect() -> None:
     if _beat.world_size > 1:
         import torch.distributed as dist
 
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         # A client of its own: the process group's may wait, and lets nobody else in meanwhile.
         client = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
@@ -436,7 +444,8 @@ def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
     global _beat
     if _beat is None:
         return False
-    beat, _beat = _beat, None
+    beat = _beat
+    _beat = None
     beat.is_leaving = True
     is_passed_on = beat.store is not None
     if is_passed_on:

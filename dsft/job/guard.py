@@ -24,7 +24,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def main() -> None:
-    rank, launcher, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    rank = int(sys.argv[1])
+    launcher = int(sys.argv[2])
+    seconds = float(sys.argv[3])
     if_stopped, if_lost = sys.argv[4:]
     rank_exit = os.pidfd_open(rank)
     launcher_exit = os.pidfd_open(launcher) if launcher else None

@@ -294,7 +294,9 @@ def lost_ends(model: PreTrainedModel, adapter: str) -> list[str]:
     """Says that an adapter over a grown vocabulary was saved without a head or embedding that it needs: peft leaves out
     what it does not adapt where it adapts the other. Empty where all is there.
     """
-    vocab_size, held, ends = model.config.get_text_config().vocab_size, whole_ends(model, adapter), _ends(model)
+    vocab_size = model.config.get_text_config().vocab_size
+    held = whole_ends(model, adapter)
+    ends = _ends(model)
     kept = {ends[name].weight for name in held}  # a tied one is held with the other
     lost = [name for name, module in ends.items() if module.weight not in kept]
     if not lost or max(held.values(), default=0) <= vocab_size:
@@ -343,7 +345,8 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
     They begin at the mean of the others, so that a new token is as likely as an average one: also what is rounded up
     to a multiple of ROWS_MULTIPLE. transformers draws random rows, others on each rank.
     """
-    tokens, before = [*tokens], model.config.get_text_config().vocab_size
+    tokens = [*tokens]
+    before = model.config.get_text_config().vocab_size
     needed = max(tokens, default=0) + 1
     grown = before if needed <= before else -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
     if grown > before:
@@ -391,7 +394,8 @@ def select_trained(
 
 
 def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> list[str]:
-    all_names, problems = [name for aliases in names.values() for name in aliases], []
+    all_names = [name for aliases in names.values() for name in aliases]
+    problems = []
     for pattern in patterns:
         if not _is_found(pattern, all_names):  # the parameter whose name is most alike is named, else the first
             alike = difflib.get_close_matches(pattern, all_names, n=1, cutoff=0.3) or all_names[:1]

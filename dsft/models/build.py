@@ -107,7 +107,8 @@ def build_model(
         quantization: of a model that is scored; it is put together on this rank's device.
         new_tokens: that the model gets rows for.
     """
-    compute_dtype, method = DTYPES[resolve_dtype(dtype)], getattr(config, "method", "full")
+    compute_dtype = DTYPES[resolve_dtype(dtype)]
+    method = getattr(config, "method", "full")
     source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     options = {"dtype": compute_dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
@@ -251,7 +252,8 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
-    checkpoint, saved = Path(described_in(str(folder))), step_folder(folder)
+    checkpoint = Path(described_in(str(folder)))
+    saved = step_folder(folder)
     if any(saved.glob(OPTIMIZER_FILES)):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -261,7 +263,8 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     else:  # ZeRO 0 keeps the weights whole
         state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     if base := adapter_base(str(checkpoint)):
-        adapters, model = saved_lora_config(str(checkpoint)), load_weights(base, **options)
+        adapters = saved_lora_config(str(checkpoint))
+        model = load_weights(base, **options)
         grow_for(model, str(checkpoint))
         with patches.replaced("token_rows", gathered_rows):
             model = get_peft_model(model, adapters)
@@ -367,7 +370,9 @@ def with_bases(model: str) -> Iterator[str]:
 
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
-    model, adapter, key = options.model, getattr(options, "adapter", None), "adapter"
+    model = options.model
+    adapter = getattr(options, "adapter", None)
+    key = "adapter"
     if isinstance(options, EvalConfig) and (base := adapter_base(model)):
         model, adapter, key = base, model, "model"
     problems = []
@@ -461,7 +466,8 @@ def _tensors(names: Iterable[str], predicate: str) -> str:
 @contextlib.contextmanager
 def quiet_report(*, bar: bool) -> Iterator[None]:
     """Keeps transformers' own report from the screen, and its progress bar where there shall be no `bar`."""
-    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     if not bar:
         transformers.logging.disable_progress_bar()

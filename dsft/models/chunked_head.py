@@ -34,7 +34,8 @@ from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
 
-ROW_TILE, VOCAB_TILE = {"cpu": 2048, "cuda": 16384}, {"cpu": 1024, "cuda": 4096}
+ROW_TILE = {"cpu": 2048, "cuda": 16384}
+VOCAB_TILE = {"cpu": 1024, "cuda": 4096}
 """Logits that exist at once, by kind of device: scored positions by entries of the vocabulary (8 MiB and 256 MiB in
 fp32). On a CPU a tile stays in its cache, and the head's weight is read once per 2,048 positions. Measured with 50,257
 entries of width 256 on one core: 0.17 ms per position for product and softmax, where 64 rows of the full vocabulary
@@ -100,7 +101,8 @@ class ChunkedHead:
 
     def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield [N, W] in fp32, after the architecture's softcap or scale, tile by tile."""
-        weight_VH, bias_V = self.linear.weight, self.linear.bias
+        weight_VH = self.linear.weight
+        bias_V = self.linear.bias
         for start in range(0, len(weight_VH), self.vocab_tile):
             tile = slice(start, start + self.vocab_tile)
             bias_W = None if bias_V is None else bias_V[tile]
@@ -133,7 +135,8 @@ def are_same_logits(plain_NV: torch.Tensor, other_NV: torch.Tensor) -> bool:
     if plain_NV.shape != other_NV.shape:
         return False
     tolerance = max(4 * torch.finfo(plain_NV.dtype).eps, 1e-4)
-    plain_NV, other_NV = plain_NV.float(), other_NV.float()
+    plain_NV = plain_NV.float()
+    other_NV = other_NV.float()
     return bool(((plain_NV - other_NV).abs() <= tolerance * plain_NV.abs().amax(dim=1, keepdim=True)).all())
 
 
@@ -271,7 +274,8 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     head = inner.get_output_embeddings()
     if type(head) is not nn.Linear or backbone is inner:
         return False
-    plain_forward, plain_head = inner.forward, head.forward
+    plain_forward = inner.forward
+    plain_head = head.forward
 
     @functools.wraps(plain_head)
     def head_forward(hidden_BTH: torch.Tensor, *targets: torch.Tensor | None) -> torch.Tensor:
@@ -294,5 +298,7 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
         weights_N = None if label_weights is None else label_weights.reshape(-1)
         return {"sums": head(hidden_BTH, targets.reshape(-1), weights_N)}
 
-    inner.forward, head.forward, inner.accepts_label_weights = forward, head_forward, True
+    inner.forward = forward
+    head.forward = head_forward
+    inner.accepts_label_weights = True
     return True

@@ -215,7 +215,8 @@ def measure_model(
         config: of the model, where it is known; else it is read.
         new_tokens: that it gets rows for, beside those of the adapter.
     """
-    name, method = options.model, options.method
+    name = options.model
+    method = options.method
     trusted = {"trust_remote_code": options.trust_remote_code}
     if is_gguf(name) and not scored:
         raise UserError(f"model={name}: {NO_GGUF}")
@@ -263,9 +264,11 @@ def measure_model(
     except AttributeError as error:
         raise UserError(f"model={name}: its architecture cannot be measured ({one_line(error)})") from error
     except (ValueError, OSError, TypeError) as error:  # of peft: what it cannot adapt, an adapter that is not there
-        named, problem = "lora_options" if options.lora_options else "lora_target_modules", None
+        named = "lora_options" if options.lora_options else "lora_target_modules"
+        problem = None
         if options.adapter:
-            named, problem = f"adapter={options.adapter}", misnamed("adapter", options.adapter, "adapter")
+            named = f"adapter={options.adapter}"
+            problem = misnamed("adapter", options.adapter, "adapter")
         raise UserError([problem or f"{named}: {one_line(error)}"]) from error
     return ModelFacts(
         config=config,
@@ -286,7 +289,8 @@ def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None
         return
     if not hasattr(text, "router_aux_loss_coef") or not hasattr(text, "output_router_logits"):
         raise UserError(f"router_aux_loss: {text.model_type} has no auxiliary loss of a router; leave it out")
-    text.router_aux_loss_coef, text.output_router_logits = coefficient, coefficient > 0
+    text.router_aux_loss_coef = coefficient
+    text.output_router_logits = coefficient > 0
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
@@ -331,7 +335,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
     """Counts `model` (on the meta device; it gets the adapters)."""
     text = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     # In three-dimensional parameters of one module called `experts`, or in one module each of a list with that name.
     # bitsandbytes does not quantise the former.

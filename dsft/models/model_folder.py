@@ -14,10 +14,13 @@ from urllib.parse import urlsplit
 from dsft.errors import UserError, nearest, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
-OPTIMIZER_FILES, MODEL_FILES = "*_optim_states.pt", "*_model_states.pt"
+OPTIMIZER_FILES = "*_optim_states.pt"
+MODEL_FILES = "*_model_states.pt"
 """What DeepSpeed writes into a `global_step` folder."""
-ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
-FINAL, CHECKPOINT = "final", "checkpoint"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE = "base_model_name_or_path"
+FINAL = "final"
+CHECKPOINT = "checkpoint"
 """Folders of models inside a run's: the final one, and the beginning of checkpoint-N's name (PREFIX_CHECKPOINT_DIR of
 transformers.trainer_utils, whose import takes seconds)."""
 
@@ -179,7 +182,8 @@ def misnamed(key: str, name: str, kind: str) -> str | None:
 
 def no_model(model: str, error: BaseException) -> str:
     """Explains why no model can be built of `model`, and the way out that its folder shows."""
-    folder, why = Path(model), one_line(error)
+    folder = Path(model)
+    why = one_line(error)
     if problem := misnamed("model", model, "model"):
         return problem
     if is_gguf(model):

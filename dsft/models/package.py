@@ -37,7 +37,8 @@ def auto_class(config: PreTrainedConfig) -> type:
     """Returns the auto class of transformers that loads a package of `config` for text.
     Raises UserError where there is none, with the reason and without the model's name.
     """
-    remote, why = getattr(config, "auto_map", None) or {}, "no causal language model, which dsft trains"
+    remote = getattr(config, "auto_map", None) or {}
+    why = "no causal language model, which dsft trains"
     for auto, mapping in AUTO_CLASSES:
         if auto.__name__ in remote or type(config) in mapping:
             encodes_first = (  # an encoder reads the input, and a decoder writes something else
@@ -93,7 +94,8 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     )
     if text is config:
         return crossing
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     if head is None or decoder is model:
         raise UserError(f"its architecture {config.model_type} has no language model with a head, which dsft trains")
     reached = {id(p) for part in (decoder, model.get_input_embeddings(), head) for p in part.parameters()}
@@ -101,7 +103,8 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     for name, module in model.named_modules(remove_duplicate=False):
         if f"{name}.".startswith(tuple(part for part in outermost if part.endswith("."))):
             continue
-        prefix, parameters = f"{name}." if name else "", {id(parameter) for parameter in module.parameters()}
+        prefix = f"{name}." if name else ""
+        parameters = {id(parameter) for parameter in module.parameters()}
         if parameters and not parameters & reached:
             outermost.append(prefix)
         elif parameters - reached:

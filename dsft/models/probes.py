@@ -103,7 +103,8 @@ def small_model(
         Exception: whatever an architecture's own code makes of sizes that it was not made for.
     """
     small = copy.deepcopy(config)
-    text, parts = small.get_text_config(decoder=True), {name: getattr(small, name, None) for name in small.sub_configs}
+    text = small.get_text_config(decoder=True)
+    parts = {name: getattr(small, name, None) for name in small.sub_configs}
     for name, part in parts.items():
         is_tower = text is not small or name in ("vision_config", "audio_config")
         if part is not text and isinstance(part, PreTrainedConfig) and is_tower:
@@ -262,7 +263,8 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     """By how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
     length = min([16, *length_limits(model.config)])  # the logits of the first half are compared
     ids = random_tokens(model, 2, length)
-    later, neighbour = ids.clone(), ids.clone()
+    later = ids.clone()
+    neighbour = ids.clone()
     later[0, length // 2 :] = ids[1, length // 2 :]
     neighbour[1] = ids[1].flip(0)
     first, *others = (
@@ -348,7 +350,8 @@ def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options
     except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
         why = f"{type(error).__name__}: {one_line(error)[:200]}"
         return f"it cannot be tried with a small model of this architecture ({why})"
-    leaked, differs = distance(second, first), distance(first, alone)
+    leaked = distance(second, first)
+    differs = distance(first, alone)
     # Experts get other batches with other tokens, which changes the last bits.
     if not leaked <= (1e-5 if dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
@@ -396,7 +399,8 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     if not flash:
         return {"position_ids": position_ids}
-    bounds, longest = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device), max(lengths)
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
     spans = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
     return {"position_ids": position_ids} | spans
 

@@ -163,7 +163,8 @@ def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
         return f"must divide the number of ranks, which is {world}; use {one_of(numbers)}"
     if model is None:
         return ""
-    heads, key_heads = model.num_heads, model.num_key_heads
+    heads = model.num_heads
+    key_heads = model.num_key_heads
 
     def shares(number: int) -> bool:  # key heads may also be repeated
         return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
@@ -178,8 +179,10 @@ def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, att
     """Return why rows of `model` cannot be spread over `size` ranks, by its config; empty where they may.
     `attention`: of the planner (`attention_of`), for rows without a mask.
     """
-    text, implementation = facts.config.get_text_config(), facts.attn_implementation
-    positions, why = facts.size.max_positions, ""
+    text = facts.config.get_text_config()
+    implementation = facts.attn_implementation
+    positions = facts.size.max_positions
+    why = ""
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
     moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
     if others:

@@ -39,13 +39,19 @@ def check_tokenizer(
     config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
-    key, source, revision = "model", config.model, config.revision
+    key = "model"
+    source = config.model
+    revision = config.revision
     try:
         adapter = getattr(config, "adapter", None)
         if config.tokenizer:
-            key, source, revision = "tokenizer", config.tokenizer, None
+            key = "tokenizer"
+            source = config.tokenizer
+            revision = None
         elif adapter and _has_own_tokens(adapter):
-            key, source, revision = "adapter", adapter, None
+            key = "adapter"
+            source = adapter
+            revision = None
         name, gguf = located(tokenizer_folder(source) if key == "model" else source)
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
@@ -129,7 +135,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     """Makes each text one token of the tokenizer; returns the ids of those that it had not. Markers are special: they
     are no part of an answer's text.
     """
-    vocabulary, texts, markers = tokenizer.get_vocab(), [text for text in wanted if text != MARKERS], []
+    vocabulary = tokenizer.get_vocab()
+    texts = [text for text in wanted if text != MARKERS]
+    markers = []
     if blank := [text for text in texts if not text.strip()]:
         problems.append(f"add_tokens: {blank[0]!r} is no text")
         return []

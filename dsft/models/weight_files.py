@@ -33,10 +33,12 @@ from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, located, numb
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-NUM_BLOCKS, BLOCK_BYTES = 1024, 2**12
+NUM_BLOCKS = 1024
+BLOCK_BYTES = 2**12
 """Of a file, that `weights_digest` reads."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """The first makes `torch.load(weights_only=False)` a weights-only load too (torch/serialization.py)."""
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:function|got) <class '([^']+)'>|unrecognized function (.+?)(?: which|$)")
 _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
@@ -181,7 +183,8 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
     Raises UserError, naming the class that a pickle asks for.
     `trust`: leave the libraries as they are: DeepSpeed's loads then run what a pickle contains.
     """
-    token, before = _trusted.set(trust), {name: os.environ.get(name) for name in (FORCE, FORCE_NOT)}
+    token = _trusted.set(trust)
+    before = {name: os.environ.get(name) for name in (FORCE, FORCE_NOT)}
     try:
         if not trust:
             _allow_known_classes()
@@ -295,7 +298,8 @@ class ZeroShards:
             spans = groups if is_stage_3 else states["param_slice_mappings"]
             of_groups = next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None)
             for group, (flat, parameters) in enumerate(zip(weights, spans, strict=False)):
-                state, offset = optimizer["state"].get(group, {}), 0
+                state = optimizer["state"].get(group, {})
+                offset = 0
                 step = state.get("step", of_groups)
                 self.step = int(step) if step is not None else self.step
                 # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
@@ -331,9 +335,11 @@ class ZeroShards:
     def read(self, name: str, state: str = FP32, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read elements `start` to `stop` (default: all) of a parameter, flat, in float32, on the CPU."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
-        out, offset = torch.empty(max(0, stop - start), dtype=torch.float32), 0
+        out = torch.empty(max(0, stop - start), dtype=torch.float32)
+        offset = 0
         for piece in self._pieces[name]:
-            first, last = max(start, offset), min(stop, offset + piece.numel)
+            first = max(start, offset)
+            last = min(stop, offset + piece.numel)
             if first < last:
                 source = piece.flats[state].narrow(0, piece.start + first - offset, last - first)
                 out[first - start : last - start] = source

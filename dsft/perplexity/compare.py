@@ -155,7 +155,8 @@ class Comparisons(tuple[Comparison, ...]):
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
     """Read all results of folders, or of their perplexity.json. Raises UserError with every folder without any."""
-    problems, evaluations = [], []
+    problems = []
+    evaluations = []
     for name in folders:
         path = Path(name).expanduser()
         folder = path.parent if path.name == REPORTS else path
@@ -191,7 +192,8 @@ def compare_results(
     references = of_model.pop(base)
     if not of_model:
         raise UserError(f"nothing to compare with {base}: name the results of another model too")
-    problems, comparisons = [], []
+    problems = []
+    comparisons = []
     for reference in references:
         for model, candidates in of_model.items():
             fitting = [each for each in candidates if each.hashes["texts"] == reference.hashes["texts"]]
@@ -285,7 +287,8 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
 
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     """Compare two results that `refusal` lets pass."""
-    before, after = base.perplexity, other.perplexity
+    before = base.perplexity
+    after = other.perplexity
     is_scored_D = (after.document_tokens > 0) & (before.document_tokens > 0)
     same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
     nats_D = after.document_nats
@@ -297,7 +300,8 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     change_D = np.where(is_scored_D, nats_D - before.document_nats, 0.0)
     notes = []
     for name in COMPUTED_BY:
-        ours, theirs = other.options.get(name), base.options.get(name)
+        ours = other.options.get(name)
+        theirs = base.options.get(name)
         if ours != theirs:
             notes.append(f"{name} differs: {ours}, the base {theirs}")
     # Blocks of windows can be compared if both models have the same windows.
@@ -316,7 +320,8 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
                 f"{other.protocol or f'mode {other.mode}'} also scores tokens that a tokenizer puts between or before"
                 " texts, or leaves first tokens out" + "; mode rolling compares the texts alone" * mode.is_text
             )
-        ratios, sums = [], []
+        ratios = []
+        sums = []
         for each in (after, before):
             bytes_scored = int(each.document_bytes[is_scored_D].sum())
             ratios.append(math.fsum(each.document_nats[is_scored_D]) / bytes_scored)

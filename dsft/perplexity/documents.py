@@ -60,7 +60,8 @@ class Texts(Documents):
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         special = self.bos == "auto"
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        bos = tokenizer.bos_token_id
+        eos = tokenizer.eos_token_id
         start = [bos] if self.bos == "on" else []
         if self.prefix == "always" or (self.prefix and not start and not (special and opens_texts(tokenizer))):
             if bos is None and eos is None:
@@ -125,7 +126,8 @@ class Answers(Documents):
         except UserError as error:
             raise UserError([f"data: {problem}" for problem in error.problems]) from None
         for index, (start, end) in enumerate(pairwise([0, *tokens.ends.tolist()])):
-            ids, trained = tokens.ids[start:end], tokens.trained[start:end]
+            ids = tokens.ids[start:end]
+            trained = tokens.trained[start:end]
             messages = samples[index].messages if isinstance(samples[index], Chat) else []
             answers = [each for each in messages if each["role"] == "assistant"]
             if not trained.any():

@@ -57,7 +57,8 @@ SCORING = 11  # a change of code that changes nats, or what is kept of a result,
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
-BLOCK_BYTES, BLOCKS = 1 << 16, 64
+BLOCK_BYTES = 1 << 16
+BLOCKS = 64
 """What is read of each file: so many blocks, evenly spread from its first byte to its last."""
 
 
@@ -108,7 +109,8 @@ def evaluate_models(
     distributed.raise_together(
         [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
     )
-    machine, dtype = distributed.smallest_machine(), resolve_dtype(config.dtype)
+    machine = distributed.smallest_machine()
+    dtype = resolve_dtype(config.dtype)
     results = Results(Path(config.output_dir)) if config.output_dir else None
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats
     for candidate in candidates:
@@ -324,7 +326,8 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
     """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
     whose commit is its identity; `seed`: of the random weights if the model is a config.json alone.
     """
-    content, changed = hashlib.sha256(), hashlib.sha256()
+    content = hashlib.sha256()
+    changed = hashlib.sha256()
     if is_bare_config(model):
         content.update(f"seed {seed}".encode())
     for name in with_bases(model):

@@ -97,7 +97,8 @@ def _of_training(
                 values.pop(name, None)
     if "data" in overridden:  # of which no rows are those that the training held out
         return values
-    held_out, fraction = options.get("eval_data"), options.get("eval_fraction")
+    held_out = options.get("eval_data")
+    fraction = options.get("eval_fraction")
     if held_out:
         entries = [*held_out.values()] if isinstance(held_out, dict) else held_out  # each is a data set of its own
         values |= {"data": entries, "data_split": options.get("eval_split") or TrainConfig.eval_split}

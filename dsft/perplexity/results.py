@@ -43,7 +43,8 @@ from dsft.units import GiB, plural, write_json
 if TYPE_CHECKING:  # results are read without torch
     import torch
 
-REPORTS, DOCUMENTS = "perplexity.json", "documents.parquet"
+REPORTS = "perplexity.json"
+DOCUMENTS = "documents.parquet"
 COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
 """Rows of what `scoring.score` returns of two models; the first is the model's own."""
 SHOWN_GROUPS = 20
@@ -199,7 +200,8 @@ class Evaluation:
             return None
         result = self.perplexity
         is_scored_D = result.document_tokens > 0
-        means, intervals = {}, {}
+        means = {}
+        intervals = {}
         for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=True):
             means[name] = math.fsum(row_D) / result.tokens
             low, high = ratio_interval(np.stack([row_D, result.document_tokens])[:, is_scored_D], 1)
@@ -362,7 +364,8 @@ class Results:
         """Make the evaluation again whose report and documents are those of `key`; None if the documents are not those
         that the report counts. On rank 0.
         """
-        report, table = self.reports[key], self.documents[key]
+        report = self.reports[key]
+        table = self.documents[key]
         with self._damage_explained():
             # The two files are written one after the other; a kill between them leaves other documents.
             total = math.fsum(table["nats"].to_numpy())
@@ -396,7 +399,9 @@ class Recorder:
     """
 
     def __init__(self, windows: Windows, *, partial: Path | None = None, tokens: Path | None = None):
-        self.windows, self.partial, self.tokens = windows, partial, tokens
+        self.windows = windows
+        self.partial = partial
+        self.tokens = tokens
         self.scored_before: dict[int, list[list[float]]] = {}
         """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
         if partial:

@@ -56,14 +56,16 @@ def exact_products() -> Iterator[None]:
 
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which images of NVIDIA set, speaks to cuBLAS's own setting.
     """
-    everywhere, products = torch.backends, torch.backends.cuda.matmul
+    everywhere = torch.backends
+    products = torch.backends.cuda.matmul
     before = everywhere.fp32_precision, products.fp32_precision
     everywhere.fp32_precision = products.fp32_precision = "ieee"
     try:
         yield
     finally:
         # "none" follows what is set everywhere, also by a later training of this process.
-        everywhere.fp32_precision, products.fp32_precision = before[0], "none"
+        everywhere.fp32_precision = before[0]
+        products.fp32_precision = "none"
         if products.fp32_precision != before[1]:
             products.fp32_precision = before[1]
 
@@ -99,12 +101,14 @@ def evaluate_windows(
     Raises:
         TrainingStopped: if a document's loss is NaN or infinite, naming the first such document.
     """
-    was_training, models = model.training, [model] if reference is None else [model, reference]
+    was_training = model.training
+    models = [model] if reference is None else [model, reference]
     rules, *others = (row_rules(each.eval()) for each in models)
     for other in others:  # which rows may share a batch of all models, and how it is padded
         rules = rules.joined(other)
     rules = dataclasses.replace(rules, multiple=team.size)
-    scorers, dummy = [], torch.full((1, 8 * team.size), pad_token_id, device=device)
+    scorers = []
+    dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
         head = ChunkedHead(each, VOCAB_TILE[device.type])
         if each not in _is_chunked:  # once for a model: under ZeRO-3 it takes two gathers of all weights
@@ -136,7 +140,9 @@ def evaluate_windows(
     left = [index for index in range(len(batches)) if index not in recorder.scored_before]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
-    nats, num_scored = 0.0, 0  # of this rank's team
+    # of this rank's team
+    nats = 0.0
+    num_scored = 0
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
         for turn in range(0, len(left), teams):
             if turn + number < len(left):
@@ -150,7 +156,8 @@ def evaluate_windows(
                     for place, part in zip(places, parts, strict=True):
                         sums_KP[:, place] = part.sum(dim=1)
                     recorder.record(index, batch, columns_KN, sums_KP[:, places].tolist())
-                nats, num_scored = nats + columns_KN[0].sum().item(), num_scored + columns_KN.shape[1]
+                nats = nats + columns_KN[0].sum().item()
+                num_scored = num_scored + columns_KN.shape[1]
                 bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
             elif collective_forward:  # the same collectives as a batch with work
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
@@ -220,7 +227,9 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tens
     """Return [N] in fp32: log-sum-exp over the vocabulary less the target's logit. Args: `parts`: logits, [N, W], of
     one tile of the vocabulary after the other. Overwritten if they are fp32: a copy would cost as much as the head.
     """
-    log_sums, start, wanted_N = [], 0, torch.zeros(len(targets_N), device=targets_N.device)
+    log_sums = []
+    start = 0
+    wanted_N = torch.zeros(len(targets_N), device=targets_N.device)
     for logits_NW in parts:
         logits_NW = logits_NW.float()
         column_N = targets_N - start
@@ -248,7 +257,8 @@ class _Sums:
         self.wanted_N = torch.where(is_here_N, at_target_N, self.wanted_N)
         largest_N, top_N = logits_NW.max(dim=1)
         self.top_N = torch.where(largest_N > self.largest_N, top_N + start, self.top_N)
-        before_N, self.largest_N = self.largest_N, torch.maximum(self.largest_N, largest_N.double())
+        before_N = self.largest_N
+        self.largest_N = torch.maximum(self.largest_N, largest_N.double())
         shrunk_N = (before_N - self.largest_N).exp()
         weights_NW = exp_in_place(logits_NW - self.largest_N.float()[:, None])
         self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
@@ -260,9 +270,12 @@ def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N
     """Return [K, N] float64: the COLUMNS of `results.py` of each token. Args: `parts`: logits [N, W] of the model and
     of the reference, of one tile of the vocabulary after the other.
     """
-    model, reference, start = _Sums(targets_N), _Sums(targets_N), 0
+    model = _Sums(targets_N)
+    reference = _Sums(targets_N)
+    start = 0
     for logits_NW, reference_NW in parts:
-        logits_NW, reference_NW = logits_NW.float(), reference_NW.float()
+        logits_NW = logits_NW.float()
+        reference_NW = reference_NW.float()
         change_NW = torch.where(logits_NW == reference_NW, 0.0, logits_NW - reference_NW)  # -inf in both is 0
         model.add(logits_NW, change_NW, targets_N, start)
         reference.add(reference_NW, change_NW, targets_N, start)

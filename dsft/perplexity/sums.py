@@ -95,7 +95,8 @@ class Perplexity:
         wanted_D = wanted_D & (self.document_tokens > 0)
         nats_D = np.where(wanted_D, self.document_nats, 0.0)
         tokens_D = np.where(wanted_D, self.document_tokens, 0)
-        nats, tokens = math.fsum(nats_D), int(tokens_D.sum())
+        nats = math.fsum(nats_D)
+        tokens = int(tokens_D.sum())
         return replace(
             self,
             nats=nats,
@@ -142,7 +143,8 @@ def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens:
     """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
     other columns. Raises TrainingStopped if some are NaN or infinite.
     """
-    number, nats_P = len(windows.document_ends), sums_KP[0]
+    number = len(windows.document_ends)
+    nats_P = sums_KP[0]
     bad = pieces.documents[~np.isfinite(sums_KP).all(axis=0)]
     if len(bad):
         raise TrainingStopped(
@@ -256,12 +258,16 @@ def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None =
     Args:
         base_KU: of the same units of another result, whose ratio is subtracted.
     """
-    ratio, without_U, freedom = 0.0, np.zeros(sums_KU.shape[1]), math.inf
+    ratio = 0.0
+    without_U = np.zeros(sums_KU.shape[1])
+    freedom = math.inf
     for of_units, sign in ((sums_KU, 1), (base_KU, -1)):
         if of_units is None:
             continue
-        above_U, below_U = of_units[0], of_units[below]
-        number, total = len(above_U), below_U.sum()
+        above_U = of_units[0]
+        below_U = of_units[below]
+        number = len(above_U)
+        total = below_U.sum()
         if number < 2 or not total or (below_U == total).any():
             return math.nan, math.nan
         ratio += sign * above_U.sum() / total

@@ -250,7 +250,8 @@ def settings(
 
 def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) -> None:
     """Set buckets and sub-groups of a named configuration for this model."""
-    size, ranks = job.size, machine.world_size
+    size = job.size
+    ranks = machine.world_size
     largest = max(numel for numel, _ in size.trainable_numels)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
         if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
@@ -266,7 +267,8 @@ def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) ->
     if zero.get("stage") == 3:
         # Sub-groups just about fill a power of two, which pinned memory is rounded up to. DeepSpeed closes one once it
         # has reached the number: the largest shard of a parameter is left as margin.
-        margin, power_of_two = -(-largest // ranks), 2**28
+        margin = -(-largest // ranks)
+        power_of_two = 2**28
         while power_of_two < 4 * margin:
             power_of_two *= 2
         zero["sub_group_size"] = power_of_two - margin

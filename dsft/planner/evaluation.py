@@ -156,7 +156,9 @@ def plan_evaluation(
 def _plan(zero: str, batch_tokens: int, job: Job, machine: Machine) -> EvaluationPlan:
     section = {"zero_optimization": evaluation_section(zero, machine.ranks_per_node)}
     layout = ZeroLayout(job, section, machine, accumulation=1)
-    size, item, ranks = job.size, job.weight_bytes, job.sequence_parallel
+    size = job.size
+    item = job.weight_bytes
+    ranks = job.sequence_parallel
     tokens = -(-batch_tokens // ranks)
     weights = layout.frozen_bytes
     if layout.stage == 3:

@@ -322,7 +322,8 @@ FRAGMENTATION = 0.03
 """Of what torch allocates, what its allocator holds beyond it where memory is short (with expandable segments)."""
 STAGE_0_REDUCE_ELEMENTS = 500_000_000
 """Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
-GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GB, int(0.65 * GB)
+GPU_PROCESS_BYTES = 3 * GB
+CPU_PROCESS_BYTES = int(0.65 * GB)
 """Host memory of one rank before it holds a model, on a machine on paper."""
 
 
@@ -346,7 +347,9 @@ def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term
 
 def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
     """List what one micro batch makes; first what layers keep until their backward."""
-    job, size, item = layout.job, layout.size, layout.weight_bytes
+    job = layout.job
+    size = layout.size
+    item = layout.weight_bytes
     measured = job.activations
     # A quantised base is not sharded, and keeps its own linear layers.
     kept_by_layers = measured.layers_zero_3 if layout.stage == 3 and not size.quantization else measured.layers
@@ -421,7 +424,9 @@ def device_state_terms(layout: ZeroLayout) -> list[Term]:
 
 
 def _stage_0(layout: ZeroLayout) -> list[Term]:
-    item, trained, optimizer = layout.weight_bytes, layout.size.num_trainable, layout.optimizer
+    item = layout.weight_bytes
+    trained = layout.size.num_trainable
+    optimizer = layout.optimizer
     is_half = item < 4  # then the optimizer updates fp32 copies of the weights
     states = (optimizer.master_bytes if is_half else 0) + optimizer.state_bytes
     # The engine reduces a flat copy of the gradients; then, in half precision, fp32 gradients are made of them.
@@ -436,7 +441,10 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
 
 
 def _stage_1_2(layout: ZeroLayout) -> list[Term]:
-    item, trained, share, largest = layout.weight_bytes, layout.size.num_trainable, layout.share, layout.largest_trained
+    item = layout.weight_bytes
+    trained = layout.size.num_trainable
+    share = layout.share
+    largest = layout.largest_trained
     optimizer = layout.optimizer
     offloads = layout.optimizer_device != "none"
     accumulates = layout.accumulation > 1
@@ -471,9 +479,14 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
 
 
 def _stage_3(layout: ZeroLayout) -> list[Term]:
-    item, size, share, ranks = layout.weight_bytes, layout.size, layout.share, layout.machine.world_size
-    optimizer, zero = layout.optimizer, layout.zero
-    offloads, keeps_weights = layout.optimizer_device != "none", layout.param_device == "none"
+    item = layout.weight_bytes
+    size = layout.size
+    share = layout.share
+    ranks = layout.machine.world_size
+    optimizer = layout.optimizer
+    zero = layout.zero
+    offloads = layout.optimizer_device != "none"
+    keeps_weights = layout.param_device == "none"
     sub_group = min(share, zero["sub_group_size"])
     carried = (layout.sum_bytes if optimizer.master_bytes != layout.sum_bytes else 0) + optimizer.master_bytes
     bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] else 0
@@ -518,8 +531,10 @@ def own_process_bytes() -> int:
 
 def host_terms(layout: ZeroLayout) -> list[Term]:
     """List what a node's host memory holds: processes, what is offloaded to it, weights that are saved."""
-    machine, optimizer = layout.machine, layout.optimizer
-    item, share = layout.weight_bytes, layout.share
+    machine = layout.machine
+    optimizer = layout.optimizer
+    item = layout.weight_bytes
+    share = layout.share
     offload = layout.zero["offload_optimizer"] or {}
 
     def on_node(name: str, num_bytes: float, formula: str) -> Term:

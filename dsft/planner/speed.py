@@ -247,8 +247,12 @@ def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomput
     Args:
         recomputed: the share of the layers that activation checkpointing computes again.
     """
-    job, size, zero, machine = layout.job, layout.size, layout.zero, layout.machine
-    accumulation, world = batch.accumulation, machine.world_size
+    job = layout.job
+    size = layout.size
+    zero = layout.zero
+    machine = layout.machine
+    accumulation = batch.accumulation
+    world = machine.world_size
     tokens = batch.micro * job.seq_len // batch.sequence_parallel
     attention = attention_flops_per_token(size, job.seq_len) / speeds.flops
     passes = 2 + recomputed

@@ -6,8 +6,12 @@ from html import escape
 
 from dsft.units import in_digits
 
-WIDTH, HEIGHT = 520, 250
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 26
+WIDTH = 520
+HEIGHT = 250
+LEFT = 58
+RIGHT = 14
+TOP = 12
+BOTTOM = 26
 NUM_COLOURS = 6
 MOST_POINTS = 600  # of a line; nobody sees more
 SMOOTHED = 11  # neighbouring points, of which the thick line of noisy numbers is the mean
@@ -32,8 +36,10 @@ def draw(curves: list[Curve]) -> str:
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     margin = 0.05 * (max(ys) - min(ys)) or 0.05 * abs(max(ys)) or 1.0
-    lowest, highest = min(ys) - margin, max(ys) + margin
-    first, last = min(xs), max(xs)
+    lowest = min(ys) - margin
+    highest = max(ys) + margin
+    first = min(xs)
+    last = max(xs)
 
     def place_x(x: float) -> float:
         return LEFT + (x - first) / ((last - first) or 1.0) * (WIDTH - RIGHT - LEFT)

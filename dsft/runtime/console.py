@@ -101,7 +101,8 @@ def show_table(table: "Table") -> None:
     if console.measure(table, options=console.options.update(width=NO_LIMIT)).maximum <= console.width:
         console.print(table)
         return
-    names, rows = [str(column.header) for column in table.columns], []
+    names = [str(column.header) for column in table.columns]
+    rows = []
     for cells in zip(*(column.cells for column in table.columns), strict=True):
         if table.show_header:
             unnamed = [cell for name, cell in zip(names, cells, strict=True) if cell and not name]
@@ -145,7 +146,8 @@ class _Both:
     """
 
     def __init__(self, screen: TextIO, file: TextIO | None):
-        self.screen, self.file = screen, file
+        self.screen = screen
+        self.file = file
 
     def write(self, text: str) -> int:
         if "\r" not in text:  # a bar

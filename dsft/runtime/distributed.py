@@ -98,7 +98,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         require_kernels(torch.cuda.current_device())
     meet_seconds = timeouts.start_timeout if timeouts else 300
     timeout = timedelta(seconds=meet_seconds)
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
         check_job(store, output_dir, number)
@@ -168,7 +169,8 @@ def stop_ranks() -> None:
 @functools.cache
 def stop_at_exit() -> None:
     """Let this program stop its ranks where it ends with exit code 0; not after an error or another `sys.exit`."""
-    leave, codes = sys.exit, []
+    leave = sys.exit
+    codes = []
 
     def exit_with(code: Any = None) -> None:
         codes[:] = [code]  # Python tells it to nobody at exit
@@ -187,7 +189,8 @@ def raise_together(problems: list[str]) -> None:
     """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped; one that not all
     have comes with the first host and rank that has it. Collective.
     """
-    ranks, places = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)]), {}
+    ranks = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)])
+    places = {}
     for place, problems_there in ranks:
         for problem in dict.fromkeys(problems_there):
             places.setdefault(problem, []).append(place)
@@ -273,7 +276,8 @@ def this_node() -> tuple[str, str]:
 
 def cores_of_node() -> frozenset[int]:
     """Return the cores that the ranks of this node may run on, all together. Collective."""
-    here, mine = this_node(), frozenset(os.sched_getaffinity(0))
+    here = this_node()
+    mine = frozenset(os.sched_getaffinity(0))
     return frozenset().union(*(cores for node, cores in from_all([(here, mine)]) if node == here))
 
 
@@ -281,7 +285,9 @@ def smallest_machine() -> Machine:
     """Return the machine of this job, with the least memory that any rank sees. Collective."""
     mine = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
     of_ranks = from_all([(this_node(), dataclasses.replace(mine, host_names=(socket.gethostname(),)))])
-    ranks, nodes = Counter(node for node, _ in of_ranks), dict(reversed(of_ranks))  # a node's machine by its first rank
+    # a node's machine by its first rank
+    ranks = Counter(node for node, _ in of_ranks)
+    nodes = dict(reversed(of_ranks))
     least = {name: min(getattr(machine, name) for _, machine in of_ranks) for name in ("device_bytes", "host_bytes")}
     return job_machine([dataclasses.replace(nodes[node], ranks_per_node=ranks[node], **least) for node in ranks])
 
@@ -328,7 +334,8 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
         raise UserError(f"{place} is used by another process of this rank: was the command given twice? {remedy}")
 
 
-_is_asked, _saves_at_ctrl_c = False, False
+_is_asked = False
+_saves_at_ctrl_c = False
 """SIGUSR1, SIGTERM or a first Ctrl-C asks a training to save and end, so that it can resume later: SLURM and Kubernetes
 send the signals before they take a node. In a notebook Ctrl-C stays what it is."""
 
@@ -347,7 +354,8 @@ def listen_for_signals() -> None:
     single rank gets it: the trainer lets all ranks agree.
     """
     global _saves_at_ctrl_c, _is_asked
-    _saves_at_ctrl_c, _is_asked = "ipykernel" not in sys.modules, False
+    _saves_at_ctrl_c = "ipykernel" not in sys.modules
+    _is_asked = False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, _note_signal)
 
@@ -399,7 +407,8 @@ def set_library_variables() -> bool:
     elif "OMP_NUM_THREADS" not in os.environ and cpu_count() < torch.get_num_threads():
         torch.set_num_threads(cpu_count())  # torch counts a container's cores, whatever time it has on them
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
-    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "")
+    programs = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
     return chooses_threads
@@ -410,7 +419,8 @@ def use_bound_cores(*, chooses_threads: bool) -> None:
     of its own, divided again, most would lie idle. Not where `chooses_threads` is False: the environment says how many.
     Collective.
     """
-    mine, of_node = os.sched_getaffinity(0), cores_of_node()
+    mine = os.sched_getaffinity(0)
+    of_node = cores_of_node()
     if chooses_threads and mine != of_node:
         _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
 

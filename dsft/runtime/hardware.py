@@ -102,7 +102,8 @@ def split_gpus(text: str) -> tuple[int, str]:
     return int(match[1]), match[2]
 
 
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
@@ -123,9 +124,13 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, bytes that are taken, but for caches of files) of each cgroup."""
     for folder, is_old in _cgroups("memory"):
-        limit_file, taken_file, prefix = "memory.max", "memory.current", ""
+        limit_file = "memory.max"
+        taken_file = "memory.current"
+        prefix = ""
         if is_old:
-            limit_file, taken_file, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            limit_file = "memory.limit_in_bytes"
+            taken_file = "memory.usage_in_bytes"
+            prefix = "total_"
         if (limit := _read(folder / limit_file)).isdigit():  # else "max", or no such folder in this container
             kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
             yield int(limit), max(0, _number(folder / taken_file) - sum(map(int, kept)))
@@ -229,7 +234,8 @@ def this_machine(*, ranks_per_node: int | None = None) -> Machine:
     """Measure this machine."""
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
-    gpu_type, device = "", cpu_rank_bytes(host, ranks)
+    gpu_type = ""
+    device = cpu_rank_bytes(host, ranks)
     if has_gpu():
         import torch
 
@@ -251,7 +257,8 @@ def this_machine(*, ranks_per_node: int | None = None) -> Machine:
 
 # On one GPU (assumed; docs/planner.md has the sources): CUDA's context with the libraries' kernels, and NCCL's buffers
 # for one communicator.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = 2**29, int(1.1 * GiB)
+CONTEXT_BYTES = 2**29
+COMMUNICATOR_BYTES = int(1.1 * GiB)
 
 
 def ask_gpu(gpu: int) -> tuple[int, int]:
@@ -268,7 +275,8 @@ def ask_gpu(gpu: int) -> tuple[int, int]:
 
 
 FREE_SHARE = 0.95  # of a GPU's memory, where no other program holds any
-FREED_WITHIN_SECONDS, UNCHANGED_SECONDS = 180.0, 60.0
+FREED_WITHIN_SECONDS = 180.0
+UNCHANGED_SECONDS = 60.0
 
 
 def wait_for_freed_gpu() -> float:
@@ -287,7 +295,8 @@ def wait_for_freed_gpu() -> float:
     share = left_share()
     while share < FREE_SHARE and now - start < FREED_WITHIN_SECONDS and now - changed < UNCHANGED_SECONDS:
         time.sleep(1)
-        now, latest = time.monotonic(), left_share()
+        now = time.monotonic()
+        latest = left_share()
         share, changed = latest, now if latest > share else changed
     if seconds := now - start:
         say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")

@@ -111,12 +111,14 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         if all(name in given for name in names) and int(given[names[1]]) > 1:
             rank, size, local_rank, local_size = (given[name] for name in names)
             job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("SLURM_JOB_ID", "")
-            address, number = LOOPBACK if size == local_size else None, zlib.crc32(job.encode())
+            address = LOOPBACK if size == local_size else None
+            number = zlib.crc32(job.encode())
             break
     else:
         # One of several tasks of an srun. A batch script has SLURM_NTASKS and SLURM_PROCID as well, but no step; an
         # interactive shell is a step of one task.
-        rank, size = given.get("SLURM_PROCID"), given.get("SLURM_STEP_NUM_TASKS", "1")
+        rank = given.get("SLURM_PROCID")
+        size = given.get("SLURM_STEP_NUM_TASKS", "1")
         if rank is None or int(size) < 2 or "SLURM_STEP_ID" not in given:
             return {}
         counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"])  # 2(x3),1
@@ -185,7 +187,8 @@ def _is_reachable(text: str) -> bool:
 
 def _reachable_addresses() -> dict[str, str]:
     """Addresses of this machine that others could connect to -> the interface, which is up."""
-    up, entries = psutil.net_if_stats(), psutil.net_if_addrs().items()
+    up = psutil.net_if_stats()
+    entries = psutil.net_if_addrs().items()
     return {
         address: name
         for name, of_card in entries

@@ -20,7 +20,8 @@ BFLOAT16_STATES = {"states": "bfloat16"}
 CLEARLY_FASTER = 1.1
 MOST_NODES = 64
 SHORTEST = 512
-LENGTH_STEP, MOST_POSITIONS = 256, 2**20
+LENGTH_STEP = 256
+MOST_POSITIONS = 2**20
 """Lengths that are tried for the longest sequence are multiples of it, up to the model's positions or, without a limit,
 as many.
 """

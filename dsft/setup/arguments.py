@@ -83,9 +83,12 @@ def _in_words(world: int, shared_by: int) -> str:
 
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
     """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
-    total, training, shared_by = options.global_batch_size, options.training, options.sequence_parallel
+    total = options.global_batch_size
+    training = options.training
+    shared_by = options.sequence_parallel
     ranks = _in_words(world, shared_by)
-    micro, accumulation = training.get("per_device_train_batch_size"), training.get("gradient_accumulation_steps")
+    micro = training.get("per_device_train_batch_size")
+    accumulation = training.get("gradient_accumulation_steps")
     if not total or refused_ranks(shared_by, world):  # a problem of its own
         return [], []
     if accumulation and micro is None:
@@ -123,9 +126,11 @@ def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
     if flagged:
         dtype, reason = flagged
     elif options.dtype == "auto":
-        dtype, reason = auto_dtype, "auto is bfloat16 on a GPU that computes in it, else float32"
+        dtype = auto_dtype
+        reason = "auto is bfloat16 on a GPU that computes in it, else float32"
     else:
-        dtype, reason = options.dtype, "as asked for"
+        dtype = options.dtype
+        reason = "as asked for"
     decisions = [Decision("dtype", dtype, reason)]
     for name, half in HALF_PRECISION.items():
         decisions.append(Decision(name, dtype == half, f"dtype={dtype}"))
@@ -164,7 +169,8 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
 
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
     """Decides whether the loss is computed for some tokens at a time."""
-    vocab_size, training = facts.size.vocab_size, options.training
+    vocab_size = facts.size.vocab_size
+    training = options.training
     if options.tiled_loss is False:
         return Decision("tiled_loss", False, "as asked for")
     if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB and not training.get("use_liger_kernel"):
@@ -243,7 +249,8 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
 
 def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Machine) -> list[str]:
     """Lists what dsft or this machine cannot do with an explicit `zero`."""
-    zero, training = options.zero, options.training
+    zero = options.zero
+    training = options.training
     zero_stage = stage(zero_file)
     optimizer = str(get_value(zero_file, "optimizer.type")).lower()
     offload = get_value(zero_file, "zero_optimization.offload_optimizer.device")
@@ -408,7 +415,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
     """Reports each option that was set but has no, or another, effect in this configuration, with the reason. What the
     plan does not count, `unmodelled` of planner/candidates.py reports.
     """
-    training, defaults = options.training, LoraFields()
+    training = options.training
+    defaults = LoraFields()
     ignored = {name: why for name, why in IGNORED_ARGUMENTS.items() if name in training}
     shape = []
     for field in dataclasses.fields(LoraFields):
@@ -489,7 +497,8 @@ def checkpoint_size(
     weight_bytes = DTYPE_BYTES[options.dtype]
     weights, copies, states = checkpoint_parts(size, optimizer, stage=zero_stage, weight_bytes=weight_bytes)
     values = with_defaults(options)
-    strategy, max_steps = str(values.get("save_strategy", "steps")), values.get("max_steps", -1)
+    strategy = str(values.get("save_strategy", "steps"))
+    max_steps = values.get("max_steps", -1)
     limit = values.get("save_total_limit") or 1
     if values.get("load_best_model_at_end") or values.get("metric_for_best_model"):
         limit = max(limit, 2)
@@ -515,7 +524,8 @@ def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
     that it replaces.
     """
     replaced = sum(bytes_of(folder) for folder in checkpoints(output_dir))
-    needed, free = max(size.final_bytes, size.total_bytes - replaced), free_bytes(output_dir)
+    needed = max(size.final_bytes, size.total_bytes - replaced)
+    free = free_bytes(output_dir)
     if free is None or free >= needed:
         return []
     kept = fewer = ""

@@ -279,14 +279,16 @@ def replace_uncompiled_adam(run: TrainingRun, from_all: Callable[[list[str]], li
 
 def decide_run(run: TrainingRun) -> None:
     """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
-    options, model = run.options, run.model
+    options = run.options
+    model = run.model
     kernel = None
     trial = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         trial["kernels"] = KERNELS[:1]
     if options.packing:
         run.packing = try_packing(model.config, asked=options.attn_implementation, **trial)
-        kernel, problem = run.packing.attn_implementation, run.packing.problem
+        kernel = run.packing.attn_implementation
+        problem = run.packing.problem
         run.apply(
             [
                 Decision("packing", problem is None, problem or "samples in one row are kept apart"),
@@ -382,7 +384,8 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
 
 def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
     """Measures the model, and checks it against the options."""
-    options, machine = run.options, run.machine
+    options = run.options
+    machine = run.machine
     if not options.model:
         return
     if starts and options.verify_resume:
@@ -420,7 +423,8 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
     if is_elsewhere:
         run.model = dataclasses.replace(run.model, attn_implementation=attention)
 
-    model, size = run.model, run.model.size
+    model = run.model
+    size = run.model.size
     if size.quantization and size.quantization.lies_on_disk and machine.measured and not scored:
         dtype = DTYPES[resolve_dtype(options.dtype)]
         run.problems += format_problems(options.model, model.config, size.quantization, dtype=dtype, trained=True)
@@ -446,7 +450,8 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
 
 def _check_data(run: TrainingRun, *, starts: bool) -> None:
     """Reads the tokenizer and the first rows of the data. Of a plan, data may be to come."""
-    model, unreadable = run.model, []
+    model = run.model
+    unreadable = []
     vocab_size = model.size.vocab_size if model else None
     if run.tokenizer and model:  # with new tokens; one that it had before is not new
         run.problems += ids_beyond(run.tokenizer, vocab_size)
@@ -466,7 +471,8 @@ def _check_data(run: TrainingRun, *, starts: bool) -> None:
         if model and run.tokenizer:
             run.problems += check_prompts(options, run.data, run.tokenizer, model.size.max_positions)
     elif unreadable:
-        run.data, run.tokenizer = [], None
+        run.data = []
+        run.tokenizer = None
         run.notes.append(f"planned for full rows without padding, since the data cannot be read here: {unreadable[0]}")
 
 
@@ -482,7 +488,9 @@ def _first_day(options: TrainConfig) -> Decision:
 
 def check_sequence_parallel(options: TrainConfig, facts: ModelFacts, machine: Machine) -> list[str]:
     """Lists why ranks cannot share the sequences of a training, as far as options and the model's config show it."""
-    size, seq_len, world = options.sequence_parallel, options.seq_len, machine.world_size
+    size = options.sequence_parallel
+    seq_len = options.seq_len
+    world = machine.world_size
     problems = []
     for name, why in NOT_SPREAD.items():
         if options.training.get(name):
@@ -540,7 +548,8 @@ def resume_decisions(
 
 def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
     """Composes what a training is to the planner; its `tiled_loss` is decided. `masked`: rows have attention masks."""
-    training, kwargs = options.training, arguments.checkpointing_kwargs(options)
+    training = options.training
+    kwargs = arguments.checkpointing_kwargs(options)
     config = copy.deepcopy(facts.config)
     config.get_text_config().vocab_size = facts.size.vocab_size  # as grown by new tokens
     checkpointing = training.get("activation_checkpointing", training.get("gradient_checkpointing"))
@@ -627,9 +636,11 @@ def plan_run(
     zero = options.zero
     if checkpoint and zero == "auto":
         resumed = Path(checkpoint).parent  # not output_dir, which may hold another run that this one replaces
-        earlier, ranks = run_folder.read_run(str(resumed)) if run_folder.is_run(resumed) else {}, machine.world_size
+        earlier = run_folder.read_run(str(resumed)) if run_folder.is_run(resumed) else {}
+        ranks = machine.world_size
         if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
-            zero, job = earlier["plan"]["zero"], as_planned_before(job, earlier["plan"], machine)
+            zero = earlier["plan"]["zero"]
+            job = as_planned_before(job, earlier["plan"], machine)
             if zero.endswith(".json"):  # its numbers become options before a plan is made
                 raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
         if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
@@ -668,10 +679,12 @@ def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]
 
 def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
     """Takes over what an earlier plan of the run has, if no option names it now."""
-    micro, accumulation = job.micro_batch, job.accumulation
+    micro = job.micro_batch
+    accumulation = job.accumulation
     earlier = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
     if not micro and not accumulation and job.sequences_per_step in (None, earlier):
-        micro, accumulation = plan["micro_batch"], plan["accumulation"]
+        micro = plan["micro_batch"]
+        accumulation = plan["accumulation"]
     checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
     every = job.checkpoint_every or plan["checkpoint_every"]
     return dataclasses.replace(
@@ -683,7 +696,9 @@ def smaller_plan(run: TrainingRun) -> Plan | None:
     """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of the run's, if
     any.
     """
-    job, machine, plan = run.job, run.machine, run.plan
+    job = run.job
+    machine = run.machine
+    plan = run.plan
     per_step = job.sequences_per_step or job.batch(plan.micro_batch, plan.accumulation, machine).sequences
     job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))

@@ -83,7 +83,8 @@ def check_evaluation(
         say(f"note: {note}")
 
     for model in models if reference else []:  # whether the KL of the two can be taken
-        names, vocab_size = f"reference={reference.config.model}", reference.facts.size.vocab_size
+        names = f"reference={reference.config.model}"
+        vocab_size = reference.facts.size.vocab_size
         if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
             problems.append(
                 f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; where both"
@@ -140,7 +141,9 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
     """Returns the candidate in each format of the option `quantization`; alone if it is quantised on disk."""
     if candidate.facts is None:
         return [candidate]
-    config, model, size = candidate.config, candidate.config.model, candidate.facts.size
+    config = candidate.config
+    model = candidate.config.model
+    size = candidate.facts.size
     if size.quantization or not formats:
         formats = [None]  # as it lies on disk
     candidates = []

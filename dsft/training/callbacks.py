@@ -31,7 +31,8 @@ BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 """The progress line; its bar takes what the terminal's width leaves."""
 CLOSE_TO_UNIFORM = 0.01
 """A loss within this share of ln(vocabulary) is no better than uniform."""
-MOST_SKIPPED, MOST_SKIPPED_IN_FP16 = 10, 30
+MOST_SKIPPED = 10
+MOST_SKIPPED_IN_FP16 = 30
 """Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
 FIRST_STEPS = 3
 """Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
@@ -115,7 +116,8 @@ class EarlyStopping(EarlyStoppingCallback):
         if 0 < state.global_step == self.resumed_at:  # eval_on_start; the step counted before the checkpoint
             return
         super().on_evaluate(args, state, control, metrics, **kwargs)
-        count, metric = self.early_stopping_patience_counter, args.metric_for_best_model
+        count = self.early_stopping_patience_counter
+        metric = args.metric_for_best_model
         if count >= self.early_stopping_patience and not self.stopped and state.global_step < state.max_steps:
             self.stopped = (
                 f"{metric} was not better in the last {plural(count, 'evaluation')}, up to step {state.global_step},"
@@ -192,7 +194,8 @@ class ProgressLog(TrainerCallback):
                 self.bar.set_postfix_str(_fitting(in_bar, self.bar.ncols - 40))  # before it stand steps and times
             return
         start, first = self.begin
-        done, left = state.global_step - first, state.max_steps - state.global_step
+        done = state.global_step - first
+        left = state.max_steps - state.global_step
         if done > 0 and left > 0:
             parts.append(f"left {timedelta(seconds=round((time.monotonic() - start) / done * left))}")
         print("\n".join(["  ".join(parts), *samples]), flush=True)

@@ -54,7 +54,8 @@ class Heartbeats(BaseStreamer):
 
 def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return an answer to each prompt, the same on every rank; each is made by one rank alone. Collective."""
-    rank, world = distributed.rank(), distributed.world_size()
+    rank = distributed.rank()
+    world = distributed.world_size()
     was_training = model.training
     model.eval()
     with gathered(model):
@@ -85,4 +86,5 @@ def gathered(model: nn.Module) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
         yield
         for module, (before, after) in zip(modules, hooks, strict=True):
-            module._forward_pre_hooks, module._forward_hooks = before, after
+            module._forward_pre_hooks = before
+            module._forward_hooks = after

@@ -46,7 +46,8 @@ class Compute:
 
     @classmethod
     def of_run(cls, run: TrainingRun) -> "Compute":
-        machine, peak_flops = run.machine, 0.0
+        machine = run.machine
+        peak_flops = 0.0
         if machine.has_gpu and run.options.dtype in ("bfloat16", "float16") and cards_named(machine.gpu_type):
             peak_flops = 1e12 * CARDS[card_of(machine)].tflops
         return cls(
@@ -233,7 +234,9 @@ def complete(line: Line) -> dict[str, float]:
     """Compute every metric of a line, beside what the Trainer logs: in metrics.jsonl, run.json and trackers by its
     name.
     """
-    logs, sums, compute = line.logs, line.sums, line.compute
+    logs = line.logs
+    sums = line.sums
+    compute = line.compute
     if sums:
         # The last window of a text may be of one token, before which nothing stands: the Trainer's 0 is not a loss.
         logs.pop("loss", None)
@@ -291,11 +294,13 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict
     """Compute loss, perplexity and tokens of each held-out set, and the means over sets: of losses, and exp of that.
     `set_D`: which of `names` each document of the result is of.
     """
-    metrics, losses = {}, []
+    metrics = {}
+    losses = []
     for number, name in enumerate(names):
         is_scored_D = (set_D == number) & (result.document_tokens > 0)
         sums_KU = np.stack([result.document_nats, result.document_tokens])[:, is_scored_D]
-        nats, tokens = math.fsum(sums_KU[0]), math.fsum(sums_KU[1])
+        nats = math.fsum(sums_KU[0])
+        tokens = math.fsum(sums_KU[1])
         if not tokens:
             continue
         losses.append(nats / tokens)

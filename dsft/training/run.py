@@ -129,7 +129,8 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
 
 def describe_plan(run: TrainingRun) -> None:
     """Logs what was decided and why."""
-    size, plan = run.model.size, run.plan
+    size = run.model.size
+    plan = run.plan
     say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
     say(f"plan: {run.reason}")
     say(
@@ -282,12 +283,18 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
     """Turns a failed allocation inside a `with` into one error: the plan, what was measured, the next smaller plan."""
 
     def explanation(error: BaseException, memory: Memory) -> str:
-        plan, machine, options, phase = run.plan, run.machine, run.options, watchdog.current_phase
+        plan = run.plan
+        machine = run.machine
+        options = run.options
+        phase = watchdog.current_phase
         if machine.has_gpu and memory == "GPU":
-            place, peak_bytes = "GPU", peak_memory_bytes()["gpu"]
-            predicted_bytes, available_bytes = plan.device_bytes, machine.device_bytes
+            place = "GPU"
+            peak_bytes = peak_memory_bytes()["gpu"]
+            predicted_bytes = plan.device_bytes
+            available_bytes = machine.device_bytes
         else:
-            place, peak_bytes = f"rank's {memory} memory", peak_memory_bytes()["host"]
+            place = f"rank's {memory} memory"
+            peak_bytes = peak_memory_bytes()["host"]
             predicted_bytes = plan.host_bytes / plan.ranks_per_node
             available_bytes = machine.host_bytes / machine.ranks_per_node
         try:

@@ -101,7 +101,8 @@ class PerplexityTrainer(Trainer):
         Args:
             frozen_weights: a digest of the files that hold them, for the run's identity.
         """
-        options, team = run.options, team_of(run.options.sequence_parallel)
+        options = run.options
+        team = team_of(run.options.sequence_parallel)
         micro_batch = args.per_device_train_batch_size
         per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
         items = PaddedToFullSteps(data.items, per_step)
@@ -116,7 +117,9 @@ class PerplexityTrainer(Trainer):
         )
         # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.data, self.team, self.sequences_per_step = data, team, per_step
+        self.data = data
+        self.team = team
+        self.sequences_per_step = per_step
         self.compute = Compute.of_run(run)
         self.token_loss = TokenLoss(
             model,
@@ -143,7 +146,8 @@ class PerplexityTrainer(Trainer):
         self._package = (options.model, options.revision)
         self._disk = run.disk
         # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
-        self.save_total_limit, args.save_total_limit = args.save_total_limit, None
+        self.save_total_limit = args.save_total_limit
+        args.save_total_limit = None
         self._saved_at = time.monotonic()
         self._staged_save: StagedSave | None = None
         shapes = trained_shapes(model)
@@ -177,7 +181,8 @@ class PerplexityTrainer(Trainer):
         self, shapes: dict[str, tuple[int, ...]], data: TrainingData, frozen_weights: str | None
     ) -> dict[str, Any]:
         """Returns what a run that resumes must have in common with this one."""
-        args, config = self.args, self.args.hf_deepspeed_config.config
+        args = self.args
+        config = self.args.hf_deepspeed_config.config
         optimizer = config.get("optimizer") or {}
         unchangeable = {
             "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
@@ -363,10 +368,12 @@ class PerplexityTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """The Trainer's; after an optimizer step ranks send their tokens, whether the loss is bad, whether to stop."""
-        step, skipped = self.state.global_step, self.model_wrapped.skipped_steps
+        step = self.state.global_step
+        skipped = self.model_wrapped.skipped_steps
         self._learning_rate = super()._get_learning_rate()
         # Attention of shares is over full rows, also where the backward computes it again.
-        rows_BT, attention = inputs.pop("row_positions", None), contextlib.nullcontext()
+        rows_BT = inputs.pop("row_positions", None)
+        attention = contextlib.nullcontext()
         if self.team.size > 1:
             rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)
             attention = self.team.attention(self.model, rows_BT=rows_BT)
@@ -412,7 +419,8 @@ class PerplexityTrainer(Trainer):
         """
         if self.is_stopping and self.state.epoch % 1:  # the Trainer's end of an epoch that the stop has cut off
             return
-        control, unread = self.control, self.work.unread
+        control = self.control
+        unread = self.work.unread
         due = ("should_log", "should_evaluate", "should_save", "should_training_stop")
         while unread and (len(unread) > 1 or any(getattr(control, name) for name in due)):
             step, sums = self.work.read()
@@ -551,10 +559,12 @@ class PerplexityTrainer(Trainer):
         Raises:
             Unsaved: it could not be written.
         """
-        state, output_dir = self.state, self.args.output_dir
+        state = self.state
+        output_dir = self.args.output_dir
         folder = checkpoint_folder(output_dir, state.global_step)
         save = self._staged_save = StagedSave(folder, self.saves)
-        save_as_the_trainer, best = super()._save_checkpoint, state.best_model_checkpoint
+        save_as_the_trainer = super()._save_checkpoint
+        best = state.best_model_checkpoint
 
         def write() -> None:
             save_as_the_trainer(model, trial)
@@ -581,7 +591,8 @@ class PerplexityTrainer(Trainer):
         with watchdog.phase("saving"), self.work.paused():
             save.run(write, check, facts=facts, needed_bytes=self._disk.checkpoint_bytes)
             if self.is_world_process_zero():
-                best, limit = state.best_model_checkpoint, self.save_total_limit
+                best = state.best_model_checkpoint
+                limit = self.save_total_limit
                 prune(output_dir, limit=limit, best=best, newest=save.folder)
             distributed.wait_long("older checkpoints are removed")
         self._staged_save, self._saved_at = None, time.monotonic()
@@ -633,7 +644,8 @@ class PerplexityTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the weights, with `use_cache` as the model came."""
-        save, config = self._staged_save, self.model.config
+        save = self._staged_save
+        config = self.model.config
         in_training = getattr(config, "use_cache", None)
         if in_training is not None:
             config.use_cache = self._use_cache
