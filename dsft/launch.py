@@ -499,6 +499,8 @@ class _Job:
                 self.store.join(LAST_WORDS_SECONDS)
         finally:
             self._kill()
+            if self.nodes and not self.store.has_met and (self.failure or self.interrupted):
+                self._kill_remote_ranks()
             shows.join(timeout=2)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -587,6 +589,22 @@ class _Job:
             with contextlib.suppress(psutil.Error):
                 session.kill()
         process.wait()
+
+    def _kill_remote_ranks(self) -> None:
+        """Kill ranks that still wait for the others: they notice no end of ssh, and would wait for start_timeout."""
+        pattern = f"dsft.* --config {self.env_file.with_name(OPTIONS_FILE)}"
+
+        def kill(node: Node) -> None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    [*SSH, node.name, f"pkill -f -- '{pattern}'"],
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=SEND_SECONDS,
+                )
+
+        with ThreadPoolExecutor(max_workers=64) as pool:
+            list(pool.map(kill, self.nodes))
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -265,11 +265,11 @@ def replace_uncompiled_adam(run: TrainingRun, from_all: Callable[[list[str]], li
     """Takes torch's Adam in the place of DeepSpeed's if a rank cannot compile it; `from_all` returns what all ranks
     report. Raises UserError for another optimizer.
     """
-    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else None
-    if kind is None:
+    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else ""
+    if not kind:
         return
-    problem = next(filter(None, from_all([nvcc_problem()])), None)
-    if problem is None:
+    problem = next(filter(None, from_all([nvcc_problem()])), "")
+    if not problem:
         return
     if not kind.startswith("adam"):
         raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({problem}); AdamW needs none")

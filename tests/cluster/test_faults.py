@@ -241,7 +241,8 @@ def test_a_host_whose_ssh_fails_ends_the_start_at_once_and_is_named(hosts, folde
     finally:
         keys.write_text(trusted)
     assert result.returncode == 1 and "node-1: ssh exited with code 255" in result.stderr, result.stderr
-    assert hosts[0].is_idle() and "start_timeout" not in result.stderr
+    assert hosts[0].is_idle(), hosts[0].processes()
+    assert "start_timeout" not in result.stderr
 
 
 @pytest.mark.exhaustive

@@ -31,6 +31,7 @@ OLDEST, NEWEST = (
 def test_the_lower_bounds_of_the_package_are_the_oldest_versions_that_are_tested():
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = dict(line.split(">=") for line in needed if ">=" in line)
+    del bounds["gguf"]  # reads one kind of file
     assert bounds.keys() == {*TESTED_PACKAGES}
     assert all(OLDEST[name].startswith(bound) for name, bound in bounds.items())
 
