@@ -232,3 +232,14 @@ def test_the_page_of_gpu_memory_is_what_the_planner_predicts(monkeypatch):
 
     page = (ROOT / "docs" / "gpu_memory.md").read_text()
     assert page == gpu_memory.page() + "\n", "python scripts/gpu_memory.py"
+
+
+def test_the_memory_table_of_the_readme_is_that_of_its_page():
+    def cells(line: str) -> list[str]:
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
+    page = [cells(line) for line in (ROOT / "docs" / "gpu_memory.md").read_text().splitlines() if "/" in line]
+    known = {row[0]: [row[1], *row[3:6]] for row in page if len(row) == 7}
+    readme = [cells(line) for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in readme if row[0] in known]
+    assert len(rows) == 7 and all(known[row[0]] == row[1:] for row in rows)
