@@ -24,6 +24,7 @@ ARGUMENT_TEXTS = {
     "resume_from_checkpoint": "auto (the last complete checkpoint in output_dir, if there is one), or a checkpoint's"
     " folder.",
     "eval_strategy": "no, steps or epoch; by default epoch where there is held-out data.",
+    "learning_rate": "Of the optimizer, after the warmup; by default 1e-5, with adapters 1e-4.",
 }
 """Texts of fields of TrainingArguments that mean more here; none of them has a fixed default."""
 PLACEHOLDERS = {

@@ -11,15 +11,13 @@ from typing import Any
 import yaml
 
 from dsft.cli.commands import InitOptions
-from dsft.config.options import TrainConfig
+from dsft.config.options import LEARNING_RATES, TrainConfig
 from dsft.data.formats import columns_line, format_rules, suggest_columns
 from dsft.data.sources import Row, Source, ending, find_sources, read_file
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import show_text
 
 TEMPLATE = Path(__file__).parent.parent / "quickstart" / "run.yaml"
-RATES = {"full": "1e-5", "lora": "1e-4", "qlora": "1e-4"}
-"""Learning rates to begin with: of all weights, and of adapters, which take ten times as much."""
 FEW_ROWS = 200
 RATE_OF_FEW_ROWS = "5e-4"
 """Of adapters, which few rows train for few steps."""
@@ -37,7 +35,7 @@ def run(options: InitOptions) -> None:
     raise_if_any(problems)
     shape = ""
     fraction = 0.02
-    rate = RATES[options.method]
+    rate = f"{LEARNING_RATES[options.method]:g}".replace("e-0", "e-")
     epochs = 1
     batch = 64
     if sources[0].files:  # nothing is downloaded from the hub

@@ -108,6 +108,8 @@ REMOVED_OPTIONS: dict[str, str] = {
     "tokens_per_step": "use global_batch_size",
 }
 """Options that dsft had once -> what they did, and what to use instead."""
+LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
+"""By method, where none is given: adapters take ten times as much as all weights."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,

@@ -45,6 +45,9 @@ def set_up_screen() -> None:
     warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
     # DeepSpeed names no GPU where a training has one rank.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
+    warnings.filterwarnings(
+        "ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset"
+    )  # accelerate chooses as torch does
     level = logging.ERROR if rank() else logging.WARNING
     logging.getLogger("DeepSpeed").setLevel(level)
     transformers.logging.set_verbosity(level)

@@ -31,7 +31,15 @@ from dsft.config.deepspeed import (
     read_zero_file,
     stage,
 )
-from dsft.config.options import EVALUATES, Decision, TrainConfig, common_options, decide, shuffle_seed
+from dsft.config.options import (
+    EVALUATES,
+    LEARNING_RATES,
+    Decision,
+    TrainConfig,
+    common_options,
+    decide,
+    shuffle_seed,
+)
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
@@ -370,6 +378,10 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     if not any("global_batch_size" in problem for problem in [*problems, *run.problems]):
         run.apply(*arguments.batch_decisions(run.options, machine.world_size))
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
+    if "learning_rate" not in run.options.training and not is_bare_config(str(run.options.model)):
+        rate = LEARNING_RATES[run.options.method]
+        run.apply([Decision("learning_rate", rate, f"the default of method={run.options.method}")])
+        run.notes.append(f"learning_rate {rate:g} is the default of method={run.options.method}")
     run.problems += arguments.check_stage(run.options, run.zero_file)
     run.problems += user_code.problems(run.options)
     run.problems += arguments.check_machine(run.options, machine)

@@ -98,7 +98,7 @@ def test_auto_is_what_the_card_computes_in():
 def test_a_usual_model_is_planned_without_the_hub(name):
     run = resolve_offline(TrainConfig(model=name, method="lora", training={"use_liger_kernel": False}), EIGHT_GPUS)
     assert run.model.size.num_layers == USUAL_MODELS[name]["num_hidden_layers"]
-    assert run.notes == []
+    assert run.notes == ["learning_rate 0.0001 is the default of method=lora"]
 
 
 @pytest.mark.parametrize("kernels", grid(["none computes", "tried"], ["none computes"]))
