@@ -21,6 +21,7 @@ from dsft.models.model_folder import CHECKPOINT
 
 REMOVED = ".removed"
 STAGING = ".saving"
+REPLACED = ".replaced"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
@@ -78,11 +79,28 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
     for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged):
         _sync_folder(folder)
     final = staged.parent.parent / staged.name
-    discard(final)
-    staged.rename(final)
+    replaced = staged.parent.parent / REPLACED
+    if final.exists():
+        discard(replaced)
+        replaced.mkdir()
+        final.rename(replaced / final.name)
+    try:
+        staged.rename(final)
+    except OSError:
+        put_back(final.parent)
+        raise
     _sync_folder(final.parent)
-    discard(staged.parent)
+    with contextlib.suppress(OSError):  # the next save removes them
+        discard(staged.parent)
+        discard(replaced)
     return final
+
+
+def put_back(output_dir: Path) -> None:
+    """Give a folder that was about to be replaced its name again."""
+    for moved in (output_dir / REPLACED).glob("*"):
+        if not (output_dir / moved.name).exists():
+            moved.rename(output_dir / moved.name)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -94,7 +112,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, which is returned."""
+    """Remove what killed saves left, which is returned; a folder that one was about to replace is there again."""
+    put_back(Path(output_dir))
+    discard(Path(output_dir) / REPLACED)
     staging = Path(output_dir) / STAGING
     removed = [*staging.iterdir()] if staging.is_dir() else []
     discard(staging)

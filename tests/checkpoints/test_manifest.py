@@ -14,6 +14,7 @@ from ranks import on_ranks, run_entry, train, train_all
 from dsft.checkpoints import save as save_module
 from dsft.checkpoints.manifest import (
     MANIFEST,
+    REPLACED,
     STAGING,
     TRAINER_STATE,
     checkpoint_folder,
@@ -112,7 +113,10 @@ def test_a_checkpoint_that_cannot_be_read_is_damaged_and_the_one_before_is_taken
 
 def test_a_save_that_did_not_end_is_removed(tmp_path):
     kept, half = save(tmp_path, 5), write_staged(tmp_path, 10)
+    moved = tmp_path / REPLACED / "checkpoint-3"  # a kill came between the two renames
+    moved.mkdir(parents=True)
     assert clean_up(tmp_path) == [half]
+    assert (tmp_path / "checkpoint-3").is_dir() and not moved.parent.exists()
     assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hashes="all") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5"]
 
