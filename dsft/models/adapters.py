@@ -167,10 +167,17 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         targets = ALL_LINEAR
         if model.config.model_type in MAMBA_TYPES:
             excluded.append(r"(.*\.)?out_proj")
-        experts = set()  # parameters that hold all experts of a layer, by one name for all layers
+        fused = []  # parameters that hold all experts of a layer
         for name, parameter in model.named_parameters():
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
-                experts.add(".".join(name.split(".")[-3:]))
+                fused.append(name)
+        in_towers = [name for name in fused if name.startswith(unreached(model))]
+        experts = set()
+        for name in fused:
+            for_all_layers = ".".join(name.split(".")[-3:])
+            is_shared = any(other.endswith(for_all_layers) for other in in_towers)
+            if name not in in_towers:
+                experts.add(name if is_shared else for_all_layers)
         if experts:
             fields.setdefault("target_parameters", sorted(experts))
     if rows:
