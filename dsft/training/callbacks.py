@@ -176,7 +176,7 @@ class ProgressLog(TrainerCallback):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
             return
         shown = [*on_screen(logs)]
-        width = 9 if "loss" in logs else 0
+        width = 8 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
         for text, _ in shown:
             name, _, value = text.partition(" ")
