@@ -11,16 +11,16 @@ __version__ = "0.1.0"
 _MODULES = ("train", "report")
 """Modules that can be called."""
 _FUNCTIONS = {
-    "build_model": "dsft.api",
+    "build_model": "dsft.models.build",
     "chat": "dsft.cli.notebook",
     "compare": "dsft.api",
     "evaluate_perplexity": "dsft.api",
-    "export": "dsft.api",
+    "export": "dsft.checkpoints.export",
     "load_config": "dsft.api",
-    "merge": "dsft.api",
+    "merge": "dsft.checkpoints.export",
     "plan": "dsft.api",
     "preview": "dsft.cli.notebook",
-    "read_run": "dsft.api",
+    "read_run": "dsft.checkpoints.run_folder",
 }
 """Name -> its module, which is loaded at first use: it imports torch and transformers."""
 

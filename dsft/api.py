@@ -13,12 +13,9 @@ run = dsft.read_run("runs/first")
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dsft.checkpoints.export import export, merge
-from dsft.checkpoints.run_folder import read_run
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config, read_yaml
 from dsft.errors import UserError, raise_if_any
-from dsft.models.build import build_model
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
@@ -30,17 +27,6 @@ from dsft.runtime.distributed import only_run_in
 from dsft.runtime.hardware import Machine, this_machine
 from dsft.setup.decide import Choice, plan_run, resolve_offline
 from dsft.setup.evaluation import check_evaluation
-
-__all__ = [
-    "build_model",
-    "compare",
-    "evaluate_perplexity",
-    "export",
-    "load_config",
-    "merge",
-    "plan",
-    "read_run",
-]
 
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:

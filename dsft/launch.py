@@ -592,7 +592,7 @@ class _Job:
 
     def _kill_remote_ranks(self) -> None:
         """Kill ranks that still wait for the others: they notice no end of ssh, and would wait for start_timeout."""
-        pattern = f"dsft.* --config {self.env_file.with_name(OPTIONS_FILE)}"
+        pattern = f"dsft.* --config {re.escape(str(self.env_file.with_name(OPTIONS_FILE)))}"
 
         def kill(node: Node) -> None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):

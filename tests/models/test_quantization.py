@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
-from dsft.api import build_model, evaluate
+from dsft.api import evaluate
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models import build
-from dsft.models.build import weight_problems
+from dsft.models.build import build_model, weight_problems
 from dsft.models.measure import measure_model
 from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
 from dsft.planner.memory import Job, ZeroLayout

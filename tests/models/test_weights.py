@@ -14,11 +14,11 @@ from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from dsft.api import build_model, evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_perplexity
 from dsft.checkpoints.export import export
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
-from dsft.models.build import weight_problems
+from dsft.models.build import build_model, weight_problems
 from dsft.models.measure import measure_model
 from dsft.models.weight_files import weights_digest
 
