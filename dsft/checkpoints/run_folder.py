@@ -324,8 +324,9 @@ def find_adapter(source: str) -> Path:
 
 
 def check_new_folder(out: str) -> None:
-    """Raises UserError if there is something at `out`, which is to become a folder."""
-    if os.path.lexists(out):
+    """Raises UserError if there is something at `out`, which is to become a folder, but for an empty one."""
+    is_empty = os.path.isdir(out) and not os.path.islink(out) and not os.listdir(out)
+    if os.path.lexists(out) and not is_empty:
         raise UserError(f"{out}: exists; choose a new folder")
 
 

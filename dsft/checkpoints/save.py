@@ -80,9 +80,9 @@ class StagedSave:
         """
         start = time.monotonic()
         rank = distributed.rank()
-        # What a killed save left goes first: it would be published with the rest.
-        distributed.first_on_rank_0(functools.partial(discard, self.staged.parent))
         with failures_named(self.folder):
+            # What a killed save left goes first: it would be published with the rest.
+            distributed.first_on_rank_0(functools.partial(discard, self.staged.parent))
             # safetensors maps the file that it writes: a full disk would kill the process without a word (SIGBUS).
             needed = max(needed_bytes, self.saves.largest_bytes)
             free = free_bytes(self.folder.parent) if rank == 0 else None

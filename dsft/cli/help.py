@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from dsft.cli.commands import COMMANDS, Command
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TRAINING_DEFAULTS, EvalConfig, TrainConfig
+from dsft.config.options import (
+    IGNORED_ARGUMENTS,
+    LEARNING_RATES,
+    REFUSED_ARGUMENTS,
+    TRAINING_DEFAULTS,
+    EvalConfig,
+    TrainConfig,
+)
 from dsft.config.reader import options_of
 
 ARGUMENT_TEXTS = {
@@ -24,7 +31,8 @@ ARGUMENT_TEXTS = {
     "resume_from_checkpoint": "auto (the last complete checkpoint in output_dir, if there is one), or a checkpoint's"
     " folder.",
     "eval_strategy": "no, steps or epoch; by default epoch where there is held-out data.",
-    "learning_rate": "Of the optimizer, after the warmup; by default 1e-5, with adapters 1e-4.",
+    "learning_rate": f"Of the optimizer, after the warmup; by default {LEARNING_RATES['full']:g}, with adapters"
+    f" {LEARNING_RATES['lora']:g}.",
 }
 """Texts of fields of TrainingArguments that mean more here; none of them has a fixed default."""
 PLACEHOLDERS = {

@@ -45,9 +45,9 @@ def run(options: InitOptions) -> None:
         if sources[0].size_bytes < SMALL_BYTES:
             epochs = 3
             batch = 8
-        if len(rows) < FEW_ROWS:  # otherwise there would be too few steps for a change that is seen
-            epochs = 10
-            rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
+            if len(rows) < FEW_ROWS:  # otherwise there would be too few steps for a change that is seen
+                epochs = 10
+                rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
     held_out = f"eval_fraction: {fraction:<11} # held out and measured; or eval_data: held_out.jsonl"
     text = TEMPLATE.read_text(encoding="utf-8").format(
         path=shlex.quote(str(path)),

@@ -167,9 +167,10 @@ def describe_time(run: TrainingRun, plan: Plan, seconds: float | None) -> str:
 def train_command(words: Sequence[str]) -> str:
     """The training of this plan, as one line for a shell; `words` are the user's."""
     command = f"dsft train {shlex.join(words)}"
-    has_file = "--config" in words or not words[0].startswith("-")
+    names = {word.partition("=")[0] for word in words}
+    has_file = "--config" in names or not words[0].startswith("-")
     for name, value in (("--data", "DATA"), ("--output_dir", "runs/first")):
-        if name not in words and not has_file:
+        if name not in names and not has_file:
             command += f" {name} {value}"
     return command
 

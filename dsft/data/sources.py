@@ -352,10 +352,12 @@ def _read_csv(path: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # by default 128 KiB, which a text column exceeds
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+        columns = reader.fieldnames or []
+        if len(set(columns)) < len(columns):
+            raise UserError(f"{path}, line 1: two columns have one name ({', '.join(columns)})")
         for values in reader:
             if None in values or None in values.values():
-                columns = ", ".join(reader.fieldnames)
-                raise UserError(f"{path}, line {reader.line_num}: not one value for each column ({columns})")
+                raise UserError(f"{path}, line {reader.line_num}: not one value for each column ({', '.join(columns)})")
             yield Row(values, reader.line_num)
 
 

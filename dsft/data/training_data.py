@@ -164,7 +164,6 @@ class TrainingData:
     held_out_counts: dict[str, Any] | None
     uses_chat_template: bool = False  # whether all rows are chats
     prompts: list[Prompt] = field(default_factory=list)  # answered at each evaluation
-    sources: tuple[str, ...] = ()  # names of the sources whose losses are told apart; empty for one alone
     held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty where they have none
     strategy: str = "random"  # train_sampling_strategy of items that are single sequences
     rules: RowRules = NO_RULES  # with the lengths that the model computes otherwise, and `seq_len` last

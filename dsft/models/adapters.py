@@ -142,7 +142,7 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     if kind == "LORA":
         supported = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS
         default = LoraConfig()
-        for name in fields - supported:
+        for name in sorted(fields - supported):
             if getattr(config, name) and getattr(config, name) != getattr(default, name):
                 raise UserError(f"{file}: LoRA with {name} is not supported; load it with peft")
     config.inference_mode = False  # as saved, it would freeze the adapter
@@ -159,7 +159,8 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
     fields = dict(options.lora_options)
     # Left out: routers, and towers that no text token passes through.
     excluded = [rf"(.*\.)?{re.escape(name)}" for name in _routers(model)]
-    excluded += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in unreached(model)]
+    towers = unreached(model)
+    excluded += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers]
     asked = fields.pop("exclude_modules", None) or []
     excluded += [f"(?:{asked})"] if isinstance(asked, str) else [rf"(.*\.)?{re.escape(name)}" for name in asked]
     targets = options.lora_target_modules
@@ -171,7 +172,7 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         for name, parameter in model.named_parameters():
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
                 fused.append(name)
-        in_towers = [name for name in fused if name.startswith(unreached(model))]
+        in_towers = [name for name in fused if name.startswith(towers)]
         experts = set()
         for name in fused:
             for_all_layers = ".".join(name.split(".")[-3:])
@@ -235,7 +236,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     `model`, on the meta device. What peft refuses itself is left to it.
     """
     problems = []
-    for name in options.lora_options.keys() - LORA_FIELDS:
+    for name in sorted(options.lora_options.keys() - (LORA_FIELDS - {"eva_config"})):
         problems.append(f"lora_options: {name} is not a supported field of peft.LoraConfig{nearest(name, LORA_FIELDS)}")
     starts = QLORA_STARTS if options.method == "qlora" else LORA_STARTS
     start = options.lora_options.get("init_lora_weights", True)
@@ -253,10 +254,13 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
             problems.append(f"{other}: add_tokens trains the rows of new tokens; leave one out")
     modules = dict(model.named_modules())
     left_out = tuple(_routers(model))
+    towers = unreached(model)
     layers = [
         name
         for name, module in modules.items()
-        if isinstance(module, (*LINEAR, nn.Embedding)) and not name.endswith(left_out)
+        if isinstance(module, (*LINEAR, nn.Embedding))
+        and not name.endswith(left_out)
+        and not f"{name}.".startswith(towers)
     ]
     for target in options.lora_target_modules:
         if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in layers):

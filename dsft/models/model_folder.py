@@ -141,7 +141,7 @@ def missing(key: str, name: str) -> str | None:
         return None
     where = ""
     if re.fullmatch(hub_id, name):
-        if hub_is_reachable() or (_hub_cache() / f"models--{name.replace('/', '--')}").is_dir():
+        if hub_is_reachable() or (_hub_cache() / "--".join(["models", *name.split("/")[:2]])).is_dir():
             return None
         where = " here, and the hub cannot be reached"
     folders = [str(path.parent) for pattern in ("*", "*/*") for path in Path().glob(f"{pattern}/config.json")]
@@ -164,7 +164,7 @@ def hub_is_reachable() -> bool:
 
 
 def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
     return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 

@@ -116,10 +116,16 @@ def _has_own_tokens(adapter: str) -> bool:
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
-    """Says that a model of `vocab_size` rows has none for some tokens; empty where it has. Special tokens do not count:
-    that for images of Gemma 3 1B has no row.
+    """Says that a model of `vocab_size` rows has none for some tokens; empty where it has. Special tokens that no
+    text has do not count: that for images of Gemma 3 1B has no row.
     """
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    template = str(tokenizer.chat_template)
+    fed = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    special = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and number not in fed and str(token) not in template
+    }
     ids = ((number, text) for text, number in tokenizer.get_vocab().items() if number not in special)
     largest, token = max(ids, default=(0, ""))
     if largest < vocab_size:

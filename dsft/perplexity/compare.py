@@ -108,6 +108,15 @@ class Comparison:
         return rows
 
 
+def _ratio_cell(comparison: Comparison) -> str:
+    """The ratio of perplexities with its interval; over two tokenizers that of perplexities of a byte."""
+    ratio = comparison.perplexity_ratio or comparison.byte_perplexity_ratio
+    if ratio is None:
+        return ""
+    interval = "" if math.isnan(ratio.low) else f" ({ratio.low:.3f} to {ratio.high:.3f})"
+    return f"{ratio.value:.3f}{interval}" + ("" if comparison.perplexity_ratio else " per byte")
+
+
 class Comparisons(tuple[Comparison, ...]):
     """A comparison for each model and data set, or for each of their groups."""
 
@@ -115,14 +124,13 @@ class Comparisons(tuple[Comparison, ...]):
         """Return one table: a row for each comparison."""
         table = Table("data", "model", "base", "perplexity", "ratio (95 %)", "better", "worse")
         for each in self:
-            ratio = each.perplexity_ratio or each.byte_perplexity_ratio
             data = on_data(each.data, each.protocol)
             table.add_row(
                 data if each.group is None else f"{data}, {each.group}",
                 each.model,
                 f"{each.base_perplexity:,.2f}",
                 f"{each.perplexity:,.2f}",
-                f"{ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})" if ratio else "",
+                _ratio_cell(each),
                 str(each.better),
                 str(each.worse),
             )
@@ -246,14 +254,14 @@ def _find_base(base: str | None, models: list[str]) -> str:
 def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Take a result that several folders have once, and name results of one model in two dtypes or attentions apart."""
     unlike: dict[tuple, Evaluation] = {}
-    options_of: dict[str, set[tuple]] = {}
+    options_of: dict[tuple, set[tuple]] = {}
     for each in evaluations:
         options = tuple(str(each.options.get(option)) for option in COMPUTED_BY)
         unlike.setdefault((options, each.key, *each.hashes.values(), each.perplexity.nats), each)
-        options_of.setdefault(each.model, set()).add(options)
+        options_of.setdefault(each.key, set()).add(options)
     apart = []
     for (options, *_), each in unlike.items():
-        values_of_each = zip(*options_of[each.model], strict=True)
+        values_of_each = zip(*options_of[each.key], strict=True)
         differing = [value for value, values in zip(options, values_of_each, strict=True) if len({*values}) > 1]
         apart.append(replace(each, model=f"{each.model} ({', '.join(differing)})") if differing else each)
     return apart

@@ -331,14 +331,21 @@ class Results:
 
         def search() -> Evaluation | None:
             for key, report in self.reports.items():
-                has_tokens = tokens is None or tokens.is_dir()
-                if report.get("fingerprint") == about["fingerprint"] and has_tokens:
+                if report.get("fingerprint") == about["fingerprint"]:
                     return self.evaluation(key)
             return None
 
         evaluation = distributed.on_rank_0(search)
         if evaluation is None:
             return None
+        if tokens:
+            rows = {}
+            for part in tokens.glob("*.parquet"):
+                with contextlib.suppress(OSError, pyarrow.ArrowException):  # a part that was cut off has no tokens
+                    rows[part.name] = pyarrow.parquet.read_metadata(part).num_rows
+            rows = dict(distributed.from_all([*rows.items()]))  # nodes that share no folder keep their own parts
+            if sum(rows.values()) != evaluation.perplexity.tokens:
+                return None
         # A copy of a model or of its data has the same result, and output_dir may have been moved.
         names = {"model": about["model"], "data": about["data"], "tokens_folder": tokens and str(tokens)}
         return replace(evaluation, **names)

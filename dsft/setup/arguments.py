@@ -236,7 +236,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         kwargs.pop("offload", None)  # activations are in host memory anyhow, of which none is pinned
     if plan.activation_checkpointing and kwargs.get("every_n_layers", 1) != plan.checkpoint_every:
         kwargs["every_n_layers"] = plan.checkpoint_every
-    if kwargs:
+    if kwargs or "activation_checkpointing_kwargs" in values:
         values["activation_checkpointing_kwargs"] = kwargs
     values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host waits for no copy to the GPU
     if values.get("use_liger_kernel"):  # its forward with a loss would take the place of tiles
@@ -280,6 +280,8 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             refusal = "an offloaded optimizer must be AdamW in the DeepSpeed JSON, as in zero 2-offload"
         if refusal:
             problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
+    if zero_stage == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
+        problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
     # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
     optim = training.get("optim")
     is_mapped = "optimizer" not in zero_file and zero_file.get("zero_force_ds_cpu_optimizer", True)
@@ -499,10 +501,11 @@ def checkpoint_size(
     values = with_defaults(options)
     strategy = str(values.get("save_strategy", "steps"))
     max_steps = values.get("max_steps", -1)
+    is_unlimited = not values.get("save_total_limit")
     limit = values.get("save_total_limit") or 1
     if values.get("load_best_model_at_end") or values.get("metric_for_best_model"):
         limit = max(limit, 2)
-    kept = limit + 1
+    kept = math.inf if is_unlimited else limit + 1
     if not options.save_minutes:
         every = values.get("save_steps", TrainingArguments.save_steps)
         if strategy == "no":
@@ -515,7 +518,7 @@ def checkpoint_size(
         weight_bytes=weights,
         state_bytes=0 if options.training.get("save_only_model") else copies + states,
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
-        kept=kept,
+        kept=limit + 1 if kept == math.inf else kept,
     )
 
 

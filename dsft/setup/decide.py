@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints import run_folder
-from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest, read_trainer_state
+from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_manifest, read_trainer_state
 from dsft.checkpoints.resume import NOT_TAKEN_OVER, TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
@@ -340,7 +340,8 @@ def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
     with safe_unpickling(trust=options.trust_checkpoint):  # as the training reads them
         run = check_run(options, machine, problems)
         raise_if_any(run.problems)
-        resume_decisions(run.options, machine.world_size, run.model)
+        if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
+            resume_decisions(run.options, machine.world_size, run.model)
 
 
 def check_run(
@@ -371,6 +372,11 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     if run.options.zero != "auto":  # its numbers become options
         run.zero_file = read_sound_file(run.options.zero, run.problems)
         run.apply(*adopt(run.zero_file, run.options))
+    if "learning_rate" not in run.options.training and not is_bare_config(str(run.options.model)):
+        rate = LEARNING_RATES[run.options.method]
+        run.apply([Decision("learning_rate", rate, f"the default of method={run.options.method}")])
+        run.notes.append(f"learning_rate {rate:g} is the default of method={run.options.method}")
+    if run.zero_file is not None:
         run.zero_file = follow_options(run.zero_file, run.options)
         run.problems += arguments.check_zero_file(run.zero_file, run.options, machine)
         if get_value(run.zero_file, "zero_optimization.round_robin_gradients"):
@@ -378,10 +384,6 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     if not any("global_batch_size" in problem for problem in [*problems, *run.problems]):
         run.apply(*arguments.batch_decisions(run.options, machine.world_size))
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
-    if "learning_rate" not in run.options.training and not is_bare_config(str(run.options.model)):
-        rate = LEARNING_RATES[run.options.method]
-        run.apply([Decision("learning_rate", rate, f"the default of method={run.options.method}")])
-        run.notes.append(f"learning_rate {rate:g} is the default of method={run.options.method}")
     run.problems += arguments.check_stage(run.options, run.zero_file)
     run.problems += user_code.problems(run.options)
     run.problems += arguments.check_machine(run.options, machine)
@@ -468,7 +470,7 @@ def _check_data(run: TrainingRun, *, starts: bool) -> None:
     if run.tokenizer and model:  # with new tokens; one that it had before is not new
         run.problems += ids_beyond(run.tokenizer, vocab_size)
     # If the model is missing, its tokenizer is not reported too.
-    elif run.options.model and (model or run.options.tokenizer) and (starts or run.options.data):
+    elif not run.tokenizer and run.options.model and (model or run.options.tokenizer) and (starts or run.options.data):
         run.tokenizer = check_tokenizer(run.options, unreadable, vocab_size=vocab_size)
     if starts and run.tokenizer and "strftime_now" in str(run.tokenizer.chat_template) and not run.options.chat_date:
         run.apply([_first_day(run.options)])

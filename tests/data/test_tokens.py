@@ -161,6 +161,7 @@ def test_columns_and_as_chat_are_checked(tokenizer):
         ({"user": "q"}, "name user and assistant, or messages"),
         ({"user": "q", "answer": "a"}, "name user and assistant"),
         ({"user": "q", "assistant": "b"}, "columns names the column b; there are q, a"),
+        ({"user": "q", "assistant": ["a"]}, "assistant must name one column"),
     ):
         with pytest.raises(ValueError, match=message):
             made([{"q": "big", "a": "small"}], tokenizer, columns=columns)
@@ -356,6 +357,15 @@ GOOD = {"messages": CHAT}
             r"message 1 \(user\) must hold text; it holds nothing",
         ),
         ([GOOD, {"messages": [{"role": "robot", "content": "a"}]}], "message 1 has the role 'robot'; there are system"),
+        (
+            [GOOD, {"messages": [CHAT[1], CHAT[1], CHAT[2]]}],
+            r"message 2 \(user\) follows a message of the user: two messages of one role in a row; join them",
+        ),
+        (
+            [GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}],
+            r"message 2 \(system\) follows a message of the user: it must come first",
+        ),
+        ([GOOD, {"messages": [{"role": "tool", "content": "1"}, CHAT[2]]}], r"message 1 \(tool\) follows nothing"),
         (
             [FORMATS["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
             "message 1 has the role 'someone'; there are system",
