@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import errno
 import functools
+import io
 import os
 import re
 import shlex
@@ -137,6 +138,9 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a notebook's is not
+                stream.reconfigure(errors="replace")  # a terminal may not be UTF-8
         try:
             if sys.platform != "linux":  # /proc, fork, NCCL
                 text = f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"

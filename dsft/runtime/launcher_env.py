@@ -35,6 +35,9 @@ MPI_NAMES = {
     "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
 """Rank, number of ranks, and the same within the node, as each mpirun says them."""
+MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+LEFT_OVER = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+"""Variables of an earlier `accelerate launch`, which accelerate would follow against `dtype` and the machine."""
 LOOPBACK = "127.0.0.1"
 SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK}
 """Launcher variable -> its value in a process without a launcher. MASTER_PORT is any free port."""
@@ -91,9 +94,13 @@ def map_launcher_variables() -> None:
     UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
     """
     check_environment(os.environ)
+    for name in LEFT_OVER:
+        os.environ.pop(name, None)
     variables = launcher_variables(os.environ)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("LOCAL_RANK", "0") != os.environ.get(MPI_LOCAL_RANK, "0"):  # of an mpirun around the launcher
+        os.environ.pop(MPI_LOCAL_RANK, None)  # DeepSpeed asserts that they are equal
     if variables and "MASTER_ADDR" not in os.environ:
         raise UserError(
             "mpirun started these ranks on several nodes and MASTER_ADDR is not set: give the first node's address,"

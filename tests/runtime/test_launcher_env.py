@@ -14,6 +14,7 @@ from dsft.cli.main import main
 from dsft.errors import UserError
 from dsft.runtime import launcher_env
 from dsft.runtime.launcher_env import (
+    SINGLE_PROCESS_ENV,
     check_environment,
     choose_interface,
     first_host,
@@ -116,6 +117,14 @@ def test_mpi_on_several_nodes_without_an_address_is_one_clear_error(monkeypatch)
     monkeypatch.delenv("RANK")
     map_launcher_variables()
     map_launcher_variables()  # a second call changes nothing
+
+
+def test_variables_of_an_earlier_launch_are_not_followed(monkeypatch):
+    left = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    for name, value in {**SINGLE_PROCESS_ENV, **left}.items():
+        monkeypatch.setenv(name, value)
+    map_launcher_variables()
+    assert not left.keys() & os.environ.keys()
 
 
 def test_a_free_port_is_given_once_and_rank_0_can_listen_there(monkeypatch):
