@@ -36,6 +36,10 @@ from dsft.units import GB
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What describes how images and sound become tensors."""
+LAYERED_ROPE = ("gemma3_text", "gemma3n_text", "olmo3")
+"""Values of `model_type` whose angles differ by kind of layer and that transformers 4 had: it, and transformers 5,
+read the old keys. Newer classes take these for the angles of all layers, and refuse them (Gemma 4).
+"""
 
 
 def export(
@@ -169,7 +173,9 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
         config = json.loads(config_file.read_text(encoding="utf-8"))
         for section in (config, config.get("text_config")):
             rope = dict((section or {}).get("rope_parameters") or {})
-            if "full_attention" in rope and "sliding_attention" in rope:  # Gemma 3
+            if any(isinstance(value, dict) for value in rope.values()):  # by kind of layer
+                if section["model_type"] not in LAYERED_ROPE:
+                    continue
                 section["rope_local_base_freq"] = rope["sliding_attention"].get("rope_theta")
                 rope = dict(rope["full_attention"])
             for key in ("rope_theta", "partial_rotary_factor"):

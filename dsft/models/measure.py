@@ -294,8 +294,10 @@ def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
-    """A quantised model cannot be sharded."""
+    """A quantised model cannot be sharded, and one whose class transformers cannot load so."""
     quantization = size.quantization
+    if stage == 3 and size.model_type == "emu3_text_model":  # modeling_emu3.py, Emu3VQVAE._init_weights
+        return [f"model={model}: transformers cannot load Emu3 under ZeRO-3; use zero 0, 1 or 2"]
     if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
     way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.can_be_unpacked else ""

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packages import CAUSAL, IMAGE, package_config
 from quantized import as_fp8, describe, write_gguf
 from safetensors.torch import load_file, save_file
 from tiny import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dsft.checkpoints.export import export, merge
+from dsft.checkpoints.export import add_keys_of_transformers_4, export, merge
 from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
@@ -99,6 +100,18 @@ def test_an_export_has_the_keys_of_transformers_4_beside_the_new_ones(tmp_path, 
             assert before.get(key) == after.get(key), key
     read = [AutoConfig.from_pretrained(folder).rope_parameters for folder in (source, out)]
     assert read[0] == read[1] and AutoTokenizer.from_pretrained(out).all_special_tokens == ["<|end|>", "<|user|>"]
+
+
+def test_the_keys_of_transformers_4_leave_every_package_readable(tmp_path):
+    """Gemma 4 refused to load with them."""
+    for kind in [*CAUSAL, *IMAGE]:
+        package_config(kind).save_pretrained(tmp_path / kind)
+        before = AutoConfig.from_pretrained(tmp_path / kind)
+        add_keys_of_transformers_4(tmp_path / kind, "")
+        after = AutoConfig.from_pretrained(tmp_path / kind)
+        for config in (before, after):
+            config.rope = [config.get_text_config().rope_parameters, getattr(config, "rope_parameters", None)]
+        assert before.rope == after.rope, kind
 
 
 @pytest.mark.exhaustive

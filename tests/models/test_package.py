@@ -125,6 +125,7 @@ def test_an_adapter_of_a_package_s_tied_embedding_leaves_its_head_as_it_was(kind
 
 
 CASES = [f"{kind}-{method}-{zero}" for kind in KINDS for method in ("full", "lora") for zero in ("0", "3")]
+CASES = [case for case in CASES if case not in ("emu3-full-3", "emu3-lora-3")]  # are refused: `check_sharding`
 
 
 @pytest.fixture(scope="module")
