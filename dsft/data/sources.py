@@ -33,7 +33,6 @@ import pyarrow.parquet
 from dsft.config import user_code
 from dsft.config.options import DataFields
 from dsft.errors import UserError, one_line
-from dsft.runtime.hardware import free_host_bytes
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # of endings
@@ -45,9 +44,10 @@ SPLITS = {
 """Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py, SPLIT_KEYWORDS)."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings after those of text
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
-MEMORY_OF_TEXT = 150
-"""Bytes of memory that a byte of a text file takes at most: it is one document, and one call of the tokenizer."""
-NEAR_CUT = 1000  # characters within which a text is cut at a blank
+LONGEST_TEXT = 1 << 30
+"""Bytes of a text file: it is one document, and one call of the tokenizer."""
+WHITE_SPACE = re.compile(r"\s")
+NEAR_CUT = 1000  # characters within which a text is cut at white space
 BATCH_ROWS = 1000
 BATCH_CHARACTERS = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -70,7 +70,7 @@ class Batch:
     left_out: int = 0  # rows between those of `rows` that `map_row` left out
 
     def where(self, row: Row) -> str:
-        has_lines = ending(self.place) in (".txt", ".json", ".jsonl", ".csv", ".tsv")
+        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv", ".tsv")
         return f"{self.place}, {'line' if has_lines else 'row'} {row.number}"
 
 
@@ -179,7 +179,8 @@ class HeldOut:
     def _part_of_text(self, values: dict[str, str]) -> dict[str, str]:
         ((column, text),) = values.items()
         cut = round(len(text) * (1 - self.fraction))
-        cut = max(cut, text.find(" ", cut, cut + NEAR_CUT))  # not within a word
+        if blank := WHITE_SPACE.search(text, cut, cut + NEAR_CUT):  # not within a word
+            cut = blank.start()
         return {column: text[cut:] if self.wanted else text[:cut]}
 
 
@@ -344,7 +345,8 @@ def _read_json(path: str) -> Iterator[Row]:
                     kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
                     raise UserError(f"{path}, line {number}: not valid {kind} ({one_line(error)})") from None
             if not isinstance(row, dict):
-                raise UserError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+                place = "row" if is_list else "line"
+                raise UserError(f"{path}, {place} {number}: expected a JSON object, got {type(row).__name__}")
             yield Row(row, number)
 
 
@@ -378,12 +380,8 @@ def _read_columnar(path: str) -> Iterator[Row]:
 def _read_text(path: str) -> Iterator[Row]:
     """Reads the file as one document."""
     with _open(path) as content:
-        most_bytes = free_host_bytes() // MEMORY_OF_TEXT
-        encoded = content.read(most_bytes + 1)
-    if len(encoded) > most_bytes:
-        raise UserError(
-            f"{path} is one text of more than {most_bytes / 1e6:,.0f} MB, and is tokenised at once, which takes"
-            f" {MEMORY_OF_TEXT} times its size of memory; use jsonl, with one document on each line"
-        )
+        encoded = content.read(LONGEST_TEXT + 1)
+    if len(encoded) > LONGEST_TEXT:
+        raise UserError(f"{path} is one text of more than 1 GiB; use jsonl, with one document on each line")
     if text := encoded.decode("utf-8-sig"):
         yield Row({"text": text}, 1)

@@ -344,7 +344,11 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     # bitsandbytes does not quantise the former.
     reached = {name: p for name, p in model.named_parameters() if p.requires_grad}
     expert_params = sum(p.numel() for name, p in reached.items() if ".experts." in name)
-    fused_expert_params = sum(p.numel() for name, p in reached.items() if p.dim() == 3 and "conv" not in name)
+    fused_expert_params = 0
+    for module in model.modules():
+        if "Expert" in type(module).__name__:
+            parameters = module.parameters(recurse=False)
+            fused_expert_params += sum(p.numel() for p in parameters if p.requires_grad)
     num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0

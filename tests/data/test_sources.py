@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import MEMORY_OF_TEXT, Source, find_sources, read_file
+from dsft.data.sources import HeldOut, Source, find_sources, read_file
 from dsft.errors import UserError
 
 
@@ -117,7 +117,7 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
         ("a.jsonl", b"[1]\n", "a.jsonl, line 1: expected a JSON object, got list"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json cannot be read as json: Expecting value: line 2"),
-        ("a.json", b'[{"a": 1}, 2]', "a.json, line 2: expected a JSON object, got int"),
+        ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: expected a JSON object, got int"),
         ("a.csv", b"text,text\na,b\n", "a.csv, line 1: two columns have one name (text, text)"),
         ("a.csv", b"text,id\na,1\nb,2,3\n", "a.csv, line 3: not one value for each column (text, id)"),
         ("a.csv", b"text,id\nc\n", "a.csv, line 2: not one value for each column (text, id)"),
@@ -229,10 +229,17 @@ def test_a_link_to_nothing_is_an_error(tmp_path):
         assert problem == f"data: {tmp_path / 'two.jsonl'} is a link to a file that does not exist"
 
 
-def test_a_text_that_memory_cannot_tokenise_at_once_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsft.data.sources.free_host_bytes", lambda: 9 * MEMORY_OF_TEXT)
+def test_a_text_beyond_the_limit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dsft.data.sources.LONGEST_TEXT", 9)
     (tmp_path / "a.txt").write_text("the model")
     assert [row.values for row in read_file(str(tmp_path / "a.txt"))] == [{"text": "the model"}]
     (tmp_path / "a.txt").write_text("the models")
-    with pytest.raises(UserError, match="which takes 150 times its size of memory; use jsonl"):
+    with pytest.raises(UserError, match="one text of more than 1 GiB; use jsonl"):
         list(read_file(str(tmp_path / "a.txt")))
+
+
+def test_a_share_of_a_text_is_cut_at_white_space_of_any_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("a line\nanother\tcell and more")
+    (source,) = find_sources([str(tmp_path / "a.txt")], TrainConfig(), key="data", problems=[])
+    (batch,) = HeldOut(fraction=0.6, seed=0, wanted=True).batches(source.batches())
+    assert batch.rows[0].values == {"text": "\tcell and more"}
