@@ -37,7 +37,7 @@ def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
     gpus = facts["gpus"]
     if facts["gpu_error"]:
         yield Finding(code="gpu-driver", where=node, message=facts["gpu_error"], fix="repair the driver: nvidia-smi")
-    if gpus and not facts["torch_cuda"]:
+    if gpus and "+cpu" in facts["versions"]["torch"]:
         message = f"torch {facts['versions']['torch']} is a CPU build, but there are {len(gpus)} GPUs"
         yield Finding(code="torch-without-cuda", where=node, message=message, fix="install a CUDA build of torch")
     if gpus and slots > len(gpus):
@@ -130,17 +130,26 @@ def check_measured(measured: list[dict[str, Any]]) -> Iterator[Finding]:
     """Yields what the measurements of all ranks show.
 
     Args:
-        measured: of each rank: rank, host, whether its sum was wrong, flops of a matrix product.
+        measured: of each rank: rank, host, whether its sum was wrong, whether it sees the output folder, flops of a
+            matrix product (0: not measured).
     """
+    hosts = []
     for each in measured:
         where = f"rank {each['rank']} on {each['host']}"
         if each["is_wrong"]:
             message = "an all-reduce returned a wrong sum"
             yield Finding(code="wrong-sum", where=where, message=message, fix="test that GPU and its links")
-    middle = statistics.median(each["flops"] for each in measured)
+        if not each["sees_output"] and each["host"] not in hosts:
+            hosts.append(each["host"])
+            message = "does not see the output folder of the first node"
+            fix = "name a folder that all nodes share as output_dir"
+            yield Finding(code="output-not-shared", where=each["host"], message=message, fix=fix)
+    rates = [each["flops"] for each in measured]
     for each in measured:
-        if each["flops"] < SLOW * middle:
+        if each["flops"] < SLOW * statistics.median(rates):
             where = f"rank {each['rank']} on {each['host']}"
-            message = f"multiplies matrices at {each['flops'] / middle:.0%} of the median rate: a straggler"
+            message = (
+                f"multiplies matrices at {each['flops'] / statistics.median(rates):.0%} of the median rate: a straggler"
+            )
             fix = "look for other processes, heat, or a power limit there"
             yield Finding(code="slow-rank", where=where, message=message, fix=fix, severity="warning")

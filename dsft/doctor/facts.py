@@ -1,28 +1,23 @@
 """What one node is, as a plain dictionary: host, versions, GPUs, memory, disks, clock. Imports no torch."""
 
 import contextlib
-import importlib.util
 import os
-import re
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dsft.errors import one_line
-from dsft.runtime.disk import existing_parent, free_bytes, user_cache
-from dsft.runtime.hardware import cpu_count, free_host_bytes, host_memory_bytes
-from dsft.runtime.launcher_env import port_owner
+from dsft.runtime.disk import existing_parent, free_bytes, user_cache, write_error
+from dsft.runtime.hardware import cpu_count, free_host_bytes
+from dsft.runtime.launcher_env import INTERFACE_VARIABLES, port_owner, reachable_addresses
 from dsft.runtime.software import PACKAGES, code_hash, compile_error, git_commit, numeric_versions, version_of
 
 GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
-INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def node_facts(
@@ -44,17 +39,15 @@ def node_facts(
         gpus = [gpu for gpu in gpus if str(gpu["index"]) in chosen or visible.startswith(("GPU-", "MIG-"))]
     usable = [] if is_cpu_only else gpus
     parent = existing_parent(Path(output_dir)) if output_dir else None
+    output_error = write_error(parent) if parent else ""
     folders = {str(folder): free_bytes(folder) for folder in filter(None, (parent, user_cache(), Path("/dev/shm")))}
     return {
         "host": socket.gethostname(),
-        "addresses": own_addresses(),
+        "addresses": [address for address in reachable_addresses() if ":" not in address],
         "slots": slots or len(usable) or 1,
         "gpus": usable,
         "gpu_error": "" if is_cpu_only else gpu_error,
-        "torch_cuda": torch_cuda(),
-        "is_cpu_only": is_cpu_only,
         "cores": cpu_count(),
-        "host_bytes": host_memory_bytes(),
         "available_bytes": free_host_bytes(),
         "free_bytes": folders,
         "versions": {
@@ -67,7 +60,7 @@ def node_facts(
             "GPU driver": next((gpu["driver"] for gpu in usable), "none"),
             "GPU type": ", ".join(sorted({gpu["name"] for gpu in usable})) or "none",
         },
-        "output_error": write_error(parent) if parent else "",
+        "output_error": output_error and f"{parent}: {output_error}",
         "port_error": port_error(port) if port else "",
         "interface_error": interface_error(),
         "compile_error": "" if quick else compile_error(),
@@ -107,38 +100,6 @@ def parse_gpus(text: str) -> list[dict[str, Any]]:
     return gpus
 
 
-def torch_cuda() -> str:
-    """Returns the CUDA version of the installed torch, from its version.py; empty for a CPU build or without torch."""
-    torch = importlib.util.find_spec("torch")
-    about = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
-    source = about.read_text(encoding="utf-8") if about and about.is_file() else ""
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", source, re.MULTILINE)
-    return match[1] if match else ""
-
-
-def own_addresses() -> list[str]:
-    """Returns the IPv4 addresses of this node's network interfaces, without the loopback's."""
-    addresses = [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET
-    ]
-    return [address for address in addresses if not address.startswith("127.")]
-
-
-def write_error(folder: Path) -> str:
-    """Returns why no file can be written in the folder; empty if one can."""
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=folder) as file:
-            file.write(b"\0" * 65536)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return f"{folder}: {error.strerror or error}"
-    return ""
-
-
 def port_error(port: int) -> str:
     """Returns why rank 0 cannot listen on the port; empty if it can."""
     with contextlib.closing(socket.socket()) as listener:
@@ -160,16 +121,3 @@ def interface_error() -> str:
         if prefixes and not any(name.startswith(prefix) for name in present for prefix in prefixes):
             return f"{variable}={os.environ[variable]}, but the interfaces are {', '.join(present)}"
     return ""
-
-
-@contextlib.contextmanager
-def probe_file(output_dir: str) -> Iterator[str]:
-    """A file in the run's output folder, by which other nodes find out whether they see the same folder."""
-    if not output_dir:
-        yield ""
-        return
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".dsft-doctor-", dir=existing_parent(Path(output_dir))) as file:
-            yield file.name
-    except OSError:  # the facts say why
-        yield ""

@@ -1,28 +1,32 @@
 """The examination: facts of every node, then sums and rates between all ranks.
 
-Without a launcher, one process a node is started here or through ssh: `python -m dsft.doctor.run node`. It prints its
-facts as a line of JSON. Given the job's address on its input, it starts its ranks, which join a process group as a
-training does, and prints what they measured. It exits when its input ends.
+Without a launcher, each node reports its facts, here or through ssh (`python -m dsft.doctor.run facts`). Where nothing
+is wrong, each starts its ranks (`ranks`), which join a process group as a training does and measure. Both print their
+answers as lines of JSON.
 Under a launcher (srun, mpirun, torchrun, deepspeed, accelerate) each rank examines its node and measures.
 """
 
 import contextlib
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from dsft.doctor.between import Finding, check_between, check_measured, check_node
-from dsft.doctor.facts import node_facts, probe_file
+from dsft.doctor.facts import node_facts
 from dsft.errors import one_line
-from dsft.runtime.launcher_env import Node, ssh_command, ssh_problem
+from dsft.runtime.disk import PROBE, existing_parent
+from dsft.runtime.launcher_env import LOOPBACK, SSH, Node, free_port
 
 MARK = "dsft-doctor:"
 """Before each line of JSON: shells that log in may print lines too."""
@@ -31,6 +35,19 @@ JOIN_SECONDS = 60
 MEASURE_SECONDS = 120.0
 REDUCED_BYTES = 64 * 2**20
 MATRIX = 2048
+SSH_ERRORS = {
+    "Could not resolve hostname": ("unknown-host", "correct the host file, or add the address to /etc/hosts"),
+    "Host key verification failed": ("ssh-host-key", "ssh-keyscan -H {node} >> ~/.ssh/known_hosts"),
+    "Permission denied": ("ssh-password", "ssh-copy-id {node} (first ssh-keygen -t ed25519, if there is no key)"),
+    "timed out|No route to host|unreachable|not responding|Connection refused": (
+        "host-unreachable",
+        "ping {node}; is it up, does sshd run there, does a firewall drop port 22?",
+    ),
+    "cd:.*(No such file|can't cd|ot a directory)": ("no-folder", "mount {folder} on {node}, or copy it there"),
+    "No module named": ("package-missing", "install the same packages on {node}: pip install -c constraints.txt -e ."),
+    "{python}.*No such file|No such file.*{python}": ("no-python", "create the same environment on {node}"),
+}
+"""What ssh, the shell or Python print -> code of the finding, command that helps; the first that fits."""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +69,13 @@ class Report:
         """Returns the report for --json."""
         return {"ok": not self.has_errors} | asdict(self)
 
+    def check(self, clock_offsets: dict[str, float]) -> None:
+        """Adds what the facts and measurements show."""
+        for name, facts in self.facts.items():
+            self.findings += check_node(name, facts)
+        self.findings += check_between(self.facts, clock_offsets)
+        self.findings += check_measured(self.measured)
+
 
 def examine(
     nodes: list[Node], *, variables: dict[str, str] | None, output_dir: str, port: int | None, master: str, quick: bool
@@ -68,172 +92,117 @@ def examine(
     """
     start = time.monotonic()
     report = Report()
-    with contextlib.ExitStack() as held:
-        processes = {node.name: held.enter_context(NodeProcess(node.name, variables)) for node in nodes}
-        questions = {
-            node.name: {"slots": node.slots, "output_dir": output_dir, "quick": quick, "port": None} for node in nodes
-        }
-        questions[nodes[0].name]["port"] = port
-        answers = _ask_all(processes, questions, FACTS_SECONDS)
-        offsets = {}
-        for name, answer in answers.items():
-            if isinstance(answer, Finding):
-                report.findings.append(answer)
-            else:
-                report.facts[name] = answer
-                offsets[name] = answer["clock"] - answer.pop("received")
-        for name, facts in report.facts.items():
-            report.findings += check_node(name, facts)
-        report.findings += check_between(report.facts, offsets)
-        if not report.has_errors and (len(nodes) > 1 or not quick):
-            _measure(processes, report, master, port, quick=quick)
+    questions = {
+        node.name: {"slots": node.slots, "output_dir": output_dir, "quick": quick, "port": None} for node in nodes
+    }
+    questions[nodes[0].name]["port"] = port
+    offsets = {}
+    for name, answer in _ask_all("facts", questions, variables, FACTS_SECONDS).items():
+        if isinstance(answer, Finding):
+            report.findings.append(answer)
+        else:
+            report.facts[name] = answer[0]
+            offsets[name] = answer[0].pop("clock") - answer[0].pop("received")
+    report.check(offsets)
+    if not report.has_errors and (len(nodes) > 1 or not quick):
+        first = report.facts[nodes[0].name]
+        address = LOOPBACK
+        if len(nodes) > 1:
+            address = master or (first["addresses"] or [LOOPBACK])[0]
+        _measure(report, variables, output_dir, address, port or free_port(), quick=quick)
     report.seconds = time.monotonic() - start
     return report
 
 
 def _measure(
-    processes: dict[str, "NodeProcess"], report: Report, master: str, port: int | None, *, quick: bool
+    report: Report, variables: dict[str, str] | None, output_dir: str, address: str, port: int, *, quick: bool
 ) -> None:
-    """Lets all ranks join a process group and measure, and looks for the first node's file on the others."""
-    first = next(iter(report.facts.values()))
-    world = sum(facts["slots"] for facts in report.facts.values())
-    address = master or (first["addresses"] or ["127.0.0.1"])[0] if len(processes) > 1 else "127.0.0.1"
-    if port is None:
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+    """Lets all ranks join a process group and measure."""
+    slots = {name: facts["slots"] for name, facts in report.facts.items()}
+    world = sum(slots.values())
+    environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     questions = {}
     rank = 0
-    for name, facts in report.facts.items():
-        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-        questions[name] = {"first": rank, "ranks": facts["slots"], "environment": environment, "quick": quick}
-        questions[name]["probe"] = first["probe"]
-        rank += facts["slots"]
-    answers = _ask_all(processes, questions, MEASURE_SECONDS)
-    for name, answer in answers.items():
-        if isinstance(answer, Finding):
-            report.findings.append(answer)
+    for name, number in slots.items():
+        questions[name] = {"output_dir": output_dir, "quick": quick, "environment": environment}
+        questions[name] |= {"first": rank, "ranks": number}
+        rank += number
+    for name, answers in _ask_all("ranks", questions, variables, MEASURE_SECONDS).items():
+        if isinstance(answers, Finding):
+            report.findings.append(answers)
             continue
-        report.measured += answer["measured"]
-        if answer["error"]:
+        report.measured += [answer for answer in answers if "error" not in answer]
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if not errors and len(answers) < slots[name]:
+            errors = ["a rank exited without an answer"]
+        if errors:
             fix = f"can it reach {address}, port {port}? Look for a firewall, or name another --master_addr"
-            report.findings.append(Finding(code="network-blocked", where=name, message=answer["error"], fix=fix))
-        if first["probe"] and not answer["sees_probe"]:
-            message = "does not see the output folder of the first node"
-            fix = "name a folder that all nodes share as output_dir"
-            report.findings.append(Finding(code="output-not-shared", where=name, message=message, fix=fix))
-    if report.measured and not quick:
-        report.findings += check_measured(report.measured)
-
-
-class NodeProcess:
-    """The examination's process on one node, here or through ssh."""
-
-    def __init__(self, name: str, variables: dict[str, str] | None):
-        words = [sys.executable, "-m", "dsft.doctor.run", "node"]
-        self.name = name
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            words if variables is None else ssh_command(name, words, variables),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> "NodeProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | Finding:
-        """Returns the node's answer, or the finding why there is none."""
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        try:
-            with contextlib.suppress(OSError):  # it has exited; its last words say why
-                self.process.stdin.write(json.dumps(question) + "\n")
-                self.process.stdin.flush()
-            for line in self.process.stdout:
-                if line.startswith(MARK):
-                    return json.loads(line.removeprefix(MARK)) | {"received": time.time()}
-            is_late = not timer.is_alive()
-        finally:
-            timer.cancel()
-        words = self.process.stderr.read().strip()
-        code = self.process.wait()
-        if is_late:
-            message = f"no answer within {seconds:.0f} s; {words[-200:]}".rstrip("; ")
-            return Finding(code="node-silent", where=self.name, message=message, fix=f"ssh {self.name}: try it by hand")
-        name, message, fix = ssh_problem(self.name, words, code)
-        return Finding(code=name, where=self.name, message=message, fix=fix)
+            report.findings.append(Finding(code="network-blocked", where=name, message=errors[0], fix=fix))
+    report.findings += check_measured(report.measured)
 
 
 def _ask_all(
-    processes: dict[str, NodeProcess], questions: dict[str, dict[str, Any]], seconds: float
-) -> dict[str, dict[str, Any] | Finding]:
+    what: str, questions: dict[str, dict[str, Any]], variables: dict[str, str] | None, seconds: float
+) -> dict[str, list[dict[str, Any]] | Finding]:
     """Asks all nodes at the same time; returns the answers in the order of the questions."""
+
+    def ask(name: str) -> list[dict[str, Any]] | Finding:
+        words = [sys.executable, "-m", "dsft.doctor.run", what, json.dumps(questions[name])]
+        if variables is not None:
+            exports = "".join(f'export {variable}="{value}"; ' for variable, value in variables.items())
+            words = [*SSH, name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
+        return answers_of(name, words, seconds)
+
     with ThreadPoolExecutor(max_workers=len(questions)) as pool:
-        waiting = {name: pool.submit(processes[name].ask, question, seconds) for name, question in questions.items()}
-        return {name: answer.result() for name, answer in waiting.items()}
+        return dict(zip(questions, pool.map(ask, questions), strict=True))
+
+
+def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, Any]] | Finding:
+    """Returns what a node's command prints, or the finding why that is nothing."""
+    pipe = subprocess.PIPE
+    try:
+        result = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        message = f"no answer within {seconds:.0f} s"
+        return Finding(code="node-silent", where=name, message=message, fix=f"ssh {name}: try it by hand")
+    lines = [line.removeprefix(MARK) for line in result.stdout.splitlines() if line.startswith(MARK)]
+    if lines:
+        received = {"received": time.time()}
+        return [json.loads(line) | received for line in lines]
+    words = result.stderr.strip()
+    message = (words.splitlines() or [f"exit code {result.returncode}"])[-1][:300]
+    for pattern, (code, fix) in SSH_ERRORS.items():
+        if re.search(pattern.replace("{python}", re.escape(sys.executable)), words):
+            return Finding(code=code, where=name, message=message, fix=fix.format(node=name, folder=os.getcwd()))
+    return Finding(code="ssh-failed", where=name, message=message, fix=f"ssh -v {name} true")
 
 
 # ---- on a node
 
 
-def serve_node() -> None:
-    """Answers the examination on this node: first its facts, then what its ranks measure."""
-    question = json.loads(sys.stdin.readline())
-    with probe_file(question["output_dir"]) as probe:
-        facts = node_facts(**question) | {"probe": probe}
-        print(MARK + json.dumps(facts), flush=True)
-        if line := sys.stdin.readline():
-            print(MARK + json.dumps(measure_here(json.loads(line))), flush=True)
-            sys.stdin.readline()
-
-
-def measure_here(question: dict[str, Any]) -> dict[str, Any]:
-    """Starts this node's ranks and returns what they measured, and the error of one that failed."""
+def start_ranks(question: dict[str, Any]) -> None:
+    """Starts this node's ranks, which print what they measured, and waits for them."""
     ranks = []
     for local in range(question["ranks"]):
         variables = os.environ | question["environment"]
         variables |= {"RANK": str(question["first"] + local), "LOCAL_RANK": str(local)}
-        words = [sys.executable, "-m", "dsft.doctor.run", "rank", *["quick"] * question["quick"]]
-        rank = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        ranks.append(rank)
-    measured = []
-    error = ""
+        words = [sys.executable, "-m", "dsft.doctor.run", "rank", json.dumps(question)]
+        ranks.append(subprocess.Popen(words, env=variables))
     for rank in ranks:
-        output, words = rank.communicate()
-        lines = [line for line in output.splitlines() if line.startswith(MARK)]
-        if lines:
-            measured.append(json.loads(lines[-1].removeprefix(MARK)))
-        elif not error:
-            error = (words.strip().splitlines() or [f"a rank ended with exit code {rank.returncode}"])[-1][:400]
-    return {
-        "measured": measured,
-        "error": error,
-        "sees_probe": not question["probe"] or os.path.exists(question["probe"]),
-    }
+        rank.wait()
 
 
 # ---- on a rank
 
 
-def measure_rank(*, quick: bool) -> dict[str, Any]:
+def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     """Joins the process group of RANK and WORLD_SIZE, and measures with the other ranks.
 
     Returns:
-        rank, host, whether the sum of an all-reduce was wrong, its bytes per second, flops of a matrix product.
+        rank, host, whether it sees a file that rank 0 makes in the output folder, whether the sum of an all-reduce was
+        wrong, its bytes per second, flops of a matrix product.
     """
     import torch
     import torch.distributed as dist
@@ -250,6 +219,16 @@ def measure_rank(*, quick: bool) -> dict[str, Any]:
     dist.all_reduce(numbers)
     is_wrong = not torch.equal(numbers, torch.full_like(numbers, world * (world + 1) / 2))
     measured = {"rank": rank, "host": socket.gethostname(), "is_wrong": is_wrong, "flops": 0.0, "bytes_per_second": 0.0}
+    with contextlib.ExitStack() as stack:
+        probe = [None]
+        if rank == 0 and output_dir:
+            with contextlib.suppress(OSError):  # the facts say why
+                folder = existing_parent(Path(output_dir))
+                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder))
+                probe = [file.name]
+        dist.broadcast_object_list(probe, src=0)
+        measured["sees_output"] = probe[0] is None or os.path.exists(probe[0])
+        dist.barrier()
     if quick:
         return measured
 
@@ -284,44 +263,42 @@ def examine_launched(*, output_dir: str, quick: bool) -> Report:
     import torch.distributed as dist
 
     start = time.monotonic()
-    measured = measure_rank(quick=quick)
+    measured = measure_rank(output_dir=output_dir, quick=quick)
     rank = dist.get_rank()
     world = dist.get_world_size()
     hosts: list[str] = [""] * world
     dist.all_gather_object(hosts, socket.gethostname())
-    leads = hosts.index(hosts[rank]) == rank
-    with probe_file(output_dir if rank == 0 else "") as probe:
-        probes = [probe]
-        dist.broadcast_object_list(probes, src=0)
-        answer = {"measured": measured, "sees_probe": not probes[0] or os.path.exists(probes[0])}
-        if leads:
-            answer["facts"] = node_facts(slots=hosts.count(hosts[rank]), output_dir=output_dir, quick=quick)
-        answers: list[dict[str, Any]] = [{}] * world
-        dist.all_gather_object(answers, answer)
-    report = Report(measured=[each["measured"] for each in answers])
-    for host, each in zip(hosts, answers, strict=True):
-        if "facts" not in each:
-            continue
-        report.facts[host] = each["facts"]
-        report.findings += check_node(host, each["facts"])
-        if not each["sees_probe"]:
-            message = "does not see the output folder of the first node"
-            fix = "name a folder that all nodes share as output_dir"
-            report.findings.append(Finding(code="output-not-shared", where=host, message=message, fix=fix))
-    report.findings += check_between(report.facts, {})
-    if not quick:
-        report.findings += check_measured(report.measured)
+    facts = None
+    if hosts.index(hosts[rank]) == rank:  # the first of its node
+        facts = node_facts(slots=hosts.count(hosts[rank]), output_dir=output_dir, quick=quick)
+    answers: list[tuple] = [()] * world
+    dist.all_gather_object(answers, (measured, facts))
+    report = Report()
+    for host, (measured, facts) in zip(hosts, answers, strict=True):
+        report.measured.append(measured)
+        if facts:
+            report.facts[host] = facts
+    report.check({})
     report.seconds = time.monotonic() - start
     return report
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "node":
-        serve_node()
+def main() -> None:
+    """Answers as `facts`, `ranks` or `rank` of this node."""
+    question = json.loads(sys.argv[2])
+    if sys.argv[1] == "ranks":
+        start_ranks(question)
+        return
+    if sys.argv[1] == "facts":
+        answer = node_facts(**question)
     else:
         try:
-            print(MARK + json.dumps(measure_rank(quick="quick" in sys.argv)), flush=True)
-        except Exception as error:  # of torch and of NCCL, of many kinds: the head shows it
-            print(one_line(error), file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)  # other ranks may have exited already, and a shutdown would wait for them
+            answer = measure_rank(output_dir=question["output_dir"], quick=question["quick"])
+        except Exception as error:  # of torch and of NCCL, of many kinds
+            answer = {"error": one_line(error)[:400]}
+    print(MARK + json.dumps(answer), flush=True)
+    os._exit(0)  # other ranks may have exited already, and a shutdown would wait for them
+
+
+if __name__ == "__main__":
+    main()

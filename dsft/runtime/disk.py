@@ -41,16 +41,23 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
     if os.path.lexists(path) and not path.is_dir():
         problems.append(f"output_dir={path}: is {'a file' if path.exists() else 'a link to nowhere'}, not a folder")
         return
+    if error := write_error(existing_parent(path)):
+        problems.append(f"output_dir={path}: cannot be written ({error})")
+
+
+def write_error(folder: Path) -> str:
+    """Return why no file can be written and renamed in a folder, as a save does it; empty if one can."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix=PROBE, dir=existing_parent(path))
+        descriptor, name = tempfile.mkstemp(prefix=PROBE, dir=folder)
         with os.fdopen(descriptor, "wb") as probe:
             probe.write(bytes(4096))
             probe.flush()
             os.fsync(descriptor)
-        os.rename(name, f"{name}.renamed")  # as a save is
+        os.rename(name, f"{name}.renamed")
         os.unlink(f"{name}.renamed")
     except OSError as error:
-        problems.append(f"output_dir={path}: cannot be written ({error.strerror})")
+        return error.strerror or str(error)
+    return ""
 
 
 LOCK = ".lock"

@@ -9,9 +9,7 @@ import ipaddress
 import os
 import re
 import secrets
-import shlex
 import socket
-import sys
 import zlib
 from collections import deque
 from collections.abc import Mapping
@@ -176,33 +174,28 @@ def choose_interface() -> None:
     """
     if world_size() <= ranks_per_node() or all(name in os.environ for name in INTERFACE_VARIABLES):
         return
-    interface_of = _reachable_addresses()
-    # The address itself; where that is this machine's name on 127.0.1.1, the way to anywhere else (192.0.2.1 belongs to
-    # nobody); else the only interface that there is.
-    towards = [outgoing_address(destination) for destination in (os.environ["MASTER_ADDR"], "192.0.2.1")]
-    names = [interface_of[address] for address in towards if address in interface_of]
-    if names or len(names := [*set(interface_of.values())]) == 1:
+    interface_of = reachable_addresses()
+    # The way to the address; where that is this machine's name on 127.0.1.1, to anywhere else (192.0.2.1 belongs to
+    # nobody); where there is none, any interface.
+    ways = [outgoing_address(os.environ["MASTER_ADDR"]), outgoing_address("192.0.2.1"), *interface_of]
+    address = next((each for each in ways if each in interface_of), None)
+    if address is not None:
         for variable, form in INTERFACE_VARIABLES.items():
-            os.environ.setdefault(variable, form.format(names[0]))
+            os.environ.setdefault(variable, form.format(interface_of[address]))
 
 
-def _is_reachable(text: str) -> bool:
-    """Whether other machines could connect to this address."""
-    address = ipaddress.ip_address(text)
-    return not (address.is_loopback or address.is_link_local)
-
-
-def _reachable_addresses() -> dict[str, str]:
+def reachable_addresses() -> dict[str, str]:
     """Addresses of this machine that others could connect to -> the interface, which is up."""
-    up = psutil.net_if_stats()
-    entries = psutil.net_if_addrs().items()
-    return {
-        address: name
-        for name, of_card in entries
-        for family, text, *_ in of_card
-        if name in up and up[name].isup and family in (socket.AF_INET, socket.AF_INET6)
-        if _is_reachable(address := text.partition("%")[0])
-    }
+    states = psutil.net_if_stats()
+    interface_of = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and name in states and states[name].isup:
+                text = entry.address.partition("%")[0]
+                address = ipaddress.ip_address(text)
+                if not address.is_loopback and not address.is_link_local:
+                    interface_of[text] = name
+    return interface_of
 
 
 def outgoing_address(destination: str) -> str | None:
@@ -288,36 +281,5 @@ def port_owner(port: int) -> str:
         return "another process"
 
 
-OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
-SSH = ["ssh", *(word for option in OPTIONS for word in ("-o", option))]
-
-
-def ssh_command(host: str, words: list[str], variables: dict[str, str]) -> list[str]:
-    """A command on a host, in this folder and with these variables, as they stand between double quotes."""
-    exports = "".join(f'export {name}="{value}"; ' for name, value in variables.items())
-    return [*SSH, host, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
-
-
-SSH_ERRORS = {
-    "Could not resolve hostname": ("unknown-host", "correct the host file, or add the address to /etc/hosts"),
-    "Host key verification failed": ("ssh-host-key", "ssh-keyscan -H {node} >> ~/.ssh/known_hosts"),
-    "Permission denied": ("ssh-password", "ssh-copy-id {node} (first ssh-keygen -t ed25519, if there is no key)"),
-    "timed out|No route to host|unreachable|not responding|Connection refused": (
-        "host-unreachable",
-        "ping {node}; is it up, does sshd run there, does a firewall drop port 22?",
-    ),
-    "cd:.*(No such file|can't cd|ot a directory)": ("no-folder", "mount {folder} on {node}, or copy it there"),
-    "No module named": ("package-missing", "install the same packages on {node}: pip install -c constraints.txt -e ."),
-}
-"""What ssh, the shell or Python print -> code of the finding, command that helps; the first that fits."""
-
-
-def ssh_problem(node: str, text: str, exit_code: int) -> tuple[str, str, str]:
-    """(code, message, fix) of a command that failed on a node, from the last line of ssh, the shell or Python."""
-    message = (text.splitlines() or [f"exit code {exit_code}"])[-1][:300]
-    for pattern, (code, fix) in SSH_ERRORS.items():
-        if re.search(pattern, text):
-            return code, message, fix.format(node=node, folder=os.getcwd())
-    if exit_code in (126, 127) or (sys.executable in text and "No such file" in text):
-        return "no-python", message, f"create the same environment at {sys.executable} on {node}, or mount it there"
-    return "ssh-failed", message, f"ssh -v {node} true"
+SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
+SSH = ["ssh", *(word for option in SSH_OPTIONS for word in ("-o", option))]

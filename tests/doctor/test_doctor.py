@@ -10,9 +10,8 @@ import pytest
 
 from dsft.doctor.between import check_between, check_measured, check_node
 from dsft.doctor.facts import node_facts, parse_gpus
-from dsft.doctor.run import examine
+from dsft.doctor.run import answers_of, examine
 from dsft.runtime.launcher_env import Node
-from dsft.units import GiB
 
 SMI = """0, NVIDIA H100 80GB HBM3, 81559, 4, 570.86.15, 0
 1, NVIDIA H100 80GB HBM3, 81559, 70000, 570.86.15, 3
@@ -26,7 +25,9 @@ def facts() -> dict:
 
 
 def with_gpus(facts: dict, **changes: object) -> dict:
-    return copy.deepcopy(facts) | {"gpus": parse_gpus(SMI)[:2], "torch_cuda": "13.0"} | changes
+    changed = copy.deepcopy(facts)
+    changed["versions"]["torch"] = "2.13.0"
+    return changed | {"gpus": parse_gpus(SMI)[:2]} | changes
 
 
 def test_gpus_are_read_with_their_memory_and_errors():
@@ -46,7 +47,6 @@ def test_every_gpu_of_the_node_s_ranks_is_looked_at(facts):
     ("changes", "code"),
     [
         ({"gpu_error": "nvidia-smi: driver mismatch", "gpus": []}, "gpu-driver"),
-        ({"torch_cuda": ""}, "torch-without-cuda"),
         ({"slots": 3}, "slots"),
         ({"free_bytes": {"/dev/shm": 2**26}}, "shared-memory"),
         ({"free_bytes": {"/runs": 2**20}}, "disk"),
@@ -57,6 +57,12 @@ def test_every_gpu_of_the_node_s_ranks_is_looked_at(facts):
 def test_what_is_wrong_with_a_node_is_named(facts, changes, code):
     gpus = parse_gpus(SMI)[:1] * 2
     assert code in {each.code for each in check_node("a", with_gpus(facts, gpus=gpus) | changes)}
+
+
+def test_a_cpu_build_of_torch_beside_gpus_is_named(facts):
+    changed = with_gpus(facts)
+    changed["versions"]["torch"] = "2.13.0+cpu"
+    assert "torch-without-cuda" in {each.code for each in check_node("a", changed)}
 
 
 def test_nodes_that_differ_are_named(facts):
@@ -70,11 +76,28 @@ def test_nodes_that_differ_are_named(facts):
     assert {each.code for each in check_between(nodes, {})} == {"wrong-machine"}
 
 
-def test_wrong_sums_and_stragglers_are_named():
-    ranks = [{"rank": rank, "host": "a", "is_wrong": rank == 1, "flops": 1e12} for rank in range(4)]
+def test_wrong_sums_stragglers_and_folders_that_are_not_shared_are_named():
+    ranks = [
+        {"rank": rank, "host": "ab"[rank // 2], "is_wrong": rank == 1, "sees_output": rank < 2, "flops": 1e12}
+        for rank in range(4)
+    ]
     ranks[3]["flops"] = 4e11
     errors = {(each.code, each.where) for each in check_measured(ranks)}
-    assert errors == {("wrong-sum", "rank 1 on a"), ("slow-rank", "rank 3 on a")}
+    assert errors == {("wrong-sum", "rank 1 on a"), ("output-not-shared", "b"), ("slow-rank", "rank 3 on b")}
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (f"echo \"env: '{sys.executable}': No such file or directory\" >&2; exit 127", "no-python"),
+        ("echo data.jsonl: No such file or directory >&2; exit 1", "ssh-failed"),
+        ("echo 'root@n1: Permission denied (publickey).' >&2; exit 255", "ssh-password"),
+        ("sleep 9", "node-silent"),
+    ],
+)
+def test_a_node_that_does_not_answer_is_named_with_its_reason(script, code):
+    finding = answers_of("n1", ["bash", "-c", script], seconds=1)
+    assert (finding.code, finding.where) == (code, "n1")
 
 
 def test_this_machine_is_examined_with_two_ranks(tmp_path):
@@ -110,7 +133,3 @@ def test_ranks_of_a_launcher_are_examined_without_ssh(tmp_path):
     result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("dsft doctor: 1 node, 2 ranks") == 1
-
-
-def test_facts_are_sane(facts):
-    assert facts["host_bytes"] > GiB / 2 and facts["cores"] >= 1 and facts["clock"] > 1.7e9

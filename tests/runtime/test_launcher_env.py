@@ -21,7 +21,6 @@ from dsft.runtime.launcher_env import (
     free_port,
     launcher_variables,
     map_launcher_variables,
-    ssh_problem,
 )
 
 # As slurmd of 22.05 sets them for task 3 of `srun -N2 -n3`, the second node holding two.
@@ -240,16 +239,3 @@ def test_every_entry_says_it_in_one_line(monkeypatch):
             result, _ = wait()
             assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
             assert f"{name}={variables[name]} in the environment" in result.stderr and "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "exit_code", "code"),
-    [
-        (f"env: '{sys.executable}': No such file or directory", 1, "no-python"),
-        ("env: nothing more", 127, "no-python"),
-        (f"{sys.executable}: Segmentation fault", 139, "ssh-failed"),
-        ("data.jsonl: No such file or directory", 1, "ssh-failed"),
-    ],
-)
-def test_a_missing_python_is_told_from_other_ends_of_a_node_s_command(text, exit_code, code):
-    assert ssh_problem("n1", text, exit_code)[0] == code
