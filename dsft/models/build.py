@@ -253,15 +253,13 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     checkpoint = Path(described_in(str(folder)))
-    saved = step_folder(folder)
-    if any(saved.glob(OPTIMIZER_FILES)):
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    state: dict[str, torch.Tensor] = {}  # on rank 0 alone: no host holds it once for each of its ranks
 
-        ZeroShards(saved)  # says what is missing, where DeepSpeed would count elements
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines on every rank
-            state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
-    else:  # ZeRO 0 keeps the weights whole
-        state = load_pickle(next(saved.glob(MODEL_FILES)))["module"]
+    def read() -> list[str]:
+        state.update(_zero_state(checkpoint, step_folder(folder)))
+        return [*state]
+
+    names = distributed.on_rank_0(read)
     if base := adapter_base(str(checkpoint)):
         adapters = saved_lora_config(str(checkpoint))
         model = load_weights(base, **options)
@@ -275,18 +273,32 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
             options["dtype"] = config.dtype or torch.float32
         options = {key: value for key, value in options.items() if key not in ("revision", "device_map")}
         model = from_config(config, **options)
-        saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+        saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
         wanted = dict(model.named_parameters()) | saved_buffers
     take_generation_config(unwrapped(model), checkpoint)
-    if missing := sorted(wanted.keys() - state.keys()):
+    if missing := sorted(wanted.keys() - {*names}):
         raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
-    _check_shard_names(folder, model, state)
+    distributed.on_rank_0(partial(_check_shard_names, folder, model, state))
     with torch.no_grad():
         for name, tensor in wanted.items():
             # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.
             with gather_params_ctx([tensor]):
-                tensor.copy_(state[name])
+                if distributed.rank() == 0:
+                    tensor.copy_(state.pop(name))
+            if not hasattr(tensor, "ds_id"):
+                distributed.copy_from_rank_0(tensor)
     return model
+
+
+def _zero_state(checkpoint: Path, saved: Path) -> dict[str, torch.Tensor]:
+    """Return all weights that DeepSpeed saved in a checkpoint's folder `saved`, by name."""
+    if not any(saved.glob(OPTIMIZER_FILES)):  # ZeRO 0 keeps the weights whole
+        return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    ZeroShards(saved)  # says what is missing, where DeepSpeed would count elements
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
 
 
 def _check_shard_names(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:

@@ -311,6 +311,14 @@ def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
     return values.cpu()
 
 
+def copy_from_rank_0(values: "torch.Tensor") -> None:
+    """Overwrite `values` with those of rank 0. Collective."""
+    if dist := _several_ranks():
+        on_device = values.to(device())
+        dist.broadcast(on_device, src=0)
+        values.copy_(on_device)
+
+
 def max_over_ranks(value: float) -> float:
     """Return the largest of all ranks' values. Collective."""
     return max(from_all([value]))
