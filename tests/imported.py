@@ -12,8 +12,6 @@ import deepspeed.runtime.superoffload.superoffload_stage3
 import deepspeed.runtime.zero.muon.muon_optimizer
 import peft
 import pytest
-import torch._subclasses.schema_check_mode
-import torch.profiler._cupti_monitor
 import torch.utils.serialization
 import transformers.models.llama.modeling_llama
 import xdist.scheduler
