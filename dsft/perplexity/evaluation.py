@@ -43,7 +43,7 @@ from dsft.planner.activations import attention_of
 from dsft.planner.evaluation import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
-from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, set_back_peaks
+from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, reset_peaks
 from dsft.runtime.software import versions
 from dsft.units import IGNORED, GiB
 
@@ -114,7 +114,7 @@ def evaluate_models(
     results = Results(Path(config.output_dir)) if config.output_dir else None
     verify_once = functools.cache(verify_weights)  # once for all of a model's formats
     for candidate in candidates:
-        set_back_peaks(begins_run=True)  # each model has peaks of its own
+        reset_peaks()  # each model has peaks of its own
         jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
         facts = {f"content of {config.zero}": read_zero_file(config.zero, [])}
         for job in jobs:

@@ -115,8 +115,6 @@ Phase = Literal["always", "gradients", "compute", "step", "between", "outside"]
 and backward of a micro batch. step: the optimizer's. between: samples and saves between steps. outside: always, but not
 allocated by torch.
 """
-FULL_TRAINING = "over the full training"
-"""The comparison of a plan with what was measured at the end, in `plan_check` of run.json."""
 
 
 @dataclass(frozen=True)

@@ -320,16 +320,8 @@ def children_bytes() -> int:
     return held
 
 
-_earlier_peaks: dict[str, int] = {}
-
-
-def set_back_peaks(*, begins_run: bool = False) -> None:
-    """Count peaks of this process from now on, in `peak_resident_bytes` and torch; `peak_memory_bytes` keeps those of
-    the full run, which a process may have several of.
-    """
-    kept = {} if begins_run else peak_memory_bytes()
-    _earlier_peaks.clear()
-    _earlier_peaks.update(kept)
+def reset_peaks() -> None:
+    """Count the peaks of this process from now on."""
     with contextlib.suppress(OSError):  # a container that forbids it: the peak counts from before
         # Sets the peak of resident memory to what is resident now (man 5 proc).
         Path("/proc/self/clear_refs").write_text("5")
@@ -340,13 +332,13 @@ def set_back_peaks(*, begins_run: bool = False) -> None:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """This rank's peak so far: device bytes allocated by torch (GPU only) and resident host bytes."""
+    """This rank's peaks since they were reset: device bytes allocated by torch (GPU only) and resident host bytes."""
     peak = {"host": peak_resident_bytes()}
     if has_gpu():
         import torch
 
         peak["gpu"] = torch.cuda.max_memory_allocated()
-    return {name: max(value, _earlier_peaks.get(name, 0)) for name, value in peak.items()}
+    return peak
 
 
 def _number(path: Path) -> int:

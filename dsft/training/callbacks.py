@@ -5,6 +5,7 @@ anything is learnt, and whether the plan was right.
 import contextlib
 import json
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -20,22 +21,18 @@ from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
 from dsft.checkpoints.run_folder import samples_in
 from dsft.errors import TrainingStopped, Unsaved
 from dsft.planner.choose import Plan
-from dsft.planner.memory import FRAGMENTATION, FULL_TRAINING, peak_bytes
+from dsft.planner.memory import FRAGMENTATION, peak_bytes
 from dsft.runtime.console import say
 from dsft.runtime.distributed import from_all, this_node
-from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, set_back_peaks
+from dsft.runtime.hardware import children_bytes, has_gpu, peak_resident_bytes, reset_peaks
 from dsft.training.metrics import on_screen
 from dsft.units import GiB, in_digits, plural
 
-BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-"""The progress line; its bar takes what the terminal's width leaves."""
 CLOSE_TO_UNIFORM = 0.01
 """A loss within this share of ln(vocabulary) is no better than uniform."""
 MOST_SKIPPED = 10
 MOST_SKIPPED_IN_FP16 = 30
 """Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
-FIRST_STEPS = 3
-"""Steps after which the first comparison is made; the first one compiles and allocates, and its time does not count."""
 PEAKS = ("peak_gpu_gib", "peak_host_gib")
 
 
@@ -164,9 +161,7 @@ class ProgressLog(TrainerCallback):
         self.begin = time.monotonic(), state.global_step
         if state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty():
             steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
-            self.bar = tqdm(desc="Training", dynamic_ncols=True, leave=False, bar_format=BAR, **steps)
-            if (self.bar.ncols or 0) <= 0:  # some containers and remote shells give a terminal no size
-                self.bar.dynamic_ncols, self.bar.ncols = None, 80
+            self.bar = tqdm(desc="Training", dynamic_ncols=True, leave=False, **steps)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -175,10 +170,9 @@ class ProgressLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
             return
-        shown = [*on_screen(logs)]
         width = 8 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
-        for text, _ in shown:
+        for text in on_screen(logs):
             name, _, value = text.partition(" ")
             if name not in PEAKS:  # in every line it would be the same number
                 parts.append(f"{name} {value:<{width}}")
@@ -188,10 +182,8 @@ class ProgressLog(TrainerCallback):
         samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
         samples = [f"  {prompt[-60:]} => {answer}" for prompt, answer in samples]
         if self.bar is not None:
-            self.bar.write("\n".join([_fitting(parts, self.bar.ncols), *samples]))
-            if "loss" in logs:
-                in_bar = [text for text, is_in_bar in shown if is_in_bar]
-                self.bar.set_postfix_str(_fitting(in_bar, self.bar.ncols - 40))  # before it stand steps and times
+            columns = shutil.get_terminal_size().columns
+            self.bar.write("\n".join([_fitting(parts, columns), *samples]))
             return
         start, first = self.begin
         done = state.global_step - first
@@ -214,35 +206,29 @@ def _fitting(parts: list[str], columns: int) -> str:
 
 
 class PlanCheck(TrainerCallback):
-    """Compares a plan with what was measured, after the first steps and at the end. Collective at those steps.
+    """Compares the plan with what was measured over the full training, at its end. Collective there.
 
-    Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children) in training, without
-    loading; over the full training with evaluations and saves, which no plan counts. A step lasts from the end of the
-    one before to its own; the first one, which compiles and allocates, and those after evaluations and saves do not
-    count.
+    Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children), without loading, but with
+    evaluations and saves, which no plan counts. A step lasts from the end of the one before to its own; the first one,
+    which compiles and allocates, and those after evaluations and saves do not count.
     """
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.comparisons: dict[str, dict[str, dict[str, float]]] = {}
-        """When -> figure -> what was predicted and measured, and the error, (predicted - measured) / measured."""
+        self.figures: dict[str, dict[str, float]] = {}
+        """Figure -> what was predicted and measured, and the error, (predicted - measured) / measured."""
         self.step_seconds: list[float] = []
         self.ended_at: float | None = None
         """When the step before ended; None if this one does not count."""
-        self.num_steps = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        set_back_peaks()
+        reset_peaks()
 
     def on_step_end(self, args, state, control, **kwargs):
         now = time.perf_counter()  # a GPU is at most a step behind: its results are read then
         if self.ended_at is not None:
             self.step_seconds.append(now - self.ended_at)
         self.ended_at = now
-        self.num_steps += 1
-        if self.num_steps == FIRST_STEPS:
-            self._compare(f"after {FIRST_STEPS} steps")
-            self.ended_at = None
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.ended_at = None
@@ -250,10 +236,6 @@ class PlanCheck(TrainerCallback):
     on_save = on_evaluate
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.num_steps:
-            self._compare(FULL_TRAINING)
-
-    def _compare(self, when: str) -> None:
         plan = self.plan
         measured = {"seconds": statistics.median(self.step_seconds) if self.step_seconds else 0.0}
         if has_gpu():
@@ -271,12 +253,10 @@ class PlanCheck(TrainerCallback):
             rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))
         if plan.has_time_estimate and largest["seconds"]:
             rows.append(("time of a step", plan.step_seconds, largest["seconds"], "s"))
-        self.comparisons[when] = {}
         shown = []
         for name, predicted, actual, unit in rows:
             error = predicted / actual - 1
-            self.comparisons[when][name] = {"predicted": predicted, "measured": actual, "error": error}
+            self.figures[name] = {"predicted": predicted, "measured": actual, "error": error}
             scale = GiB if unit == "GiB" else 1
             shown.append(f"{name} {actual / scale:.3g} {unit} (predicted {predicted / scale:.3g}, {error:+.0%})")
-        if when == FULL_TRAINING:
-            say(f"measured {when}: " + "; ".join(shown))
+        say(f"measured over the full training: {'; '.join(shown)}")

@@ -56,7 +56,7 @@ from dsft.runtime.hardware import (
     memory_errors_explained,
     peak_memory_bytes,
     peak_resident_bytes,
-    set_back_peaks,
+    reset_peaks,
     wait_for_freed_gpu,
 )
 from dsft.runtime.launcher_env import OPTIONS_FILE, launchers_of
@@ -77,7 +77,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     """
     output_dir = options.training.get("output_dir")
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir):
-        set_back_peaks(begins_run=True)
+        reset_peaks()
         require_same_start(common_options(options), list(problems))
         if was_killed(output_dir):
             wait_for_freed_gpu()

@@ -61,7 +61,7 @@ from dsft.setup.decide import TrainingRun
 from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
 from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss
-from dsft.training.metrics import Compute, DataWait, Line, Work, complete, gather, of_sets
+from dsft.training.metrics import Compute, Work, gather_metrics, gather_peaks, of_sets
 from dsft.units import Batch, padded_width
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
@@ -74,6 +74,10 @@ HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
 """Of an optimizer's groups: what options set. Whatever else is there may be a state (Prodigy)."""
 LEAST_SCALE = "loss scale already at minimum"
 """What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
+MOST_DATA_WAIT = 0.2
+"""Share of the time from which waiting for data is reported."""
+LEAST_DATA_WAIT_SECONDS = 0.2
+"""Less is chance."""
 STATES = {
     "bf16.bf16_master_weights_and_grads": "bfloat16, moments float32",
     "bf16.bf16_optimizer_states": "bfloat16",
@@ -129,7 +133,10 @@ class PerplexityTrainer(Trainer):
         self._set_callbacks(run)
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
-        self.work, self.line, self.data_wait = Work(args.device), Line(), DataWait()
+        self._has_noted_data_wait = False
+        self.work = Work(args.device)
+        self.metrics: dict[str, float] = {}
+        """Of the next line of the log, beside what the Trainer logs."""
 
         deepspeed_config = args.hf_deepspeed_config.config
         zero_stage = stage(deepspeed_config)
@@ -441,9 +448,12 @@ class PerplexityTrainer(Trainer):
             if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
                 self.is_stopping = control.should_save = control.should_training_stop = True
         if control.should_log:
-            self.line = gather(self.work)
-            self.line.skipped_steps = self.skipped_steps.number
-            self.line.trained_tokens = self.totals["trained_tokens"]
+            self.metrics = gather_metrics(self.work, self.compute) | {
+                "num_trained_tokens": self.totals["trained_tokens"]
+            }
+            if self.skipped_steps.number:
+                self.metrics["skipped_steps"] = self.skipped_steps.number
+            self._note_data_wait()
             self.work.begin_interval()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -455,16 +465,26 @@ class PerplexityTrainer(Trainer):
         if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
             tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
             logs |= speed_metrics("train", start_time, num_tokens=tokens)
-        save_seconds = self.saves.seconds if self.saves.number else None
-        line = dataclasses.replace(self.line, logs=logs, compute=self.compute, save_seconds=save_seconds)
-        logs = complete(line)
-        if "data_wait_share" in logs:
-            self.data_wait.note(logs["data_wait_share"], line.seconds)
+        logs.pop("loss", None)  # the Trainer's
+        logs |= self.metrics
+        if self.saves.number:
+            logs["save_seconds"] = self.saves.seconds
         super().log(logs)
+
+    def _note_data_wait(self) -> None:
+        """Reports once that a training waits for its data; not by the first line, in which workers start."""
+        share = self.metrics.get("data_wait_share", 0.0)
+        is_long = share > MOST_DATA_WAIT and self.metrics["data_wait_seconds"] > LEAST_DATA_WAIT_SECONDS
+        if is_long and self.state.log_history and not self._has_noted_data_wait:
+            self._has_noted_data_wait = True
+            say(
+                f"note: waiting for data: {share:.0%} of the time; raise dataloader_num_workers, or prepare the data on"
+                " a faster disk (data_cache)"
+            )
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """The Trainer's, which logs the figures of the full training. Collective."""
-        self.line = gather()
+        self.metrics = gather_peaks()
         return super()._finalize_training(*args, **kwargs)
 
     def last_evaluation(self) -> dict[str, float]:
@@ -483,7 +503,7 @@ class PerplexityTrainer(Trainer):
             "saves": dataclasses.asdict(self.saves),
             "skipped_steps": self.skipped_steps.number,
             "warnings": self.learning.warnings,
-            "plan_check": self.plan_check.comparisons,
+            "plan_check": self.plan_check.figures,
         }
         for entry in log:
             if "train_tokens_per_second" in entry:
@@ -539,7 +559,7 @@ class PerplexityTrainer(Trainer):
             prompt_name, answer_name = SAMPLE
             samples[prompt_name.format(number)] = prompt.text
             samples[answer_name.format(number)] = answer
-        self.line = gather()
+        self.metrics = gather_peaks()
         self.log(metrics | samples)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

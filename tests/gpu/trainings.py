@@ -64,7 +64,7 @@ def planned_training(**changes: Any) -> Callable[[Setting], Iterator[Row]]:
 
 def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
     """Compare the plan's figures in a run.json with the measured ones; of a tiny model's, nothing is claimed."""
-    *_, figures = run["results"]["plan_check"].values()
+    figures = run["results"]["plan_check"]
     mfu = [entry["mfu"] for entry in run["results"]["log"] if "mfu" in entry]
     here = this_machine()
     machine = f"{here.ranks_per_node} x {here.gpu_type or 'CPU rank'}"

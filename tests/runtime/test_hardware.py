@@ -13,7 +13,6 @@ from conftest import ROOT
 
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
-from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.launch import accelerator
 from dsft.runtime import hardware
@@ -23,10 +22,8 @@ from dsft.runtime.hardware import (
     cpu_computes_bfloat16,
     free_host_bytes,
     host_memory_bytes,
-    peak_memory_bytes,
     require_kernels,
     require_seen_gpus,
-    set_back_peaks,
     wait_for_freed_gpu,
 )
 from dsft.units import GiB
@@ -166,20 +163,6 @@ def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
 def test_memory_that_comes_back_slowly_is_waited_for_three_minutes(gpu_of):
     gpu_of(*(second / 10 for second in range(1000)))
     assert wait_for_freed_gpu() == 180
-
-
-def test_a_second_training_of_a_process_has_peaks_of_its_own(tmp_path, monkeypatch):
-    """As in a notebook. Before its steps the peaks of loading are kept."""
-    from dsft.training import run
-
-    for name in ("require_same_start", "resolve_run"):
-        monkeypatch.setattr(run, name, lambda *_, **__: None)
-    for first, second in ((80, 50), (10, 20)):
-        monkeypatch.setattr(hardware, "peak_resident_bytes", lambda taken=first: taken)
-        run.finetune(TrainConfig(training={"output_dir": str(tmp_path)}))
-        set_back_peaks()
-        monkeypatch.setattr(hardware, "peak_resident_bytes", lambda taken=second: taken)
-        assert peak_memory_bytes() == {"host": max(first, second)}
 
 
 def test_pages_that_children_share_count_once_and_a_dead_child_holds_nothing():

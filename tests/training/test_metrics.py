@@ -5,8 +5,6 @@ from conftest import read_json
 from ranks import train_all
 from tiny import sentences, write_jsonl, write_model
 
-from dsft.training.metrics import DataWait
-
 pytestmark = pytest.mark.launch
 RUNS = ("files-1", "files-2", "resumed-1", "logits-2")
 
@@ -87,10 +85,3 @@ def test_a_training_ends_early_by_any_metric_and_counts_on_after_a_resume(option
     best = read_json(tmp_path / "whole" / "checkpoint-4" / "trainer_state.json")["best_metric"]
     perplexities = [entry["eval_held_perplexity"] for entry in results["log"] if "eval_held_perplexity" in entry]
     assert best == min(perplexities), "the smallest perplexity is the best"
-
-
-def test_waiting_for_data_is_reported_once_if_two_lines_in_a_row_show_it(capsys):
-    data_wait = DataWait()
-    for share in (0.7, 0.1, 0.7, 0.7, 0.7):
-        data_wait.note(share, 1.0)
-    assert capsys.readouterr().out.count("waiting for data: 70% of the time") == 1

@@ -1,12 +1,12 @@
-"""What a plan is compared with, after the first steps and at the end."""
+"""What a plan is compared with at the end."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from dsft.planner.memory import FULL_TRAINING, Term
+from dsft.planner.memory import Term
 from dsft.training import callbacks
-from dsft.training.callbacks import FIRST_STEPS, PlanCheck
+from dsft.training.callbacks import PlanCheck
 
 
 def test_the_median_step_without_the_first_and_those_after_evaluations_is_compared(monkeypatch, capsys):
@@ -29,11 +29,9 @@ def test_the_median_step_without_the_first_and_those_after_evaluations_is_compar
             now.seconds += 100.0
             check.on_evaluate(None, None, None)
     check.on_train_end(None, None, None)
-    assert check.step_seconds == pytest.approx([2.0] * 4)
-    assert list(check.comparisons) == [f"after {FIRST_STEPS} steps", FULL_TRAINING]
-    for figures in check.comparisons.values():
-        assert figures["time of a step"] == {"predicted": 3.0, "measured": 2.0, "error": 0.5}
-        assert figures["host memory of a node"]["predicted"] == 8
-        errors = {name: figure["error"] for name, figure in figures.items() if name.startswith("GPU")}
-        assert list(errors.values()) == pytest.approx([-0.5, 0.0], abs=0.01), errors
+    assert check.step_seconds == pytest.approx([2.0] * 5)
+    assert check.figures["time of a step"] == {"predicted": 3.0, "measured": 2.0, "error": 0.5}
+    assert check.figures["host memory of a node"]["predicted"] == 8
+    errors = [figure["error"] for name, figure in check.figures.items() if name.startswith("GPU")]
+    assert errors == pytest.approx([-0.5, 0.0], abs=0.01)
     assert "time of a step 2 s (predicted 3, +50%)" in capsys.readouterr().out
