@@ -97,7 +97,7 @@ def usage(name: str) -> str:
     options = ["[--OPTION VALUE ...]"] if len(upper) < len(fields) else []
     if name == "launch":
         words += [*options, "train|eval"]
-    config = ["[--config FILE.yaml]"] if name == "launch" or COMMANDS[name].run_options else []
+    config = ["[FILE.yaml]"] if name == "launch" or COMMANDS[name].run_options else []
     return " ".join([*words, *config, *options])
 
 
