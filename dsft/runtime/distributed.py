@@ -112,10 +112,11 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
                 f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {port_owner(int(port))}; give another to"
                 " the launcher (--master_port N), on every node the same, or end that process"
             ) from error
+        reason = one_line(error).partition(". ")[0].rstrip(".")
         raise NotStarted(
             f"rank {rank()} of {world_size()} on {socket.gethostname()}: the rendezvous at {address} port {port} timed"
-            f" out (start_timeout={meet_seconds:g} s): {one_line(error).partition('. ')[0].rstrip('.')}. Did all nodes start, and"
-            " do they reach that address? dsft doctor, started like this run, names what is in the way"
+            f" out (start_timeout={meet_seconds:g} s): {reason}. Did all nodes start, and do they reach that address?"
+            " dsft doctor, started like this run, names what is in the way"
         ) from error
     # From here on the watchdog's limits are shorter, so that it is the watchdog that reports what happened.
     _timeout_seconds = timeout_seconds
