@@ -4,11 +4,9 @@ transformers fills "auto" values from TrainingArguments. DeepSpeed makes its own
 start; its errors are shown with the entry's name. An entry that it does not know, it would ignore: these are refused.
 """
 
-import contextlib
 import inspect
 import json
-import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,15 @@ SAME_MEANING = {
 }
 """DeepSpeed key -> the option of ours with the same meaning, and its type."""
 AUTO = "auto"
-FILLED = tuple(key for key in SAME_MEANING if "." not in key)
-"""Entries whose "auto" transformers fills (integrations/deepspeed.py), beside some inside of sections."""
+NUMBERS = tuple(key for key in SAME_MEANING if "." not in key)
+FILLED = (
+    "optimizer.params.betas",
+    "scheduler.params.warmup_min_lr",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+"""What transformers fills if it is "auto" (integrations/deepspeed.py), beside the entries of SAME_MEANING."""
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
 """Entries that dsft reads itself."""
 OTHER_SECTIONS = """
@@ -134,7 +139,6 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
     """Takes the fixed numbers of a DeepSpeed JSON as decisions; if an option has another value, names both."""
     decisions: list[Decision] = []
     problems: list[str] = []
-    way_out = 'keep one, or write "auto" in the JSON'
     given = {key: (name, get_value(deepspeed_config, key)) for key, (name, _) in SAME_MEANING.items()}
     betas = get_value(deepspeed_config, "optimizer.params.betas")
     if isinstance(betas, list) and len(betas) == 2:
@@ -144,20 +148,15 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
         if theirs is None or theirs == AUTO:
             continue
         ours = decide(options, decisions).value(name)
-        reason = f"{options.zero} has {key}={theirs}"
+        if name in HALF_PRECISION and options.dtype != "auto":
+            ours = options.dtype == HALF_PRECISION[name]
         if ours is None:
-            decisions.append(Decision(name, theirs, reason))
+            decisions.append(Decision(name, theirs, f"{options.zero} has {key}={theirs}"))
         elif ours != theirs:
-            problems.append(f"{reason}, but {name}={ours}; {way_out}")
-    for section, dtype in HALF_PRECISION.items():
-        enabled = get_value(deepspeed_config, f"{section}.enabled")
-        if enabled is True:
-            contradicts = options.dtype not in ("auto", dtype)
-        else:
-            contradicts = enabled is False and options.dtype == dtype
-        if contradicts:
-            value = json.dumps(enabled)
-            problems.append(f"{options.zero} has {section}.enabled={value}, but dtype={options.dtype}; {way_out}")
+            option = f"dtype={options.dtype}" if name in HALF_PRECISION else f"{name}={ours}"
+            problems.append(
+                f'{options.zero} has {key}={json.dumps(theirs)}, but {option}; keep one, or write "auto" in the JSON'
+            )
     return decisions, problems
 
 
@@ -172,7 +171,7 @@ def compose(
         composed.setdefault(section, {"enabled": "auto"})
     if bf16_states:  # the option `states: bfloat16`
         composed["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    for key in FILLED:
+    for key in NUMBERS:
         composed.setdefault(key, "auto")
     zero = composed.setdefault("zero_optimization", {"stage": 0})
     if hpz_ranks and zero.get("zero_hpz_partition_size", 1) > 1:
@@ -207,10 +206,17 @@ def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
 
 
 def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
-    """Lists everything of a DeepSpeed JSON that DeepSpeed would ignore or cannot read; `zero` names the file."""
-    problems: list[str] = []
-    for key, value in content.items():
-        problems += _check_entry(key, value)
+    """Lists what of a DeepSpeed JSON DeepSpeed would ignore or cannot read; `zero` names the file."""
+    from deepspeed.runtime import config as names
+
+    known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
+    known.update(OTHER_SECTIONS.split())
+    problems = [f"{key}: unknown key{nearest(key, known)}" for key in content if key not in known]
+    for key in SECTIONS:
+        if not isinstance(content.get(key, {}), dict):
+            problems.append(f"{key}={json.dumps(content[key])}: must be a JSON object; leave it out for the default")
+    if problems:
+        return [f"zero={zero}: {problem}" for problem in problems]
     for place, (name, kind) in SAME_MEANING.items():
         value = get_value(content, place)
         if value is None or value == AUTO or kind is bool:
@@ -221,71 +227,40 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
             problems += [place + bound.removeprefix(name) for bound in check_bounds(name, convert(value, kind))]
         except ValueError as error:
             problems.append(f"{place}: {error}")
-    for place in ("zero_optimization.stage", "zero_optimization.zero_hpz_partition_size", *OFFLOADED):
-        if get_value(content, place) == AUTO:
+    for place in places_of_auto(content):
+        if place not in (*SAME_MEANING, *FILLED):
             problems.append(f'{place}="auto": nothing fills this in; write it, or leave it out')
     for place, (right, why) in ALLOWED.items():
         value = get_value(content, place)
         if value is not None and value not in right:
             problems.append(f"{place}: {why}; leave it out")
-    optimizer = str(get_value(content, "optimizer.type")).lower()
-    if optimizer in NOT_FOR_SHARDS and stage(content):
-        problems.append(
-            f"optimizer.type {optimizer}: {NOT_FOR_SHARDS[optimizer]}, and ZeRO's shards are flat pieces of them; use"
-            " stage 0, or AdamW"
-        )
-    # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
-    is_tested = optimizer == "none" or optimizer in {*(name.lower() for name in OPTIMIZERS), *NOT_FOR_SHARDS}
-    if not is_tested and stage(content) and not get_value(content, "zero_allow_untested_optimizer"):
-        problems.append(
-            f"optimizer.type {optimizer}: DeepSpeed has not tested it over ZeRO's shards; add"
-            " zero_allow_untested_optimizer=true, or take AdamW"
-        )
-    if not problems:  # each entry is sound by itself: DeepSpeed compares them with each other; batches are dsft's
-        try:
-            _read_as_deepspeed({key: value for key, value in content.items() if key not in FILLED})
-        except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
-            problems.append(one_line(error))
+    for key in ("optimizer", "scheduler"):
+        if key in content:
+            problems += _check_type(key, content)
+    # Each entry is sound by itself: DeepSpeed compares them with each other. Batches are dsft's.
+    if not problems:
+        problems = _errors_of_deepspeed({key: value for key, value in content.items() if key not in NUMBERS})
     return [f"zero={zero}: {problem}" for problem in problems]
 
 
-def _check_entry(key: str, value: Any) -> list[str]:
-    """Returns the problems of one entry of the file: DeepSpeed's own error, or a name that DeepSpeed does not read."""
-    from deepspeed.runtime import config as names
-    from pydantic import ValidationError
-
-    known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
-    known.update(OTHER_SECTIONS.split())
-    if key not in known:
-        return [f"{key}: unknown key{nearest(key, known)}"]
-    if key in FILLED:  # numbers, checked with the options of the same meaning
-        return []
-    if key in SECTIONS and not isinstance(value, dict):
-        return [f"{key}={json.dumps(value)}: must be a JSON object; leave it out for DeepSpeed's default"]
-    if key in ("optimizer", "scheduler"):
-        return _check_type(key, value)
-    try:  # stage 1, which every setting of another entry goes with; all entries together are tried afterwards
-        _read_as_deepspeed({"zero_optimization": {"stage": 1}} | {key: value})
-    except ValidationError as error:
-        problems = []
-        for fault in error.errors():
-            place = ".".join([key, *map(str, fault["loc"])])
-            if fault["type"] == "extra_forbidden":
-                problems.append(f"{place}: unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}")
-            else:
-                problems.append(f"{place}: {one_line(fault['msg'])}")
-        return problems
-    except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
-        return [f"{key}: {one_line(error)}"]
-    return []
+def places_of_auto(section: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lists the dotted keys whose value is "auto"."""
+    places = []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            places += places_of_auto(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            places.append(prefix + key)
+    return places
 
 
-def _check_type(key: str, section: dict[str, Any]) -> list[str]:
+def _check_type(key: str, content: dict[str, Any]) -> list[str]:
     """Returns the problems of an optimizer or a scheduler, which DeepSpeed reads once the model is loaded."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
+    section = content[key]
     unknown = sorted(section.keys() - {"type", "params", "legacy_fusion"})
     if unknown:
         return [f"{key}.{name}: unknown key{nearest(name, ['type', 'params'])}" for name in unknown]
@@ -298,38 +273,48 @@ def _check_type(key: str, section: dict[str, Any]) -> list[str]:
     else:
         known = OPTIMIZERS
         is_known = name.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name)
-    return [] if is_known else [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
+    if not is_known:
+        return [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
+    kind = name.lower()
+    if key == "scheduler" or not stage(content) or kind in {each.lower() for each in OPTIMIZERS}:
+        return []
+    if kind in NOT_FOR_SHARDS:
+        return [
+            f"optimizer.type {kind}: {NOT_FOR_SHARDS[kind]}, and ZeRO's shards are flat pieces of them; use stage 0, or"
+            " AdamW"
+        ]
+    if content.get("zero_allow_untested_optimizer"):
+        return []
+    # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
+    return [
+        f"optimizer.type {kind}: DeepSpeed has not tested it over ZeRO's shards; add"
+        " zero_allow_untested_optimizer=true, or take AdamW"
+    ]
 
 
-def _read_as_deepspeed(content: dict[str, Any]) -> None:
-    """Makes DeepSpeed's configuration of some entries, without the values that transformers fills in."""
+def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
+    """Returns DeepSpeed's own errors, with the places of those of one section."""
     from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
 
-    # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
-    with _quiet_deepspeed():
-        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | _without_auto(content))
-
-
-def _without_auto(content: dict[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            kept[key] = _without_auto(value)
-        elif value != AUTO:
-            kept[key] = value
-    return kept
-
-
-@contextlib.contextmanager
-def _quiet_deepspeed() -> Iterator[None]:
-    from deepspeed.utils import logger
-
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        yield
-    finally:
-        logger.setLevel(level)
+        # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
+        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | content)
+    except ValidationError as error:
+        problems = []
+        for fault in error.errors():
+            place = ".".join(map(str, fault["loc"]))
+            section = next(
+                (key for key in content if get_value(content, f"{key}.{place}") == fault["input"]), error.title
+            )
+            text = one_line(fault["msg"])
+            if fault["type"] == "extra_forbidden":
+                text = f"unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}"
+            problems.append(f"{section}.{place}: {text}")
+        return problems
+    except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
+        return [one_line(error)]
+    return []
 
 
 def _names_of_models() -> set[str]:
@@ -354,15 +339,16 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
     followed = dict(deepspeed_config)
     optimizer = followed.get("optimizer")
     if optimizer:
-        filled = {"lr": AUTO}
-        if options.value("weight_decay") is not None:
-            filled["weight_decay"] = AUTO
         kind = optimizer["type"].lower()
-        has_betas = options.value("adam_beta1") is not None or options.value("adam_beta2") is not None
-        if has_betas and kind in ("adam", "adamw", "lion", "muon"):
-            filled["betas"] = AUTO
-        if options.value("adam_epsilon") is not None and kind in ("adam", "adamw"):
-            filled["eps"] = AUTO
+        names = {"weight_decay": ["weight_decay"]}
+        if kind in ("adam", "adamw", "lion", "muon"):
+            names["betas"] = ["adam_beta1", "adam_beta2"]
+        if kind in ("adam", "adamw"):
+            names["eps"] = ["adam_epsilon"]
+        filled = {"lr": AUTO}
+        for parameter, given in names.items():
+            if any(options.value(name) is not None for name in given):
+                filled[parameter] = AUTO
         followed["optimizer"] = optimizer | {"params": filled | optimizer.get("params", {})}
     scheduler = followed.get("scheduler")
     if scheduler:
