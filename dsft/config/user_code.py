@@ -3,21 +3,19 @@
 It is loaded where it is needed, from modules that Python finds and files of the current folder.
 """
 
-import contextlib
 import hashlib
-import importlib
 import inspect
-import linecache
 import os
+import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from dsft.errors import UserError, nearest
+from dsft.errors import UserError
 
 KEYS = ("map_row", "compute_loss", "callbacks")  # options that hold it; callbacks is a list
 PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -26,8 +24,9 @@ PACKAGE = str(Path(__file__).resolve().parent.parent)
 def named(options: Any) -> Iterator[tuple[str, Any]]:
     """Yields option and value of all user code that `options` name."""
     for key in KEYS:
-        value = getattr(options, key, None)
-        yield from ((key, each) for each in (value if isinstance(value, list) else [value] * (value is not None)))
+        value = getattr(options, key, None) or []
+        for each in value if isinstance(value, list) else [value]:
+            yield key, each
 
 
 def name_of(value: Any) -> str:
@@ -47,23 +46,16 @@ def load(key: str, value: Any) -> Any:
     code = value
     here = f"{key}={name_of(value)}"
     if isinstance(value, str):
-        module_name, colon, name = value.partition(":")
-        if not (module_name and colon and name):
+        if not re.fullmatch(r"[\w.]+:[\w.]+", value):
             raise UserError(f"{here}: name it as module:function, such as my_code:{key}")
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # last: a file there hides no library
         try:
-            module = importlib.import_module(module_name)
+            code = pkgutil.resolve_name(value)
+        except ModuleNotFoundError as error:
+            raise UserError(f"{here}: {error}, neither among installed packages nor in {os.getcwd()}") from None
         except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-                raise UserError(
-                    f"{here}: no module {error.name}, neither among installed packages nor in {os.getcwd()}"
-                ) from None
             raise failed(here, error) from None
-        try:
-            code = attrgetter(name)(module)
-        except AttributeError:
-            raise UserError(f"{here}: {module_name} has no {name}{nearest(name, vars(module))}") from None
     if key != "callbacks":
         if not isinstance(code, FunctionType):
             raise UserError(f"{here}: expected a function, got {type(code).__name__}")
@@ -87,34 +79,30 @@ def problems(options: Any) -> list[str]:
 
 
 def digest(code: Any) -> str:
-    """Hashes what a function, or the class of a callback, is made of: its file, or its cell of a notebook, since it may
-    call other functions there; default values and what it closes over.
+    """Hashes what a function, or the class of a callback, is made of: its file, since it may call other functions
+    there, its own code, as a cell of a notebook has it alone, default values and what it closes over.
     """
-    if isinstance(code, FunctionType):
-        compiled = code.__code__  # too: the file may have changed since it was imported
-        constants = [each for each in compiled.co_consts if isinstance(each, str | bytes | int | float)]
-        content = "".join(linecache.getlines(compiled.co_filename)).encode()
-        content += compiled.co_code + repr((compiled.co_names, constants)).encode()
-        held = [*(code.__defaults__ or ()), code.__kwdefaults__]
-        for cell in code.__closure__ or ():
-            with contextlib.suppress(ValueError):  # one that nothing was put into
-                held.append(cell.cell_contents)
-    else:
-        code = code if isinstance(code, type) else type(code)
-        try:
-            content = Path(inspect.getsourcefile(code)).read_bytes()
-            held = []
-        except (OSError, TypeError):  # a class of a notebook has no file
-            content = b""
-            held = []
     from datasets.fingerprint import Hasher  # here: seconds
 
+    if not isinstance(code, FunctionType | type):
+        code = type(code)
+    try:
+        content = Path(inspect.getsourcefile(code)).read_bytes()
+    except (OSError, TypeError):  # a cell of a notebook
+        content = b""
+    values = []
+    if isinstance(code, FunctionType):
+        compiled = code.__code__
+        # Not its sets, whose order is another one in each process.
+        constants = [each for each in compiled.co_consts if isinstance(each, str | bytes | int | float)]
+        content += compiled.co_code + repr((compiled.co_names, constants)).encode()
+        values = [code.__defaults__, code.__kwdefaults__, *(code.__closure__ or ())]
     hashes = []
-    for value in held:
+    for value in values:
         try:
             hashes.append(Hasher.hash(value))  # of arrays and tables too
         except Exception:  # whatever a value that cannot be pickled raises
-            hashes.append(name_of(value))
+            hashes.append(type(value).__name__)
     return hashlib.sha256(content + f"{name_of(code)} {hashes}".encode()).hexdigest()[:12]
 
 
