@@ -77,47 +77,31 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
     return [], []
 
 
-def _in_words(world: int, shared_by: int) -> str:
-    return plural(world, "rank") + (f" / sequence_parallel={shared_by}" if shared_by > 1 else "")
-
-
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
     """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
     total = options.global_batch_size
-    training = options.training
     shared_by = options.sequence_parallel
-    ranks = _in_words(world, shared_by)
-    micro = training.get("per_device_train_batch_size")
-    accumulation = training.get("gradient_accumulation_steps")
     if not total or refused_ranks(shared_by, world):  # a problem of its own
         return [], []
-    if accumulation and micro is None:
-        micro, rest = divmod(total, Batch(1, accumulation, world, shared_by).sequences)
-        reason = f"global_batch_size={total} / (gradient_accumulation_steps={accumulation} x {ranks})"
-        problem = (
-            f"global_batch_size={total} is not divisible by gradient_accumulation_steps={accumulation} x {ranks};"
-            " leave gradient_accumulation_steps out"
-        )
-        return [Decision("per_device_train_batch_size", micro, reason)], [problem] if rest else []
-    if accumulation:  # both fixed, by a DeepSpeed JSON
-        problem = (
-            f"global_batch_size={total} (train_batch_size) is not per_device_train_batch_size={micro} x"
-            f" gradient_accumulation_steps={accumulation} x {ranks}; leave one to follow"
-        )
-        return [], [problem] if Batch(micro, accumulation, world, shared_by).sequences != total else []
-    # Where the micro batch is not given, the plan chooses one that divides.
-    per_step = Batch(micro or 1, 1, world, shared_by).sequences
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    given = {name: options.training[name] for name in names if options.training.get(name)}
+    factors = [f"{name}={value}" for name, value in given.items()]
+    factors.append(plural(world, "rank") + (f" / sequence_parallel={shared_by}" if shared_by > 1 else ""))
+    product = " x ".join(factors)
+    per_step = Batch(math.prod(given.values()), 1, world, shared_by).sequences
+    if len(given) == 2:  # both fixed, by a DeepSpeed JSON
+        problem = f"global_batch_size={total} is not {product}; leave one of them to follow"
+        return [], [problem] if total != per_step else []
     if total % per_step:
         lower = total // per_step * per_step
+        sizes = " or ".join(str(size) for size in (lower, lower + per_step) if size)
         return [], [
-            f"global_batch_size={total} is not divisible by per_device_train_batch_size={micro or 1} x {ranks};"
-            f" try {' or '.join(str(n) for n in (lower, lower + per_step) if n)}, or another"
-            " per_device_train_batch_size"
+            f"global_batch_size={total} is not divisible by {product}; try {sizes}, or another of these numbers"
         ]
-    if micro is None:
+    if not given:  # the plan chooses a micro batch that divides
         return [], []
-    reason = f"global_batch_size={total} / (per_device_train_batch_size={micro} x {ranks})"
-    return [Decision("gradient_accumulation_steps", total // per_step, reason)], []
+    (name,) = set(names) - given.keys()
+    return [Decision(name, total // per_step, f"global_batch_size={total} / ({product})")], []
 
 
 def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
@@ -149,22 +133,18 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
         return []
     total = manifest["run_identity"]["sequences per step"]
     shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
-    reason = f"{checkpoint} took so many on {then.ranks} ranks{shared}"
-    micro = options.training.get("per_device_train_batch_size") or 1
-    rest = total % Batch(micro, 1, world, options.sequence_parallel).sequences
-    if rest:
-        ranks = _in_words(world, options.sequence_parallel)
-        of_each = f"per_device_train_batch_size={micro} x " if micro > 1 else ""
-        smaller = ", or a smaller per_device_train_batch_size" if micro > 1 else ""
-        raise UserError(
-            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows;"
-            f" {of_each}{ranks} cannot share them: use a number of ranks that divides them{smaller}"
-        )
     kept = [
-        Decision("global_batch_size", total, reason),
+        Decision("global_batch_size", total, f"{checkpoint} took so many on {then.ranks} ranks{shared}"),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
     ]
-    return kept + batch_decisions(decide(options, kept), world)[0]
+    decisions, problems = batch_decisions(decide(options, kept), world)
+    if problems:
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows; {world}"
+            " ranks cannot share them: use a number of ranks that divides them, or a smaller"
+            " per_device_train_batch_size"
+        )
+    return kept + decisions
 
 
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
@@ -280,12 +260,20 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             refusal = "an offloaded optimizer must be AdamW in the DeepSpeed JSON, as in zero 2-offload"
         if refusal:
             problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
+    if options.dtype == "float16" and zero_stage == 0:
+        problems.append(f"dtype=float16 cannot be combined with zero={zero}; use zero 1, 2 or 3, or bfloat16")
     if zero_stage == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
         problems.append(f"zero={zero}: data_types.grad_accum_dtype: ZeRO 0 cannot add up in fp32; use stage 2 or 3")
-    # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
     optim = training.get("optim")
-    is_mapped = "optimizer" not in zero_file and zero_file.get("zero_force_ds_cpu_optimizer", True)
-    if is_offloaded and is_mapped and optim not in (None, *ON_HOST):
+    if "optimizer" not in zero_file and zero_stage and optim in NOT_OVER_SHARDS:
+        problems.append(f"optim={optim}: {NOT_OVER_SHARDS[optim]}; add zero: 0, or use adamw_torch or adamw_8bit")
+    # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
+    elif (
+        "optimizer" not in zero_file
+        and is_offloaded
+        and zero_file.get("zero_force_ds_cpu_optimizer", True)
+        and optim not in (None, *ON_HOST)
+    ):
         problems.append(
             f"optim={optim} cannot be combined with zero={zero}: DeepSpeed's CPUAdam would take its place on the host;"
             f" choose from {', '.join(ON_HOST)}, or name an optimizer in the DeepSpeed JSON"
@@ -306,18 +294,6 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
                 f"zero={zero}: DeepSpeed's own {part} has one learning rate; with learning_rates and loraplus_lr_ratio"
                 " use one without, such as zero 2 or 3"
             )
-    return problems
-
-
-def check_stage(options: TrainConfig, zero_file: dict[str, Any] | None) -> list[str]:
-    """Lists what is wrong in some stages alone; without an explicit `zero` the plan may choose any."""
-    problems = []
-    zero_stage = None if zero_file is None else stage(zero_file)
-    if options.dtype == "float16" and zero_stage == 0:
-        problems.append(f"dtype=float16 cannot be combined with zero={options.zero}; use zero 1, 2 or 3, or bfloat16")
-    optim = options.training.get("optim")
-    if optim in NOT_OVER_SHARDS and zero_stage != 0 and "optimizer" not in (zero_file or {}):
-        problems.append(f"optim={optim}: {NOT_OVER_SHARDS[optim]}; add zero: 0, or use adamw_torch or adamw_8bit")
     return problems
 
 

@@ -384,7 +384,6 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     if not any("global_batch_size" in problem for problem in [*problems, *run.problems]):
         run.apply(*arguments.batch_decisions(run.options, machine.world_size))
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
-    run.problems += arguments.check_stage(run.options, run.zero_file)
     run.problems += user_code.problems(run.options)
     run.problems += arguments.check_machine(run.options, machine)
     if machine.measured:
@@ -693,16 +692,14 @@ def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]
 
 def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
     """Takes over what an earlier plan of the run has, if no option names it now."""
-    micro = job.micro_batch
-    accumulation = job.accumulation
     earlier = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
-    if not micro and not accumulation and job.sequences_per_step in (None, earlier):
-        micro = plan["micro_batch"]
-        accumulation = plan["accumulation"]
-    checkpointing = plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing
-    every = job.checkpoint_every or plan["checkpoint_every"]
+    if not job.accumulation and job.sequences_per_step in (None, earlier):  # it follows
+        micro = job.micro_batch or plan["micro_batch"]
+        job = dataclasses.replace(job, micro_batch=micro, sequences_per_step=earlier)
     return dataclasses.replace(
-        job, micro_batch=micro, accumulation=accumulation, checkpointing=checkpointing, checkpoint_every=every
+        job,
+        checkpointing=plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing,
+        checkpoint_every=job.checkpoint_every or plan["checkpoint_every"],
     )
 
 
