@@ -331,7 +331,7 @@ def _names_of_models() -> set[str]:
 
 
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
-    """A copy in which Adam and the scheduler of a sound file follow the options in what it leaves out, for which
+    """A copy in which an optimizer and the scheduler of a sound file follow the options in what it leaves out, for which
     DeepSpeed has defaults of its own: 1e-3 for a learning rate. Of others only what is given is followed.
     """
     from deepspeed.runtime import lr_schedules
@@ -349,6 +349,10 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
         for parameter, given in names.items():
             if any(options.value(name) is not None for name in given):
                 filled[parameter] = AUTO
+        # torch's Adam, which needs no compiler; DeepSpeed's own alone has these parameters.
+        is_of_fused_adam = {"bias_correction", "set_grad_none"} & optimizer.get("params", {}).keys()
+        if kind in ("adam", "adamw") and not offloads(deepspeed_config) and not is_of_fused_adam:
+            filled |= {"torch_adam": True, "fused": True}
         followed["optimizer"] = optimizer | {"params": filled | optimizer.get("params", {})}
     scheduler = followed.get("scheduler")
     if scheduler:

@@ -119,18 +119,16 @@ def compile_error() -> str:
     return (lines or [result.stderr.strip() or f"exit code {result.returncode}"])[0][:200]
 
 
-def _optimizer_of(deepspeed_config: Mapping[str, Any]) -> tuple[str, dict[str, Any], bool]:
-    """The optimizer of a configuration: its type in small letters, its parameters, and whether it is offloaded."""
+def offload_problems(deepspeed_config: Mapping[str, Any], *, has_gpu: bool = False) -> list[str]:
+    """Say why an optimizer that DeepSpeed compiles at its first use, for an offload or a GPU, cannot be compiled here."""
     optimizer = deepspeed_config.get("optimizer") or {}
     offload = (deepspeed_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    return str(optimizer.get("type")).lower(), optimizer.get("params") or {}, offload.get("device", "none") != "none"
-
-
-def offload_problems(deepspeed_config: Mapping[str, Any]) -> list[str]:
-    """Say why the optimizer of an offload, which DeepSpeed compiles at its first use, cannot be compiled here."""
-    _, parameters, is_offloaded = _optimizer_of(deepspeed_config)
-    if not is_offloaded or parameters.get("torch_adam"):
+    if (optimizer.get("params") or {}).get("torch_adam"):
         return []
+    if offload.get("device", "none") == "none":
+        kind = str(optimizer.get("type")).lower()
+        reason = nvcc_problem() if has_gpu and kind in FUSED else ""
+        return [f"zero: optimizer.type {kind}: nvcc cannot compile it ({reason}); AdamW needs none"] if reason else []
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -148,14 +146,7 @@ def offload_problems(deepspeed_config: Mapping[str, Any]) -> list[str]:
 
 
 FUSED = ("adam", "adamw", "lamb", "lion")
-OF_FUSED_ADAM_ALONE = {"bias_correction": True, "set_grad_none": None}
-"""Parameters that torch's Adam does not have, with the value by which it works; None for any."""
-
-
-def fused_optimizer(deepspeed_config: Mapping[str, Any]) -> str:
-    """Name the optimizer that a configuration makes DeepSpeed compile for a GPU; empty for none."""
-    kind, parameters, is_offloaded = _optimizer_of(deepspeed_config)
-    return kind if kind in FUSED and not is_offloaded and not parameters.get("torch_adam") else ""
+"""Types of optimizers that DeepSpeed compiles for a GPU."""
 
 
 def nvcc_problem() -> str:
@@ -171,10 +162,3 @@ def nvcc_problem() -> str:
     except Exception as error:  # no toolkit, one of another CUDA, or a compiler whose version cannot be read
         return one_line(error)
     return ""
-
-
-def with_torch_adam(deepspeed_config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration that takes torch's Adam instead, with the same parameters."""
-    _, given, _ = _optimizer_of(deepspeed_config)
-    kept = {name: value for name, value in given.items() if OF_FUSED_ADAM_ALONE.get(name, ...) not in (value, None)}
-    return deepspeed_config | {"optimizer": deepspeed_config["optimizer"] | {"params": kept | {"torch_adam": True}}}

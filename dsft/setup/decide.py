@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -68,7 +68,7 @@ from dsft.runtime.console import say
 from dsft.runtime.disk import in_use, is_held
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
-from dsft.runtime.software import fused_optimizer, nvcc_problem, offload_problems, with_torch_adam
+from dsft.runtime.software import offload_problems
 from dsft.setup import arguments
 from dsft.setup.named_files import NOT_NEEDED
 
@@ -190,7 +190,6 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if run.checkpoint:
         files[f"{run.checkpoint} to resume from"] = manifest_hash(Path(run.checkpoint))
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
-    replace_uncompiled_adam(run, distributed.from_all)
     run.apply(decisions)
     options = run.options
     if options.resume_weights_only and not run.checkpoint:
@@ -214,7 +213,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
     )
     run.plan, run.reason, config = choice.plan, choice.text, choice.plan.deepspeed_config
-    distributed.raise_together(offload_problems(config))  # every node compiles what it needs
+    distributed.raise_together(offload_problems(config, has_gpu=machine.has_gpu))  # every node compiles what it needs
     if options.training.get("torch_compile"):
         # A rank that compiles for the shapes of its batch alone leaves the others waiting.
         seconds = options.step_timeout + options.compile_timeout
@@ -252,8 +251,6 @@ def resolve_offline(
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     run = check_run(options, machine, problems, starts=False, scored=scored)
     raise_if_any(run.problems)
-    if machine.measured:
-        replace_uncompiled_adam(run, list)
     decide_run(run)
     if run.options.training.get("resume_from_checkpoint"):
         run.notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
@@ -267,22 +264,6 @@ def resolve_offline(
     if attention:
         run.job = dataclasses.replace(run.job, attention=attention)
     return run
-
-
-def replace_uncompiled_adam(run: TrainingRun, from_all: Callable[[list[str]], list[str]]) -> None:
-    """Takes torch's Adam in the place of DeepSpeed's if a rank cannot compile it; `from_all` returns what all ranks
-    report. Raises UserError for another optimizer.
-    """
-    kind = fused_optimizer(run.zero_file) if run.zero_file is not None and has_gpu() else ""
-    if not kind:
-        return
-    problem = next(filter(None, from_all([nvcc_problem()])), "")
-    if not problem:
-        return
-    if not kind.startswith("adam"):
-        raise UserError(f"zero: optimizer.type {kind}: nvcc cannot compile it ({problem}); AdamW needs none")
-    run.zero_file = with_torch_adam(run.zero_file)
-    run.notes.append(f"optimizer: torch's Adam, since FusedAdam cannot be compiled ({problem})")
 
 
 def decide_run(run: TrainingRun) -> None:

@@ -212,17 +212,30 @@ def test_whole_numbers_are_whole_however_they_are_written(tmp_path):
     ]
 
 
+def test_an_adam_of_a_json_is_torchs_unless_it_is_offloaded_or_has_parameters_of_deepspeeds():
+    def is_torchs(params: dict, zero: dict) -> bool:
+        content = {"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": zero}
+        return "torch_adam" in follow_options(content, TrainConfig())["optimizer"]["params"]
+
+    assert is_torchs({}, {"stage": 2})
+    assert not is_torchs({"bias_correction": True}, {"stage": 2})
+    assert not is_torchs({}, {"stage": 2, "offload_optimizer": {"device": "cpu"}})
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "adam", "Lion", "Muon", "SGD", "Adagrad"])
 def test_what_a_json_leaves_out_of_its_optimizer_follows_the_options(kind):
     content = {"optimizer": {"type": kind, "params": {"momentum": 0.9} if kind in ("SGD", "Muon") else {}}}
     plain = follow_options(content, TrainConfig())
-    assert plain["optimizer"]["params"] == {"lr": "auto"} | content["optimizer"]["params"], "DeepSpeed's would be 1e-3"
+    torchs = {"torch_adam": True, "fused": True} if kind in ("AdamW", "adam") else {}
+    expected = {"lr": "auto"} | torchs | content["optimizer"]["params"]
+    assert plain["optimizer"]["params"] == expected, "DeepSpeed's rate would be 1e-3"
     assert "lr" not in content["optimizer"]["params"], "a copy"
     given = TrainConfig(training={"weight_decay": 0.1, "adam_beta2": 0.95})
     betas = {} if kind in ("SGD", "Adagrad") else {"betas": "auto"}
     followed = follow_options(content, given)["optimizer"]["params"]
     assert followed == plain["optimizer"]["params"] | {"weight_decay": "auto"} | betas
     kept = {"optimizer": {"type": kind, "params": {"lr": 1e-4, "weight_decay": 0}}}
+    kept["optimizer"]["params"] |= torchs
     assert follow_options(kept, TrainConfig(training={"weight_decay": 0})) == kept
 
 

@@ -117,16 +117,3 @@ def test_a_model_without_sdpa_is_planned_with_the_attention_that_a_gpu_takes(tmp
         monkeypatch.setattr(decide, "attention_like_eager", lambda *_, **__: None)
     without = resolve_offline(options, this_machine())
     assert without.job.attention == "eager" and any("gpt_oss has no sdpa" in note for note in without.notes)
-
-
-def test_a_plan_of_this_machine_takes_torch_s_adam_where_a_training_does(asked, tmp_path, monkeypatch):
-    """It takes 8 bytes more of a parameter while it updates: the plan fitted, and the training was refused."""
-    file = tmp_path / "own.json"
-    file.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}))
-    monkeypatch.setattr(decide, "has_gpu", lambda: True)
-    monkeypatch.setattr(decide, "nvcc_problem", lambda: "nvcc is not installed")
-    config = make_config(TrainConfig, asked(zero=str(file)), [])
-    for measured in (True, False):
-        run = resolve_offline(config, dataclasses.replace(EIGHT_GPUS, measured=measured))
-        assert run.zero_file["optimizer"]["params"].get("torch_adam", False) == measured
-        assert any("FusedAdam cannot be compiled (nvcc is not installed)" in note for note in run.notes) == measured
