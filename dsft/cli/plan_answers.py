@@ -18,8 +18,7 @@ from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.data.tokens import tokenise
 from dsft.errors import UserError
 from dsft.models.measure import USUAL_MODELS
-from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose
-from dsft.planner.evaluation import plan_evaluation
+from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose, plan_evaluation
 from dsft.planner.memory import Job, resolve_auto, terms_at_peak
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.console import show_table, show_text
@@ -322,14 +321,13 @@ def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Mach
         candidates = [dataclasses.asdict(plan) for plan in choice.candidates]
         print_json({"chosen": chosen, "candidates": candidates, "longest_window": choice.longest_window})
         return choice.plan.fits
-    table = new_table("", "ZeRO", "weights", "activations", "GiB", "host", "tokens/s", "fits")
+    table = new_table("", "ZeRO", "GiB", "host GiB", "fits")
     for plan in choice.candidates:
-        sizes = (plan.weight_bytes, plan.activation_bytes, plan.device_bytes, plan.host_bytes)
+        sizes = (plan.device_bytes, plan.host_bytes)
         table.add_row(
             "->" if plan is choice.plan else "",
             plan.zero,
             *(f"{num_bytes / GiB:,.1f}" for num_bytes in sizes),
-            f"{plan.tokens_per_second:,.0f}",
             plan.limiting_resource or "yes",
         )
     show_text(f"perplexity of {run.options.model}, {run.model.size.num_params / 1e9:,.3f} B parameters\n{machine}")

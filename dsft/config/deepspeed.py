@@ -331,7 +331,7 @@ def _names_of_models() -> set[str]:
 
 
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
-    """A copy in which an optimizer and the scheduler of a sound file follow the options in what it leaves out, for which
+    """A copy in which an optimizer and the scheduler of a sound file follow the options in what it leaves out, where
     DeepSpeed has defaults of its own: 1e-3 for a learning rate. Of others only what is given is followed.
     """
     from deepspeed.runtime import lr_schedules

@@ -40,7 +40,7 @@ from dsft.perplexity.results import REPORTS, Evaluation, Perplexity, Recorder, R
 from dsft.perplexity.scoring import evaluate_windows, exact_products
 from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.activations import attention_of
-from dsft.planner.evaluation import evaluation_section, plan_evaluation, tokens_at_once
+from dsft.planner.choose import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, reset_peaks

@@ -1,29 +1,36 @@
 """Chooses a DeepSpeed configuration: predicts memory and time of every candidate, from the very configuration that
-training would get (`plan.deepspeed_config`), and takes the fastest that fits. Pure arithmetic.
+training would get (`plan.deepspeed_config`), and takes the fastest that fits. Of an evaluation it takes the first of
+three ways of holding the model that fits. Pure arithmetic.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
-from dsft.models.measure import ModelSize
-from dsft.planner.activations import LIGER_MODELS
+from dsft.errors import UserError
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
+from dsft.models.measure import ModelFacts, ModelSize
+from dsft.models.sequence_parallel import refused_ranks
+from dsft.planner.activations import LIGER_MODELS, Attention, attention_of
 from dsft.planner.memory import (
     OPTIMIZERS,
     PLANNED_AS,
     Job,
     Term,
     ZeroLayout,
+    host_terms,
     optimizer_name,
+    outside_terms,
     peak_bytes,
     training_terms,
 )
 from dsft.planner.speed import CARDS, Speeds, card_of, cards_named, parse_interconnect, speeds_of, step_seconds
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch, in_gib
+from dsft.units import Batch, in_gib, padded_width
 
 NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
@@ -438,3 +445,158 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
     if offloads(deepspeed_config, to=("nvme",)):
         notes.append("Offload to NVMe is not planned: memory and time are those of the GPU alone.")
     return notes
+
+
+# ---- evaluation
+
+EVALUATION_NAMES = ("0", "3", "3-offload")
+"""One copy of the model per rank, shards over all ranks, shards in host memory: the first that fits is taken."""
+DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
+"""Tokens of one forward on a GPU, and on a CPU. The same for every way of holding the model, since the bits of a result
+depend on it.
+"""
+LENGTH_STEP = 256
+MOST_POSITIONS = 2**20
+"""Lengths that are tried for the longest are multiples of it, up to the model's positions or, without a limit, as
+many.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan(Needs):
+    """One way of holding the model while scoring."""
+
+    zero: str
+    """As the option `zero` of `dsft eval` takes it."""
+    batch_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationChoice:
+    """The plan that was chosen, among which, and why."""
+
+    plan: EvaluationPlan
+    candidates: tuple[EvaluationPlan, ...]
+    reason: str
+    longest_window: int | None
+    """Tokens of the longest window that fits in some way, each in a batch of its own; 0 where none fits; None where
+    attention holds a matrix.
+    """
+
+
+def longest_length(fits: Callable[[int], bool], size: ModelSize) -> int:
+    """Return the most tokens of a sequence that fit; 0 where none do."""
+    positions = size.max_positions or MOST_POSITIONS
+    step = min(LENGTH_STEP, positions)
+    return step * bisect_left(range(step, positions + 1, step), True, key=lambda length: not fits(length))
+
+
+def tokens_at_once(batch_tokens: int | None, seq_len: int, *, has_gpu: bool) -> int:
+    """Return the tokens of one forward: those that are asked for, and enough for one window, as it is padded."""
+    return max(padded_width(seq_len), batch_tokens or DEFAULT_BATCH_TOKENS[has_gpu])
+
+
+def evaluation_section(zero: str, ranks_per_node: int) -> dict[str, Any]:
+    """The section zero_optimization that scoring gets: that of training without its optimizer, with DeepSpeed's
+    defaults where it has "auto".
+    """
+    hpz_ranks = None if zero.endswith(".json") else ranks_per_node
+    section = compose(read_zero_file(zero, []), hpz_ranks=hpz_ranks)["zero_optimization"]
+    return {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"}
+
+
+def plan_evaluation(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    dtype: str,
+    seq_len: int,
+    attention: Attention | None = None,
+    batch_tokens: int | None = None,
+    sequence_parallel: int = 1,
+    zero: str = "auto",
+) -> EvaluationChoice:
+    """Choose how a model is held while it is scored: for `dsft eval` and for `dsft plan --perplexity`.
+
+    Args:
+        seq_len: of the longest window.
+        attention: that is planned, whatever the model would take; scoring feeds no mask.
+        batch_tokens: of all the ranks that share a batch; None for the default.
+        sequence_parallel: ranks that share the tokens of a batch.
+        zero: "auto" for all ways, else the one that is asked for.
+
+    Raises:
+        UserError: where so many ranks cannot share a window.
+    """
+    if refusal := refused_ranks(sequence_parallel, machine.world_size, facts.size):
+        raise UserError(f"sequence_parallel={sequence_parallel}: {refusal}")
+    job = Job(
+        size=dataclasses.replace(facts.size, num_trainable=0, trainable_numels=()),  # nothing is trained
+        model_config=facts.config,
+        adapters=facts.adapters,
+        dtype=dtype,
+        seq_len=seq_len,
+        attention=attention or attention_of(facts, seq_len=seq_len, masked=False),
+        sequence_parallel=sequence_parallel,
+    )
+    if zero != "auto":
+        names = [zero]
+    elif job.size.quantization:  # no such model is sharded (check_sharding)
+        names = ["0"]
+    else:
+        names = [name for name in EVALUATION_NAMES if name != "3-offload" or machine.has_gpu]
+
+    def fits_alone(window: int) -> bool:
+        taken = attention or attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
+        longer = dataclasses.replace(job, attention=taken, seq_len=window)
+        return any(_plan_scoring(name, window, longer, machine).fits for name in names)
+
+    tokens = tokens_at_once(batch_tokens, seq_len, has_gpu=machine.has_gpu)
+    plans = [_plan_scoring(name, tokens, job, machine) for name in names]
+    asked = f"zero={zero} (requested): " if zero != "auto" else ""
+    chosen = next((plan for plan in plans if plan.fits), None)
+    if chosen:
+        way = "one copy of the model per rank" if chosen.zero == "0" else f"shards over all ranks (zero {chosen.zero})"
+        why = f"{way}, {chosen.batch_tokens:,} tokens at once: {in_gib(chosen.device_bytes)} needed"
+    else:
+        chosen = min(plans, key=lambda plan: shortage(plan, machine))
+        why = f"nothing fits; the closest is zero {chosen.zero}, which needs {needed(chosen, machine)}"
+    return EvaluationChoice(
+        plan=chosen,
+        candidates=tuple(plans),
+        reason=f"{asked}{why}; {available(machine)}.",
+        longest_window=longest_length(fits_alone, job.size) if job.attention == "flash" else None,
+    )
+
+
+def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> EvaluationPlan:
+    section = {"zero_optimization": evaluation_section(zero, machine.ranks_per_node)}
+    layout = ZeroLayout(job, section, machine, accumulation=1)
+    size = job.size
+    item = job.weight_bytes
+    ranks = job.sequence_parallel
+    tokens = -(-batch_tokens // ranks)
+    weights = layout.frozen_bytes
+    if layout.stage == 3:
+        prefetched = layout.zero["stage3_prefetch_bucket_size"] + size.largest_gathered_params
+        weights = item * (layout.persistent_params + layout.gathered_params + prefetched)
+        if layout.param_device == "none":
+            weights += item * size.num_params // machine.world_size
+    # The backbone without gradients, or, after it, hidden states twice and a tile of the logits in fp32.
+    backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(job.activations.layers))
+    device = "cuda" if machine.has_gpu else "cpu"
+    tile = min(tokens, ROW_TILE[device]) * min(size.vocab_size, VOCAB_TILE[device])
+    head = tokens * 2 * item * size.hidden_size + tile * (4 + 2 * item)
+    terms = [
+        Term("weights, and what is gathered", weights, "all, or shards and live parameters"),
+        Term("backbone, or hidden states and logits", int(max(backbone, head)), "the larger of both", "compute"),
+        *host_terms(layout),
+    ]
+    if (
+        ranks > 1
+    ):  # queries, keys and values once exchanged, and two more copies of queries on their way (ulysses_sp.py)
+        queries, keys = size.exchanged_widths(ranks)
+        exchanged = tokens * (3 * queries + 2 * keys) * item
+        terms.append(Term("positions exchanged for heads", exchanged, "tokens x width", "compute"))
+    terms += outside_terms(layout, terms)
+    return EvaluationPlan(zero=zero, batch_tokens=batch_tokens, **add_up(terms, machine, stage=layout.stage))

@@ -120,7 +120,7 @@ def compile_error() -> str:
 
 
 def offload_problems(deepspeed_config: Mapping[str, Any], *, has_gpu: bool = False) -> list[str]:
-    """Say why an optimizer that DeepSpeed compiles at its first use, for an offload or a GPU, cannot be compiled here."""
+    """Say why the optimizer, which DeepSpeed compiles for an offload or a GPU at its first use, cannot be compiled."""
     optimizer = deepspeed_config.get("optimizer") or {}
     offload = (deepspeed_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     if (optimizer.get("params") or {}).get("torch_adam"):

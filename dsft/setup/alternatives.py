@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from dsft.config.deepspeed import offloads
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.planner.activations import Attention, attention_of
-from dsft.planner.choose import Plan
+from dsft.planner.choose import Plan, longest_length
 from dsft.planner.memory import DEFAULT_OPTIMIZER
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.hardware import Machine
@@ -20,11 +19,6 @@ BFLOAT16_STATES = {"states": "bfloat16"}
 CLEARLY_FASTER = 1.1
 MOST_NODES = 64
 SHORTEST = 512
-LENGTH_STEP = 256
-MOST_POSITIONS = 2**20
-"""Lengths that are tried for the longest sequence are multiples of it, up to the model's positions or, without a limit,
-as many.
-"""
 
 
 @dataclass(frozen=True)
@@ -104,14 +98,11 @@ def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     time; None where none fits.
     """
     job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
-    positions = job.size.max_positions or MOST_POSITIONS
-    step = min(LENGTH_STEP, positions)
-    lengths = range(step, positions + 1, step)
 
     def plan_of(length: int) -> Plan:
         attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask from a sliding window on
         changed = dataclasses.replace(job, seq_len=length, attention=attention)
         return plan_run(run.options, changed, run.machine, zero_file=run.zero_file, must_fit=False).plan
 
-    number = bisect_left(lengths, True, key=lambda length: not plan_of(length).fits)
-    return (lengths[number - 1], plan_of(lengths[number - 1])) if number else None
+    length = longest_length(lambda length: plan_of(length).fits, job.size)
+    return (length, plan_of(length)) if length else None

@@ -39,8 +39,7 @@ from dsft.models.measure import ModelFacts, ModelSize
 from dsft.models.probes import trains_in_tiles
 from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
-from dsft.planner.choose import Plan
-from dsft.planner.evaluation import DEFAULT_BATCH_TOKENS
+from dsft.planner.choose import DEFAULT_BATCH_TOKENS, Plan
 from dsft.planner.memory import adapts_head, checkpoint_parts, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu

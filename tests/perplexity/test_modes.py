@@ -20,7 +20,7 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.modes import PROTOCOLS, disjoint_spans, mode_problems, protocol_config
 from dsft.perplexity.of_training import evaluation_config
-from dsft.planner.evaluation import plan_evaluation
+from dsft.planner.choose import plan_evaluation
 from dsft.runtime.hardware import this_machine
 from dsft.setup.evaluation import candidate_of
 

@@ -17,7 +17,7 @@ from dsft.cli.main import main
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.evaluation import model_identity
-from dsft.planner.evaluation import plan_evaluation
+from dsft.planner.choose import plan_evaluation
 from dsft.runtime.hardware import this_machine
 from dsft.setup.evaluation import candidate_of
 
