@@ -124,7 +124,6 @@ class FormatRules:
     chat_date: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Part of a chat -> its column, or columns."""
-    has_template: bool = True  # whether the tokenizer can render chats
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
@@ -132,8 +131,6 @@ class FormatRules:
     @property
     def form(self) -> type:
         """Text, Pair or Chat, that rows become."""
-        if self.format == "alpaca":
-            return Chat if self.has_template else Pair
         if self.columns or self.has_chat_pairs or self.as_chat:
             return Chat
         return Pair if self.format == "prompt_completion" or self.prompt_template else Text
@@ -147,9 +144,7 @@ class FormatRules:
     def read(self) -> set[str]:
         """The columns that are read of a row."""
         read = _needed_columns(self.format, self) | _named_columns(self.columns)
-        if self.form is Chat:
-            return read.union(CHAT_COLUMNS)
-        return read.union(SYSTEM_COLUMNS) - {"history"} if self.format == "alpaca" else read
+        return read.union(CHAT_COLUMNS) if self.form is Chat else read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +182,7 @@ def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
     return {*COLUMNS.get(name, (config.text_column,))}
 
 
-def format_rules(rows: list[Row], config: DataFields, *, has_template: bool = True) -> FormatRules:
+def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
     first rows; ValueError lists the columns there are.
     """
@@ -216,7 +211,6 @@ def format_rules(rows: list[Row], config: DataFields, *, has_template: bool = Tr
     rules = FormatRules(
         **values,
         format=name,
-        has_template=has_template,
         has_chat_pairs=is_pair and isinstance(rows[0].values.get("completion"), list),
         keep_all=isinstance(config, EvalConfig),
     )
@@ -323,7 +317,9 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
         prompt = rules.prompt_template.format(**row)
     if rules.as_chat:
         return _chat(_turns(prompt, completion), row, rules)
-    return _pair(prompt, completion)
+    if not completion.strip():
+        raise EmptyAnswer("the completion is empty")
+    return Pair(prompt=prompt, completion=completion)
 
 
 def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
@@ -342,7 +338,7 @@ def text_of(sample: Text | Pair | Chat) -> str:
     return "".join(message["content"] for message in answers)
 
 
-# Texts, pairs and tables
+# Texts and tables
 
 
 def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
@@ -355,12 +351,6 @@ def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
     if not value and not empty:
         raise ValueError(f"column {name!r} is empty")
     return value
-
-
-def _pair(prompt: str, completion: str) -> Pair:
-    if not completion.strip():
-        raise EmptyAnswer("the completion is empty")
-    return Pair(prompt=prompt, completion=completion)
 
 
 def _turns(question: str, answer: str) -> list[Message]:
@@ -382,10 +372,8 @@ def template_columns(config: DataFields | FormatRules) -> set[str]:
     return names
 
 
-def _from_table(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
-    """Makes a chat of a question and an answer, each of which may be a number; Alpaca's headed text without a chat
-    template.
-    """
+def _from_table(row: dict[str, Any], rules: FormatRules) -> Chat:
+    """Makes a chat of a question and an answer, each of which may be a number."""
     names = rules.columns["user"]
     names = [names] if isinstance(names, str) else names
     questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
@@ -395,16 +383,10 @@ def _from_table(row: dict[str, Any], rules: FormatRules) -> Pair | Chat:
     history = row.get(rules.columns.get("history")) or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"column {rules.columns['history']!r} must be a list of [question, answer]")
-    if rules.form is Chat:
-        messages = []
-        for earlier_question, earlier_answer in history:
-            messages += _turns(earlier_question, earlier_answer)
-        return _chat(messages + _turns("\n".join(questions), answer), row, rules)
-    # The headings of github.com/tatsu-lab/stanford_alpaca.
-    headed = [f"### Instruction:\n{questions[0]}", *(f"### Input:\n{each}" for each in questions[1:])]
-    if system := _system(row, rules):
-        headed.insert(0, system)
-    return _pair("\n\n".join([*headed, "### Response:\n"]), answer)
+    messages = []
+    for earlier_question, earlier_answer in history:
+        messages += _turns(earlier_question, earlier_answer)
+    return _chat(messages + _turns("\n".join(questions), answer), row, rules)
 
 
 def _cell(row: dict[str, Any], name: str) -> str:

@@ -72,12 +72,13 @@ def check_sources(
         try:
             batch = source.first_batch()
             rows = batch.rows[:CHECKED_ROWS]
-            rules = format_rules(rows, config, has_template=bool(tokenizer and tokenizer.chat_template))
+            rules = format_rules(rows, config)
             if tokenizer is not None:
-                if rules.form is Chat and not rules.has_template:
+                if rules.form is Chat and not tokenizer.chat_template:
                     raise ValueError(
                         f"the rows are chats, but the tokenizer {tokenizer.name_or_path} has no chat template; name"
-                        " one with chat_template, use a tokenizer of a chat model, or prompt and completion columns"
+                        " one with chat_template (alpaca, chatml), use a tokenizer of a chat model, or prompt and"
+                        " completion columns"
                     )
                 if ending(batch.place) != ".txt":  # one long row
                     tokenise(replace(batch, rows=rows), rules, tokenizer)

@@ -196,9 +196,7 @@ def _jobs(
     config = protocol_config(candidate.config, facts.size.max_positions)
     prepared = []
     for source, data in data_sets.items():
-        # Answers are cut to seq_len; whether Alpaca is a chat depends on the tokenizer.
-        rules = replace(data.rules, seq_len=config.seq_len, has_template=bool(candidate.tokenizer.chat_template))
-        data = replace(data, rules=rules)
+        data = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # answers are cut to it
         windows = build_windows(data, config, candidate.tokenizer, show_progress=progress)
         groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
         prepared.append((source, windows, groups))

@@ -81,8 +81,8 @@ READ = {("alpaca", "history"), *((name, flaw) for name in CHATS for flaw in CHAT
 """(row, flaw) that a format reads."""
 
 
-def made(row: dict, *, has_template: bool = True, options=TrainConfig, **given):
-    return canonical(Row(row, 1), format_rules([Row(row, 1)], options(**given), has_template=has_template))
+def made(row: dict, *, options=TrainConfig, **given):
+    return canonical(Row(row, 1), format_rules([Row(row, 1)], options(**given)))
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
@@ -95,13 +95,6 @@ def test_a_column_that_changes_the_meaning_is_read_or_refused_by_name(name, flaw
     for options in (TrainConfig, EvalConfig):
         with pytest.raises(ValueError, match=flaw.split()[0]):
             made(row, options=options)
-
-
-def test_without_a_chat_template_alpaca_reads_a_system_column_and_refuses_tools_and_history():
-    assert made(ROWS["alpaca"] | FLAWS["system"], has_template=False).prompt.startswith("be kind\n\n")
-    for flaw in ("tools", "history"):
-        with pytest.raises(ValueError, match=flaw):
-            made(ROWS["alpaca"] | FLAWS[flaw], has_template=False)
 
 
 @pytest.mark.parametrize("flaw", ["images", "history", "system", "tools"])
@@ -249,10 +242,8 @@ def test_a_column_that_is_null_in_all_rows_does_not_show_a_format():
     assert made({"messages": None} | ROWS["sharegpt"]) == made(ROWS["messages"])
 
 
-@pytest.mark.parametrize("has_template", [True, False])
-def test_the_question_of_alpaca_may_stand_in_input(has_template):
-    row = {"instruction": "", "input": "hello", "output": "hi"}
-    assert made(row, has_template=has_template) == made(ROWS["alpaca"], has_template=has_template)
+def test_the_question_of_alpaca_may_stand_in_input():
+    assert made({"instruction": "", "input": "hello", "output": "hi"}) == made(ROWS["alpaca"])
 
 
 def test_calls_of_every_shape_become_the_same_chat():

@@ -38,7 +38,7 @@ def made(values: list[dict], tokenizer, **options) -> Tokens:
 
 def made_of_rows(rows: list[Row], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
     config = TrainConfig(**({"seq_len": 64} | options))
-    rules = replace(format_rules(rows, config, has_template=bool(tokenizer.chat_template)), keep_all=keep_all)
+    rules = replace(format_rules(rows, config), keep_all=keep_all)
     return tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
 
 
@@ -115,21 +115,15 @@ def test_chats_of_every_format_become_the_same_tokens(tokenizer, name):
     assert made([FORMATS[name]], tokenizer, train_on="all").trained.sum() == len(tokens.ids) - 1
 
 
-def test_alpaca_is_a_chat_where_there_is_a_template_and_headed_text_where_not(tokenizer, tiny):
-    row = {"instruction": "Sort.", "input": "b a", "output": "a b"}
-    chat = made([row], tokenizer)
-    assert (
-        tokenizer.decode(chat.ids) == "<|user|>Sort.\nb a<|end|><|assistant|>a b<|end|>"
-        and trained(chat, tokenizer) == "a b<|end|>"
-    )
-    plain = load_tokenizer(TrainConfig(model=str(tiny / "model")))
-    text = made([row, row | {"input": "", "system": "Be fast."}], plain, seq_len=256)
-    assert (
-        plain.decode(text.ids[: text.ends[0]])
-        == "### Instruction:\nSort.\n\n### Input:\nb a\n\n### Response:\na b<|end|>"
-        and trained(text, plain, 0) == "a b<|end|>"
-    )
-    assert plain.decode(text.ids[text.ends[0] :]) == "Be fast.\n\n### Instruction:\nSort.\n\n### Response:\na b<|end|>"
+def test_alpaca_is_a_chat_and_has_a_template_with_its_headings(tokenizer, tiny):
+    row = {"instruction": "Sort.", "input": "b a", "output": "a b", "system": "Be fast."}
+    chat = made([row | {"system": ""}], tokenizer)
+    assert tokenizer.decode(chat.ids) == "<|user|>Sort.\nb a<|end|><|assistant|>a b<|end|>"
+    assert trained(chat, tokenizer) == "a b<|end|>"
+    headed = load_tokenizer(TrainConfig(model=str(tiny / "model"), chat_template="alpaca"))
+    text = made([row], headed, seq_len=256)
+    expected = "Be fast.\n\n### Instruction:\nSort.\nb a\n\n### Response:\na b<|end|>\n\n"
+    assert headed.decode(text.ids) == expected and trained(text, headed) == "a b<|end|>"
 
 
 @pytest.mark.parametrize(
