@@ -235,10 +235,9 @@ TOOLS = {"dsft": of_dsft, "trl": of_trl, "llamafactory": of_llamafactory}
 
 
 def fullness(options: argparse.Namespace) -> list[dict]:
-    """Fill rate of packed rows and padding share of the instruction sets, by file and length of a row."""
+    """Fill rate of packed rows of the instruction sets, by file and length of a row."""
     sys.path[0] = str(ROOT)
     from dsft.config.options import TrainConfig
-    from dsft.data.epoch import EpochSampler, PaddedToFullSteps, padding_share
     from dsft.data.training_data import check_sources, load_training_data
     from dsft.models.tokenizer import load_tokenizer
 
@@ -264,21 +263,6 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                         [],
                         tokenizer,
                     )
-                items = made["padded"].items
-                steps = PaddedToFullSteps(items, 64)
-                shares = {
-                    name: round(
-                        padding_share(
-                            EpochSampler(steps, seed=42, step=lambda: 0, strategy=strategy).order(0), steps.lengths, 8
-                        ),
-                        4,
-                    )
-                    for name, strategy in (
-                        ("at_random", "random"),
-                        ("within_steps_of_64", "batch_rebalance"),
-                        ("among_steps", "group_by_length"),
-                    )
-                }
                 rates.append(
                     {
                         "file": path.name,
@@ -287,8 +271,6 @@ def fullness(options: argparse.Namespace) -> list[dict]:
                         "tokens": made["packed"].counts["tokens"],
                         "packed_rows": made["packed"].counts["packed_rows"],
                         "fill_rate": made["packed"].counts["fill_rate"],
-                        "padding_share_of_8": shares,
-                        "padding_share_filled_8192": made["filled"].counts["padding_share"],
                     }
                 )
     return rates

@@ -45,11 +45,10 @@ def main(argv: list[str] | None = None) -> None:
         longest = max(1800, config.load_timeout, config.step_timeout)
         distributed.start_ranks(timeouts=config, timeout_seconds=longest, output_dir=config.output_dir)
         from dsft.api import evaluate  # loads torch, transformers and DeepSpeed
-        from dsft.data.training_data import notes_on_escapes
         from dsft.perplexity.compare import print_together
 
     say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and models")
-    for note in [*config.notes, *notes_on_escapes(config)]:
+    for note in config.notes:
         say(f"note: {note}")
     evaluations = []
     for evaluation in evaluate(config, problems, progress=True):

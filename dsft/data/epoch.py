@@ -9,7 +9,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 
 from dsft.data.store import Store
 from dsft.models.chunked_head import next_tokens
-from dsft.models.probes import NO_RULES, RowRules, positions
+from dsft.models.probes import RowRules, positions
 from dsft.models.sequence_parallel import share_of
-from dsft.units import IGNORED, describe_value
+from dsft.units import IGNORED, describe_value, padded_width
 
 Sequence = dict[str, np.ndarray]
 """input_ids and labels, both [T] int64; weights, [T] float32, where the loss of a label is multiplied by it."""
@@ -287,31 +287,12 @@ class EpochSampler(torch.utils.data.Sampler):
         return [*real.tolist(), *range(len(real), len(self.data))][: self.steps * per_step]
 
 
-def padding_share(order: list[int], lengths: np.ndarray, batch: int, rules: RowRules) -> float:
-    """Returns the share of computed positions without a token, in batches of `batch` items that follow in `order`."""
-    lengths_of_batches = lengths[order].reshape(-1, batch)
-    longest, of_batches = np.unique(lengths_of_batches.max(1), return_inverse=True)
-    widths = np.array([rules.width(length) for length in longest])[of_batches]
-    return float(1 - lengths_of_batches.sum() / (widths * batch).sum())
-
-
 # Tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Which positions of a batch this rank computes: all, or its share of those of the ranks that share each batch."""
-
-    place: int = 0
-    size: int = 1
-
-
-WHOLE = Part()
 
 
 @dataclass(eq=False)
 class Collator:
-    """Lays sequences out as a batch, and takes this rank's part of it, [B, T / size].
+    """Lays sequences out as a batch, and takes this rank's part of it, [B, T / shared_by].
 
     Each sequence, also of lists, is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`:
     each list is a row, its sequences end to end; the rest of a row is a sequence of its own.
@@ -328,20 +309,24 @@ class Collator:
     """
 
     pad_token_id: int
-    rules: RowRules = NO_RULES  # with the lengths that padding does not go beyond
+    seq_len: int | None = None  # that padding does not go beyond
     masked: bool = True
     """False leaves attention_mask out, for models in which no token sees the padding after it. A batch without padding
     has none either: transformers would read it back from the GPU to see that it is of ones.
     """
     packed: bool = False
     flash: bool = False
-    part: Part = WHOLE
+    place: int = 0  # of this rank among those that share each batch
+    shared_by: int = 1
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, Any]:
         groups = items if self.packed else [[each] for each in sequences_in(items)]
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
         filled = [sum(row) for row in lengths]
-        shape = len(groups), replace(self.rules, multiple=self.part.size).width(max(filled))
+        width = padded_width(max(filled))
+        if self.seq_len:
+            width = min(width, self.seq_len)
+        shape = len(groups), -(-width // self.shared_by) * self.shared_by
         batch = {
             "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.long),
             "labels": torch.full(shape, IGNORED, dtype=torch.long),
@@ -372,7 +357,7 @@ class Collator:
             batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(filled)[:, None]).long()
 
         shifted = ""
-        if self.part.size > 1:
+        if self.shared_by > 1:
             shifted = "shift_"
             rows = {}
             if self.packed and not self.flash and "position_ids" in batch:
@@ -380,7 +365,7 @@ class Collator:
             for name, last in (("labels", IGNORED), ("weights", 0)):
                 if name in batch:
                     batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
-            batch = share_of(batch, self.part.place, self.part.size) | rows
+            batch = share_of(batch, self.place, self.shared_by) | rows
         is_token_BT = batch.pop("is_token")
         is_trained_BT = batch[f"{shifted}labels"] != IGNORED
         num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), torch.tensor(is_token_BT.numel())])

@@ -11,17 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from dsft.config.options import DataFields, TrainConfig, shuffle_seed
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.epoch import (
-    WHOLE,
     Collator,
-    EpochSampler,
     PackedRows,
-    PaddedToFullSteps,
-    Part,
     Sequences,
     best_fit,
     count,
     describe_counts,
-    padding_share,
     sequences_of,
 )
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
@@ -29,7 +24,6 @@ from dsft.data.sources import HeldOut, ending, find_sources
 from dsft.data.store import Store, cache_folder, prepare
 from dsft.data.tokens import stop_tokens, tokenise
 from dsft.errors import UserError, one_line
-from dsft.models.probes import NO_RULES, RowRules
 from dsft.models.tokenizer import split_tokens, text_ids
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
@@ -167,28 +161,14 @@ class TrainingData:
     prompts: list[Prompt] = field(default_factory=list)  # answered at each evaluation
     held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty where they have none
     strategy: str = "random"  # train_sampling_strategy of items that are single sequences
-    rules: RowRules = NO_RULES  # with the lengths that the model computes otherwise, and `seq_len` last
     notes: list[str] = field(default_factory=list)
 
-    def describe_batches(self, batch: Batch, *, seed: int, drop_last: bool = False) -> None:
-        """Adds the padding share of the first epoch to `counts`, if items are padded sequences. `seed` is that of the
-        order. Raises UserError where an epoch has no step, since what does not fill one is left out (`drop_last`).
-        """
-        if drop_last and len(self.items) < batch.sequences:
+    def require_a_full_step(self, batch: Batch) -> None:
+        """Raises UserError if an epoch has no step, where what does not fill one is left out."""
+        if len(self.items) < batch.sequences:
             raise UserError(
                 f"dataloader_drop_last: the data gives {len(self.items):,} sequences, and a step takes"
                 f" {batch.sequences:,}, so no step is left of an epoch; leave it out, or lower the batch size"
-            )
-        if isinstance(self.items, PackedRows):
-            return
-        steps = PaddedToFullSteps(self.items, batch.sequences)
-        sampler = EpochSampler(steps, seed=seed, step=lambda: 0, drop_last=drop_last, strategy=self.strategy)
-        share = padding_share(sampler.order(0), steps.lengths, batch.micro, self.rules)
-        self.counts["padding_share"] = round(share, 4)
-        if len(self.rules.limits) > 1 and batch.micro > 1:
-            self.notes.append(
-                f"batches with sequences on both sides of {self.rules.limits[0]} tokens: this model computes the short"
-                " ones like long ones then (longrope); packing, or per_device_train_batch_size 1, avoids it"
             )
 
 
@@ -200,16 +180,15 @@ def load_training_data(
     *,
     flash: bool = False,
     masked: bool = True,
-    limits: tuple[int, ...] = (),
-    part: Part = WHOLE,
+    place: int = 0,
+    shared_by: int = 1,
 ) -> TrainingData:
     """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
 
     Args:
         flash: whether attention takes the bounds of packed samples.
         masked: whether padded batches have an attention mask.
-        limits: lengths beyond which the model computes otherwise (`models/probes.py`).
-        part: of every batch, that this rank computes.
+        place, shared_by: of this rank among those that share every batch.
     """
     share, held_out_share = shares_of_rows(config)
     cache = cache_folder(config.data_cache)
@@ -234,19 +213,13 @@ def load_training_data(
                 f"data: {store.facts['source']}: no trainable tokens in {store.counts['rows']} rows"
                 f" ({describe_counts(store.counts) or 'all are held out'}); look at too_long and train_on"
             )
-    rules = RowRules(limits=(*(limit for limit in limits if limit < config.seq_len), config.seq_len))
     strategy = "random"
     sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
     counts = count(sequences)
     items: Sequences | PackedRows = sequences
-    if config.packing:  # sequences that the model computes otherwise stay among themselves
+    if config.packing:
         lengths = sequences.lengths
-        sides = rules.sides(lengths)
-        rows = []
-        for side in np.unique(sides):
-            alike = np.flatnonzero(sides == side)
-            rows += [alike[row] for row in best_fit(lengths[alike], config.seq_len)]
-        items = PackedRows(sequences, rows)
+        items = PackedRows(sequences, best_fit(lengths, config.seq_len))
         counts["packed_rows"] = len(items)
         counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
     else:
@@ -258,14 +231,14 @@ def load_training_data(
     require_agreement({SAME_FILES: {"content of data": content}})
     collator = Collator(
         tokenizer.pad_token_id,
-        NO_RULES if config.packing else rules,
+        config.seq_len,
         masked=masked,
         packed=config.packing,
         flash=flash,
-        part=part,
+        place=place,
+        shared_by=shared_by,
     )
-    # Words of templates that may be mistakes, and rows that are not trained as they stand.
-    notes = notes_on_escapes(config)
+    notes = []
     if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
         notes.append(
             f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
@@ -299,7 +272,6 @@ def load_training_data(
         prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
-        rules=rules,
         notes=[*notes, *notes_on_unread([*data, *held_out])],
     )
 
@@ -310,16 +282,6 @@ def shares_of_rows(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]
         return None, None
     of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=shuffle_seed(config.training))
     return of_wanted(wanted=False), of_wanted(wanted=True)
-
-
-def notes_on_escapes(config: DataFields) -> list[str]:
-    """Finds line breaks in templates that a shell or plain YAML has left as two characters."""
-    return [
-        f"{key}={getattr(config, key)!r} holds a backslash with an n after it, and no line break; for one write"
-        " $'...\\n' in a shell, or double quotes in YAML"
-        for key in ("prompt_template", "completion_template", "separator")
-        if "\\n" in (getattr(config, key, None) or "")
-    ]
 
 
 def notes_on_unread(data: Iterable[FormattedSource]) -> list[str]:

@@ -163,7 +163,7 @@ class RowRules:
     with its padding."""
     alone: bool = False  # every row is a batch of its own, without padding
     multiple: int = 1
-    """Every batch is padded to a multiple of this length, also alone, and beyond a limit where there is no other."""
+    """Every batch is padded to a multiple of this length, also alone, and beyond a limit."""
 
     def joined(self, other: "RowRules") -> "RowRules":
         """The rules of two models that see the same batches."""
@@ -173,23 +173,13 @@ class RowRules:
         """The padded length of a batch, of at least one token: a document of one token feeds none."""
         longest = max(1, int(longest))
         shortest = -(-longest // self.multiple) * self.multiple
-        if self.alone:
-            return shortest
-        limits = [limit for limit in self.limits if limit >= longest]
-        width = min([padded_width(longest), *limits])
-        width = -(-width // self.multiple) * self.multiple
-        return shortest if any(limit < width for limit in limits) else width
+        padded = -(-padded_width(longest) // self.multiple) * self.multiple
+        crosses_limit = any(longest <= limit < padded for limit in self.limits)
+        return shortest if self.alone or crosses_limit else padded
 
     def share(self, longest: int, length: int) -> bool:
         """Whether a row of `length` may join a batch whose longest row has `longest`."""
         return not self.alone and not any(length <= limit < longest for limit in self.limits)
-
-    def sides(self, lengths: np.ndarray) -> np.ndarray:
-        """Count the limits below each length: where the numbers are the same, rows may share a batch."""
-        return np.searchsorted(self.limits, lengths)
-
-
-NO_RULES = RowRules()
 
 
 def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:

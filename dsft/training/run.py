@@ -30,8 +30,8 @@ from dsft.checkpoints.run_folder import (
     was_killed,
     write_run,
 )
-from dsft.config.options import TrainConfig, as_dict, common_options, shuffle_seed
-from dsft.data.epoch import Part, describe_counts
+from dsft.config.options import TrainConfig, as_dict, common_options
+from dsft.data.epoch import describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.job import beat as watchdog
@@ -110,8 +110,8 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
                 run.tokenizer,
                 flash=run.options.packing and run.packing.flash,
                 masked=run.masked,
-                limits=length_limits(run.model.config),
-                part=Part(place=team.position()[1], size=team.size),
+                place=team.position()[1],
+                shared_by=team.size,
             )
         for name in (run.options.model, run.options.adapter):
             if name not in (None, run.weights_of) and verifies:
@@ -158,12 +158,17 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         distributed.world_size(),
         options.sequence_parallel,
     )
-    order = {"seed": shuffle_seed(vars(args)), "drop_last": args.dataloader_drop_last}
-    data.describe_batches(batch, **order)
+    if args.dataloader_drop_last:
+        data.require_a_full_step(batch)
     held_out = f"; held out: {describe_counts(data.held_out_counts)}" if data.held_out else ""
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
         say(f"note: {note}")
+    if limits := [limit for limit in length_limits(run.model.config) if limit < options.seq_len]:
+        say(
+            f"note: this model computes all rows of a batch as long ones (longrope) if one has more than {limits[0]:,}"
+            " tokens"
+        )
     model = build_model(options, dtype=options.dtype, seed=args.seed, new_tokens=run.new_tokens)
     if run.new_tokens:
         names = ", ".join(run.tokenizer.convert_ids_to_tokens(run.new_tokens))

@@ -21,11 +21,9 @@ from dsft.data.epoch import (
     Collator,
     EpochSampler,
     PaddedToFullSteps,
-    Part,
     Sequences,
     best_fit,
     form_batches,
-    padding_share,
     repeated,
     sequence,
 )
@@ -219,7 +217,8 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
     assert sorted(grouped.order(0)) == sorted(random.order(0)) == list(range(1008))
     assert grouped.order(0) != grouped.order(1)
     assert grouped.order(0)[-5:] == list(range(1003, 1008))  # blank ones fill the last step
-    shares = [padding_share(order.order(0), steps.lengths, 4, RowRules()) for order in (random, within, grouped)]
+    batches = [steps.lengths[order.order(0)].reshape(-1, 4) for order in (random, within, grouped)]
+    shares = [1 - each.sum() / (4 * each.max(1)).sum() for each in batches]
     assert shares[2] < 0.03 < shares[1] < 0.2 < 0.3 < shares[0]
 
 
@@ -272,7 +271,7 @@ def test_shares_of_a_batch_are_its_parts_with_the_next_token_of_each_position(si
     for packed in (False, True):
         make = functools.partial(Collator, packed=packed)
         rows = items if packed else [each for row in items for each in row]
-        shares = [make(7, part=Part(place=place, size=size))(rows) for place in range(size)]
+        shares = [make(7, place=place, shared_by=size)(rows) for place in range(size)]
         together = {
             name: torch.cat([share[name] for share in shares], dim=1)
             for name in ("input_ids", "shift_labels", "shift_weights", "position_ids")

@@ -128,7 +128,7 @@ def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
     lengths = np.array([205, 199, 150, 101, 100, 97, 96, 3])
     batches = form_batches(lengths, 10_000, rules)
     assert [[lengths[index] for index in batch] for batch in batches] == [[205], [199, 150, 101], [100, 97, 96, 3]]
-    assert [rules.width(length) for length in (205, 199, 101, 97, 96, 0)] == [208, 200, 104, 100, 96, 8]
+    assert [rules.width(length) for length in (205, 199, 101, 97, 96, 0)] == [208, 200, 104, 97, 96, 8]
     alone = RowRules(alone=True)
     assert form_batches(lengths, 10_000, alone) == [[index] for index in range(8)] and alone.width(97) == 97
 
