@@ -2,22 +2,23 @@
 
     hidden states --(product with some of the head's weight)--> scale, softcap --> logits of one tile --> nats
 
-- Scoring (`ChunkedHead`): some rows of hidden states, one tile of the vocabulary at a time. The model runs as it is; a
-  hook keeps the inputs of its output layer, which itself computes one position. The result is compared once with the
-  plain forward; if they differ, plain logits are used.
-- Training (`tile_loss`): all of the vocabulary for some rows at a time, and each tile's gradients right after its
-  logits, in the forward (as in Liger and DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
+A tile is all of the vocabulary for some rows of hidden states.
+
+- Scoring (`ChunkedHead`): the model runs as it is; a hook keeps the inputs of its output layer, which itself computes
+  one position. The result is compared once with the plain forward; if they differ, plain logits are used.
+- Training (`tile_loss`): each tile's gradients are made right after its logits, in the forward (as in Liger and
+  DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
   and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
   ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles. A trial with a small model of the
   architecture decides whether this is done (`probes.trains_in_tiles`).
 
-Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab, W one tile of the vocabulary.
+Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab.
 """
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,19 +35,13 @@ from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
 
-ROW_TILE = {"cpu": 2048, "cuda": 16384}
-VOCAB_TILE = {"cpu": 1024, "cuda": 4096}
-"""Logits that exist at once, by kind of device: scored positions by entries of the vocabulary (8 MiB and 256 MiB in
-fp32). On a CPU a tile stays in its cache, and the head's weight is read once per 2,048 positions. Measured with 50,257
-entries of width 256 on one core: 0.17 ms per position for product and softmax, where 64 rows of the full vocabulary
-took 0.24. A GPU wants large products.
-"""
+TILE_LOGITS = 2**25
+"""Logits of one tile at least: 128 MiB in fp32."""
 
 
-def exp_in_place(tile: torch.Tensor) -> torch.Tensor:
-    """Replace fp32 values by their exponentials."""
-    # On a CPU torch.exp is MKL's, which takes four times as long on an AMD one as exp2, which is SLEEF's.
-    return tile.exp_() if tile.is_cuda else tile.mul_(math.log2(math.e)).exp2_()
+def scored_rows(vocab_size: int) -> int:
+    """Returns how many positions have their logits at once in an evaluation."""
+    return max(1, TILE_LOGITS // vocab_size)
 
 
 def backbone_of(inner: nn.Module) -> nn.Module:
@@ -73,18 +68,22 @@ def finish_logits(product: torch.Tensor, config: PreTrainedConfig) -> torch.Tens
 
 
 class ChunkedHead:
-    """Splits a forward: `hidden = run_backbone(...)`, then `logits(rows of hidden)` within `weights()`.
-    `vocab_tile`: entries of the vocabulary in one matrix product.
+    """Splits a forward: `outputs = run(...)`, then `logits(rows of outputs)` within `weights()`.
+    `is_split`: whether the outputs are hidden states; else they are logits, of a head that cannot be computed alone.
     """
 
-    def __init__(self, model: nn.Module, vocab_tile: int):
+    def __init__(self, model: nn.Module, *, is_split: bool = True):
         self.model = model
-        self.vocab_tile = vocab_tile
+        self.is_split = is_split
         self.config = unwrapped(model).config
         self.linear = unwrapped(model).get_output_embeddings()
 
-    def run_backbone(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [B, T, H]. The model itself is called, so every hook runs; the head does one row."""
+    def run(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [B, T, H], or logits [B, T, V]. The model itself is called, so every hook runs; a split
+        head does one row.
+        """
+        if not self.is_split:
+            return self.model(**inputs, use_cache=False).logits
         hidden_states = []
 
         def keep_inputs(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -97,17 +96,14 @@ class ChunkedHead:
 
     def weights(self) -> contextlib.AbstractContextManager[None]:
         """Gather the head's weights on every rank under ZeRO-3. Collective: every rank enters once per batch."""
-        return gather_params_ctx(list(self.linear.parameters()), modifier_rank=None)
+        parameters = [*self.linear.parameters()] if self.is_split else []
+        return gather_params_ctx(parameters, modifier_rank=None)
 
-    def logits(self, hidden_NH: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield [N, W] in fp32, after the architecture's softcap or scale, tile by tile."""
-        weight_VH = self.linear.weight
-        bias_V = self.linear.bias
-        for start in range(0, len(weight_VH), self.vocab_tile):
-            tile = slice(start, start + self.vocab_tile)
-            bias_W = None if bias_V is None else bias_V[tile]
-            product_NW = functional.linear(hidden_NH, weight_VH[tile], bias_W)
-            yield finish_logits(product_NW, self.config).float()
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return [R, V] in fp32, after the architecture's softcap or scale."""
+        if not self.is_split:
+            return outputs.float()
+        return finish_logits(functional.linear(outputs, self.linear.weight, self.linear.bias), self.config).float()
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:
@@ -118,14 +114,14 @@ class ChunkedHead:
             return False
         plain = self.model(input_ids=ids_BT, use_cache=False).logits[0]
         try:
-            hidden = self.run_backbone(input_ids=ids_BT)[0]
+            hidden = self.run(input_ids=ids_BT)[0]
             with self.weights():
-                chunked = torch.cat([*self.logits(hidden)], dim=1)
+                split = self.logits(hidden)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if which_memory(error):
                 raise  # of this rank alone, perhaps
             return False  # built in a way of its own; the same on every rank, since the code is
-        return all(distributed.from_all([are_same_logits(plain, chunked)]))
+        return all(distributed.from_all([are_same_logits(plain, split)]))
 
 
 def are_same_logits(plain_NV: torch.Tensor, other_NV: torch.Tensor) -> bool:
@@ -142,8 +138,6 @@ def are_same_logits(plain_NV: torch.Tensor, other_NV: torch.Tensor) -> bool:
 
 LEAST_VOCAB = 32_000
 """Entries of the vocabulary from which the loss is tiled by default."""
-TILE_LOGITS = 2**25
-"""Logits of one tile at least: 128 MiB in fp32."""
 MOST_TILES = 16
 """Of one micro batch. In bf16 each tile rounds the sum of the head's gradient: for 8,192 tokens it was 0.58 % off that
 of fp32 in 16 tiles, 1.7 % in 128 and 0.35 % plainly (a Llama of width 64 with 4,000 entries, CPU).
@@ -152,7 +146,7 @@ of fp32 in 16 tiles, 1.7 % in 128 and 0.35 % plainly (a Llama of width 64 with 4
 
 def tile_rows(vocab_size: int, positions: int) -> int:
     """Returns how many of a micro batch's positions one tile has."""
-    return min(positions, max(1, TILE_LOGITS // vocab_size, math.ceil(positions / MOST_TILES)))
+    return min(positions, max(scored_rows(vocab_size), math.ceil(positions / MOST_TILES)))
 
 
 def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:

@@ -6,8 +6,8 @@ perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens b
 tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches are formed from the data alone. Nats of
 a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
 
-The logits of all positions never exist: they come in tiles (`models/chunked_head.py`). A head that can be computed in
-parts is given some rows of hidden states at a time; a model whose head cannot scores one window at a time.
+The logits of all positions never exist: they come in tiles (`models/chunked_head.py`). A head that can be computed
+alone is given some rows of hidden states at a time; a model whose head cannot scores one window at a time.
 
 With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
 
@@ -15,17 +15,16 @@ With a reference its predictions are compared, over the vocabulary V with logits
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
     same top               whether both have the same top token
 
-Both heads compute the same tile of the vocabulary at a time. Of each tile only sums are kept: with M the largest logit
-so far, S = sum exp(r - M) and T = sum exp(r - M) (z - r), so that KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
+It is computed from the differences of logits, which are exact where both are near: with S = sum exp(r) and
+T = sum exp(r) (z - r), KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
 
-Shape suffixes: B batch, T time, V vocabulary, W one tile of it, N scored tokens, K columns, P pieces,
-D documents.
+Shape suffixes: B batch, T time, V vocabulary, N scored tokens, R those of one tile, K columns, P pieces, D documents.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,7 +33,7 @@ from torch import nn
 
 from dsft.data.epoch import form_batches
 from dsft.job import beat as watchdog
-from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE, ChunkedHead, exp_in_place
+from dsft.models.chunked_head import ChunkedHead, scored_rows
 from dsft.models.probes import RowRules, row_rules
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.perplexity.results import COLUMNS, Recorder
@@ -45,9 +44,6 @@ from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits
 
 STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
-LEAST = -1e30  # below any logit but -inf, which whole tiles of the vocabulary may be
-
-Scorer = ChunkedHead | nn.Module
 
 
 @contextlib.contextmanager
@@ -70,8 +66,8 @@ def exact_products() -> Iterator[None]:
             products.fp32_precision = before[1]
 
 
-_is_chunked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether the head of a model can be computed in parts, as all its ranks found."""
+_is_split: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether the head of a model can be computed alone, as all its ranks found."""
 
 
 @torch.no_grad()
@@ -110,18 +106,19 @@ def evaluate_windows(
     scorers = []
     dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
-        head = ChunkedHead(each, VOCAB_TILE[device.type])
-        if each not in _is_chunked:  # once for a model: under ZeRO-3 it takes two gathers of all weights
+        head = ChunkedHead(each)
+        if each not in _is_split:  # once for a model: under ZeRO-3 it takes two gathers of all weights
             # Tokens that differ: a row of padding may be all zeros, in which every way of computing agrees.
             spread = torch.arange(1, 9, device=device) * (head.config.get_text_config().vocab_size // 9)
-            _is_chunked[each] = head.agrees(spread[None])
-            if not _is_chunked[each]:
+            _is_split[each] = head.agrees(spread[None])
+            if not _is_split[each]:
                 say(
                     f"note: the head of {type(each).__name__} cannot be computed in parts: windows are scored one by"
                     " one, each with all its logits"
                 )
-        scorers.append(head if _is_chunked[each] else each)
-        if not _is_chunked[each]:
+        head.is_split = _is_split[each]
+        scorers.append(head)
+        if not head.is_split:
             batch_tokens = 1
     lengths_W = windows.lengths  # once: it takes a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)
@@ -188,107 +185,56 @@ def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: i
     return {"input_ids": torch.from_numpy(ids_BT), "targets": torch.from_numpy(targets_BT)}
 
 
-def score(scorers: list[Scorer], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return [K, N] float64 on the CPU of each scored token of a collated batch, row by row: its nats, and with a
     second scorer, the reference, all COLUMNS. Collective if a scorer is sharded.
 
     Values are rounded to multiples of 2^-28: sums of them are exact, whatever is summed with what.
     """
     targets_BT = batch["targets"]
-    device = targets_BT.device.type
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     is_scored_BT = targets_BT != IGNORED
-    outputs = []  # of each scorer: hidden states of the scored tokens, [N, H], or else their logits, [N, V]
-    for scorer in scorers:
-        if isinstance(scorer, ChunkedHead):
-            outputs.append(scorer.run_backbone(**inputs)[is_scored_BT])
-        else:
-            outputs.append(scorer(**inputs, use_cache=False).logits[is_scored_BT])
+    outputs = [scorer.run(**inputs)[is_scored_BT] for scorer in scorers]
     columns = [torch.zeros(len(COLUMNS) if len(scorers) > 1 else 1, 0)]
     with contextlib.ExitStack() as gathered:
         for scorer in scorers:
-            if isinstance(scorer, ChunkedHead):
-                gathered.enter_context(scorer.weights())
-        rows = [each.split(ROW_TILE[device]) for each in (targets_BT[is_scored_BT], *outputs)]
-        for targets_N, *outputs_N in zip(*rows, strict=True):
-            if not len(targets_N):
+            gathered.enter_context(scorer.weights())
+        rows = scored_rows(scorers[0].config.get_text_config().vocab_size)
+        parts = [each.split(rows) for each in (targets_BT[is_scored_BT], *outputs)]
+        for targets_R, *outputs_R in zip(*parts, strict=True):
+            if not len(targets_R):
                 continue
-            tiles = []
-            for scorer, output_N in zip(scorers, outputs_N, strict=True):
-                is_chunked = isinstance(scorer, ChunkedHead)
-                tiles.append(scorer.logits(output_N) if is_chunked else output_N.split(VOCAB_TILE[device], dim=1))
-            if len(tiles) > 1:
-                columns_KN = compare_logits(zip(*tiles, strict=True), targets_N)
+            logits = [scorer.logits(output) for scorer, output in zip(scorers, outputs_R, strict=True)]
+            if len(logits) > 1:
+                columns_KR = compare_logits(*logits, targets_R)
             else:
-                columns_KN = negative_log_likelihood(*tiles, targets_N)[None]
-            columns.append(columns_KN.double().cpu())
+                columns_KR = negative_log_likelihood(*logits, targets_R)[None]
+            columns.append(columns_KR.double().cpu())
     return torch.cat(columns, dim=1).double().mul_(STEPS).round_().div_(STEPS)
 
 
-def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_N: torch.Tensor) -> torch.Tensor:
-    """Return [N] in fp32: log-sum-exp over the vocabulary less the target's logit. Args: `parts`: logits, [N, W], of
-    one tile of the vocabulary after the other. Overwritten if they are fp32: a copy would cost as much as the head.
+def negative_log_likelihood(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
+    """Return [R] in fp32: log-sum-exp over the vocabulary less the target's logit."""
+    return logits_RV.logsumexp(dim=1) - logits_RV.gather(1, targets_R[:, None])[:, 0]
+
+
+def compare_logits(logits_RV: torch.Tensor, reference_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
+    """Return [K, R] float64: the COLUMNS of `results.py` of each token, from the logits of the model and the reference
+    in fp32.
     """
+    change_RV = torch.where(logits_RV == reference_RV, 0.0, logits_RV - reference_RV)  # -inf in both is 0
     log_sums = []
-    start = 0
-    wanted_N = torch.zeros(len(targets_N), device=targets_N.device)
-    for logits_NW in parts:
-        logits_NW = logits_NW.float()
-        column_N = targets_N - start
-        start += logits_NW.shape[1]
-        is_here_N = (column_N >= 0) & (targets_N < start)
-        wanted_N = torch.where(is_here_N, logits_NW.gather(1, column_N.where(is_here_N, 0)[:, None])[:, 0], wanted_N)
-        largest_N1 = logits_NW.amax(dim=1, keepdim=True).clamp_(min=LEAST)
-        log_sums.append(largest_N1[:, 0] + exp_in_place(logits_NW.sub_(largest_N1)).sum(dim=1).log())
-    return torch.stack(log_sums).logsumexp(dim=0) - wanted_N
-
-
-class _Sums:
-    """The streamed sums of one of the two models: largest logit, S, T, top and wanted token."""
-
-    def __init__(self, targets_N: torch.Tensor):
-        self.largest_N = torch.full(targets_N.shape, LEAST, dtype=torch.float64, device=targets_N.device)
-        self.sum_N, self.change_N, self.wanted_N = (torch.zeros_like(self.largest_N) for _ in range(3))
-        self.top_N = torch.zeros_like(targets_N)
-
-    def add(self, logits_NW: torch.Tensor, change_NW: torch.Tensor, targets_N: torch.Tensor, start: int) -> None:
-        """Take a tile of logits, which begins at `start` of the vocabulary."""
-        column_N = targets_N - start
-        is_here_N = (column_N >= 0) & (column_N < logits_NW.shape[1])
-        at_target_N = logits_NW.gather(1, column_N.where(is_here_N, 0)[:, None])[:, 0].double()
-        self.wanted_N = torch.where(is_here_N, at_target_N, self.wanted_N)
-        largest_N, top_N = logits_NW.max(dim=1)
-        self.top_N = torch.where(largest_N > self.largest_N, top_N + start, self.top_N)
-        before_N = self.largest_N
-        self.largest_N = torch.maximum(self.largest_N, largest_N.double())
-        shrunk_N = (before_N - self.largest_N).exp()
-        weights_NW = exp_in_place(logits_NW - self.largest_N.float()[:, None])
-        self.sum_N = self.sum_N * shrunk_N + weights_NW.sum(dim=1).double()
-        changes_NW = weights_NW.mul_(change_NW).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # 0 * inf is 0
-        self.change_N = self.change_N * shrunk_N + changes_NW.sum(dim=1).double()
-
-
-def compare_logits(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], targets_N: torch.Tensor) -> torch.Tensor:
-    """Return [K, N] float64: the COLUMNS of `results.py` of each token. Args: `parts`: logits [N, W] of the model and
-    of the reference, of one tile of the vocabulary after the other.
-    """
-    model = _Sums(targets_N)
-    reference = _Sums(targets_N)
-    start = 0
-    for logits_NW, reference_NW in parts:
-        logits_NW = logits_NW.float()
-        reference_NW = reference_NW.float()
-        change_NW = torch.where(logits_NW == reference_NW, 0.0, logits_NW - reference_NW)  # -inf in both is 0
-        model.add(logits_NW, change_NW, targets_N, start)
-        reference.add(reference_NW, change_NW, targets_N, start)
-        start += logits_NW.shape[1]
-    log_sum_N, reference_log_sum_N = (sums.largest_N + sums.sum_N.log() for sums in (model, reference))
-    gap_N = log_sum_N - reference_log_sum_N
-    columns = (
-        log_sum_N - model.wanted_N,
-        reference_log_sum_N - reference.wanted_N,
-        gap_N - reference.change_N / reference.sum_N,
-        model.change_N / model.sum_N - gap_N,
-        (model.top_N == reference.top_N).double(),
-    )
-    return torch.stack(columns)
+    changes = []  # expected under the predictions of each
+    nats = []
+    for each_RV in (logits_RV, reference_RV):
+        largest_R1 = each_RV.amax(dim=1, keepdim=True)
+        weights_RV = (each_RV - largest_R1).exp_()
+        sum_R = weights_RV.sum(dim=1, dtype=torch.float64)
+        log_sum_R = largest_R1[:, 0].double() + sum_R.log()
+        products_RV = weights_RV.mul_(change_RV).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # 0 * inf is 0
+        changes.append(products_RV.sum(dim=1, dtype=torch.float64) / sum_R)
+        log_sums.append(log_sum_R)
+        nats.append(log_sum_R - each_RV.gather(1, targets_R[:, None])[:, 0].double())
+    gap_R = log_sums[0] - log_sums[1]
+    is_same_R = logits_RV.argmax(dim=1) == reference_RV.argmax(dim=1)
+    return torch.stack([*nats, gap_R - changes[1], changes[0] - gap_R, is_same_R.double()])

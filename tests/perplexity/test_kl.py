@@ -43,8 +43,7 @@ def plain_columns(model, reference, windows) -> np.ndarray:
 
 @pytest.mark.parametrize("architecture", grid(MODELS, ["llama", "gemma3", "gpt2", "qwen2_moe", "opt"]))
 def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
-    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)  # the same dictionaries everywhere
-    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 100)
+    monkeypatch.setattr(chunked_head, "TILE_LOGITS", 16 * 384)
     cls, values = MODELS[architecture]
     models = []
     for scale in (2.0, 2.2):
@@ -73,22 +72,22 @@ def test_tiles_of_both_heads_give_plain_full_logits(architecture, monkeypatch):
     np.testing.assert_allclose(result.document_pairs[1], by_document, atol=2e-5)
 
 
-def test_whole_tiles_of_minus_infinity_add_nothing():
+def test_logits_of_minus_infinity_add_nothing():
     """A head may give ids that no text has -inf: the log-softmax of the others is finite."""
     logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0))
     logits[:, :, 10:30] = -math.inf
     logits[:, :, :10] = -math.inf
     targets = torch.arange(30, 35)
     model, reference = (each.double().log_softmax(-1) for each in logits)
-    nats = scoring.negative_log_likelihood(logits[0].clone().split(10, dim=1), targets)
+    nats = scoring.negative_log_likelihood(logits[0], targets)
     expected = -model.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(nats.double(), expected, atol=1e-5, rtol=0)
-    columns = scoring.compare_logits(zip(*(each.split(10, dim=1) for each in logits), strict=True), targets)
+    columns = scoring.compare_logits(*logits, targets)
     kl = (reference.exp() * (reference - model)).nan_to_num().sum(1)
     torch.testing.assert_close(columns[0], expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(columns[2], kl, atol=1e-5, rtol=0)
     logits[1, :, :10] = 0.0  # of the reference alone: what the model excludes is lost to it
-    columns = scoring.compare_logits(zip(*(each.split(10, dim=1) for each in logits), strict=True), targets)
+    columns = scoring.compare_logits(*logits, targets)
     reference = logits[1].double().log_softmax(-1)
     reverse = (model.exp() * (model - reference)).nan_to_num(neginf=0).sum(1)
     assert columns[2].isinf().all()

@@ -367,8 +367,7 @@ HEADS = {
 
 @pytest.mark.parametrize("architecture", HEADS)
 def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architecture, monkeypatch):
-    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)
-    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 100)  # four tiles of a vocabulary of 384, the last one shorter
+    monkeypatch.setattr(chunked_head, "TILE_LOGITS", 16 * 384)
     cls, values = HEADS[architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).eval()
@@ -381,24 +380,22 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
         model, windows, pad_token_id=0, batch_tokens=48, device=torch.device("cpu"), collective_forward=False
     )
     assert result.tokens == tokens and result.nats == pytest.approx(nats, rel=1e-5)
-    assert ChunkedHead(model, vocab_tile=100).agrees(torch.ones(1, 8, dtype=torch.long))
+    assert ChunkedHead(model).agrees(torch.ones(1, 8, dtype=torch.long))
 
 
 def test_no_full_logits_exist(tiny, monkeypatch):
-    """Whatever the log-softmax gets is a part: never more positions or columns than ROW_TILE and VOCAB_TILE."""
+    """Whatever the log-softmax gets is a part: never more logits than TILE_LOGITS."""
     seen = []
     original = scoring.negative_log_likelihood
 
-    def watch(parts, targets):
-        parts = [part.clone() for part in parts]
-        seen.extend(part.shape for part in parts)
-        return original(parts, targets)
+    def watch(logits, targets):
+        seen.append(logits.shape)
+        return original(logits, targets)
 
     monkeypatch.setattr(scoring, "negative_log_likelihood", watch)
-    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)
-    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 128)
+    monkeypatch.setattr(chunked_head, "TILE_LOGITS", 16 * 384)
     evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
-    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16 and max(columns for _, columns in seen) == 128
+    assert len(seen) > 10 and max(rows * columns for rows, columns in seen) == 16 * 384
 
 
 def test_problems_of_the_evaluator_come_together(tiny):

@@ -7,7 +7,7 @@ from tiny import ARCHITECTURES
 from transformers import LlamaForCausalLM
 
 from dsft.data.epoch import sequence
-from dsft.models.chunked_head import VOCAB_TILE, ChunkedHead
+from dsft.models.chunked_head import ChunkedHead
 from dsft.perplexity import scoring
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows
@@ -15,15 +15,16 @@ from dsft.perplexity.windows import Windows, windows_of_sequences
 from dsft.units import IGNORED
 
 
-def test_a_head_in_parts_and_all_logits_are_compared_side_by_side():
+def test_a_head_alone_and_all_logits_are_compared_side_by_side():
     config, values = ARCHITECTURES["llama"]
     torch.manual_seed(0)
     models = [LlamaForCausalLM(config(**values)).eval() for _ in range(2)]
     batch = {"input_ids": torch.randint(1, 384, (3, 20)), "targets": torch.randint(1, 384, (3, 20))}
     batch["targets"][:, ::3] = batch["targets"][1, 4:] = IGNORED
-    in_parts, wanted = ChunkedHead(models[0], VOCAB_TILE["cpu"]), batch["targets"] != IGNORED
+    split, whole, other = ChunkedHead(models[0]), ChunkedHead(models[0], is_split=False), ChunkedHead(models[1])
+    wanted = batch["targets"] != IGNORED
     with torch.no_grad():
-        for pair, scorers in (((0, 1), [in_parts, models[1]]), ((1, 0), [models[1], in_parts]), ((1,), models[1:])):
+        for pair, scorers in (((0, 1), [split, other]), ((1, 0), [other, whole]), ((0,), [whole])):
             scored_KN = scoring.score(scorers, batch)
             for number, scored_N in zip(pair, scored_KN, strict=False):  # nats of both, then how they differ
                 logits = models[number](input_ids=batch["input_ids"]).logits[wanted]
