@@ -125,25 +125,33 @@ class _ChatRenderer:
         )[0]
 
     def sequences(self) -> list[Rendered]:
-        """Makes the sequences of all wanted answers."""
+        """Makes the sequences of all wanted answers; a single one under `keep_all`."""
         self.check_messages()
-        if self.rules.train_on == "all" or self.rules.keep_all:
-            return [self.one_sequence()]
+        whole = Rendered(text=self.whole, spans=[], ends_open=False)
+        if self.rules.train_on == "all":
+            return [self.all_trained(whole)]
         sequences: list[Rendered] = []
         for turn in reversed(self.wanted):
             answer = self.answer(turn)
-            if answer.prompt is None:
+            if answer.prompt is None and not self.rules.keep_all:
                 self.notes["unprompted"] = f"the chat template has no generation prompt for message {turn + 1}"
                 continue
-            for sequence in sequences or [Rendered(text=self.whole, spans=[], ends_open=False)]:
+            for sequence in sequences or [whole]:
                 span = self.place(answer, sequence.text)
                 if span:
                     break
             else:  # the template renders it otherwise once the chat goes on
-                sequence = Rendered(text=answer.text, spans=[], ends_open=answer.ends_open)
-                if answer.ends_open:
-                    sequence.text = answer.text[: answer.end]
-                span = (answer.start, answer.end, answer.weight)
+                if self.rules.keep_all and not (answer.ends_open and turn == len(self.source) - 1):
+                    sequence = sequences[0] if sequences else whole
+                    span = self.locate(answer, sequence.text)
+                    if span is None:
+                        self.unrendered(self.not_rendered(turn, "content"))
+                        continue
+                else:
+                    sequence = Rendered(text=answer.text, spans=[], ends_open=answer.ends_open)
+                    if answer.ends_open:
+                        sequence.text = answer.text[: answer.end]
+                    span = (answer.start, answer.end, answer.weight)
             if sequence not in sequences:
                 sequences.append(sequence)
             sequence.spans.insert(0, span)
@@ -151,7 +159,20 @@ class _ChatRenderer:
             self.notes["rendered_apart"] = (
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
             )
-        return sequences[::-1] or [Rendered(text=self.whole, spans=[], ends_open=False)]
+        return sequences[::-1] or [whole]
+
+    def all_trained(self, whole: Rendered) -> Rendered:
+        """Trains every token of the chat, whatever its role."""
+        if any(self.weight(turn) != 1 for turn in range(len(self.source))):
+            raise ValueError(
+                "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
+            )
+        last = len(self.source) - 1
+        if last in self.wanted and self.answer(last).ends_open:
+            whole.text = self.whole.rstrip()
+            whole.ends_open = True
+        whole.spans = [(0, len(whole.text), 1)]
+        return whole
 
     def check_messages(self) -> None:
         """Raises ValueError, or notes, if the template leaves out tools, or a message that is not trained."""
@@ -312,28 +333,6 @@ class _ChatRenderer:
                 stop = follows.end() if follows else stop
             return position, stop, answer.weight
         return None
-
-    def one_sequence(self) -> Rendered:
-        """Makes a sequence of the whole chat, in which answers are found as they are rendered."""
-        trains_all = self.rules.train_on == "all"
-        if trains_all and any(self.weight(turn) != 1 for turn in range(len(self.source))):
-            raise ValueError(
-                "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
-            )
-        sequence = Rendered(text=self.whole, spans=[], ends_open=False)
-        for turn in self.wanted:
-            answer = self.answer(turn)
-            if answer.ends_open and turn == len(self.source) - 1:
-                sequence.text = self.whole.rstrip()
-                sequence.ends_open = True
-            span = self.place(answer, self.whole) or self.locate(answer, self.whole)
-            if span is None and not trains_all:
-                self.unrendered(self.not_rendered(turn, "content"))
-            elif not trains_all:
-                sequence.spans.append(span)
-        if trains_all:
-            sequence.spans = [(0, len(sequence.text), 1)]
-        return sequence
 
 
 def _parts_of(message: Message) -> list[tuple[str, str]]:
