@@ -327,13 +327,10 @@ class Collator:
         if self.seq_len:
             width = min(width, self.seq_len)
         shape = len(groups), -(-width // self.shared_by) * self.shared_by
-        batch = {
-            "input_ids": torch.full(shape, self.pad_token_id, dtype=torch.long),
-            "labels": torch.full(shape, IGNORED, dtype=torch.long),
-        }
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "is_token": False}
         if any("weights" in each for group in groups for each in group):
-            batch["weights"] = torch.ones(shape)
-        is_token_BT = torch.zeros(shape, dtype=torch.bool)
+            fills["weights"] = 1.0
+        batch = {name: torch.full(shape, fill) for name, fill in fills.items()}
         for row, group in enumerate(groups):
             end = 0
             for each in group:
@@ -341,8 +338,7 @@ class Collator:
                 end = end + len(each["input_ids"])
                 for name in each.keys() & batch.keys():
                     batch[name][row, start:end] = torch.tensor(each[name])
-                is_token_BT[row, start:end] = each is not BLANK
-        batch["is_token"] = is_token_BT
+                batch["is_token"][row, start:end] = each is not BLANK
 
         if self.packed:
             lengths = [

@@ -119,7 +119,7 @@ class Source:
                         continue
                     row = row._replace(values=values)
                 batch.append(row)
-                size += _characters(row.values)
+                size += len(str(row.values))
                 if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
                     yield Batch(rows=batch, place=place, left_out=left_out)
                     batch = []
@@ -285,15 +285,6 @@ def _load_from_hub(name: str, config: str | None, split: str) -> Any:
             f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
             f" {type(error).__name__}: {one_line(error)}"
         ) from None
-
-
-def _characters(value: Any) -> int:
-    """Counts the characters of all texts within a row, and the bytes of pictures."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        value = value.values()
-    return sum(map(_characters, value)) if isinstance(value, Iterable) else 0
 
 
 # Files

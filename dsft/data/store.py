@@ -7,7 +7,7 @@ The tokens lie on disk, read without loading them, in a folder that is complete 
 
 tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
 trained.bin   [F] bool
-weights.bin   [F] float32, by which the loss of each token is multiplied; only where it is neither 0 nor 1 for any
+weights.bin   [F] float32, by which the loss of each token is multiplied; of chats, whose messages may have weights
 ends.bin      [S] int64
 hashes.bin, document_bytes.bin, document_words.bin    [S] uint64, int64, int64, of the texts; only of an evaluation
 facts.json    counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
@@ -55,7 +55,7 @@ COUNTS = (
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
 (answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
-VERSION = 13  # of the folders; a change of code that changes tokens raises it
+VERSION = 14  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES = 64 << 20
 WORKERS_FROM_BYTES_OF_CHATS = 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
@@ -97,8 +97,8 @@ class Store:
 
     @cached_property
     def weights(self) -> np.ndarray | None:
-        path = self.folder / "weights.bin"
-        return _mapped(path, "float32") if path.exists() else None
+        """None if they are 0 and 1."""
+        return _mapped(self.folder / "weights.bin", "float32") if self.counts["weighted_tokens"] else None
 
     @property
     def is_text(self) -> bool:
@@ -113,26 +113,19 @@ class Store:
 class StoreWriter:
     """Writes a folder beside its place, `PLACE.partial`, and puts it there when all is on disk."""
 
-    def __init__(self, place: Path, *, largest_id: int):
+    def __init__(self, place: Path, *, largest_id: int, has_weights: bool = False):
         self.place, self.partial = place, place.with_name(f"{place.name}.partial")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
         self.files = {}
-        for name in ("tokens", "trained", "ends", "hashes", "document_bytes", "document_words"):
-            self._open(name)
+        names = ["tokens", "trained", "ends", "hashes", "document_bytes", "document_words"]
+        for name in [*names, "weights"] if has_weights else names:
+            self.files[name] = open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
         self.size, self.counts = 0, Counter()
         self.first: dict[str, str] = {}
 
-    def _open(self, name: str) -> None:
-        self.files[name] = open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
-
     def append(self, tokens: Tokens) -> None:
-        if tokens.weights is not None and "weights" not in self.files:
-            # The column begins with the tokens that are there already: their weight is 1 where they are trained.
-            self.files["trained"].flush()
-            self._open("weights")
-            _mapped(self.partial / "trained.bin", "bool").astype(np.float32).tofile(self.files["weights"])
         tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
         tokens.trained.tofile(self.files["trained"])
         if "weights" in self.files:
@@ -262,7 +255,8 @@ def _write(
     if source.size_bytes >= smallest:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
     bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
-    with bar, StoreWriter(place, largest_id=max(tokenizer.get_vocab().values())) as writer:
+    largest_id = max(tokenizer.get_vocab().values())
+    with bar, StoreWriter(place, largest_id=largest_id, has_weights=rules.form is Chat) as writer:
         batches = preparation.batches(data.batches(), rules, tokenizer)
         tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
         for tokens in _tokenised(batches, tokenise_batch, workers=workers):

@@ -301,23 +301,6 @@ def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
     }
 
 
-def lost_ends(model: PreTrainedModel, adapter: str) -> list[str]:
-    """Says that an adapter over a grown vocabulary was saved without a head or embedding that it needs: peft leaves out
-    what it does not adapt where it adapts the other. Empty where all is there.
-    """
-    vocab_size = model.config.get_text_config().vocab_size
-    held = whole_ends(model, adapter)
-    ends = _ends(model)
-    kept = {ends[name].weight for name in held}  # a tied one is held with the other
-    lost = [name for name, module in ends.items() if module.weight not in kept]
-    if not lost or max(held.values(), default=0) <= vocab_size:
-        return []
-    return [
-        f"was trained over {max(held.values()):,} tokens, and was saved without its {lost[0]}, of which the base has"
-        f" {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in modules_to_save"
-    ]
-
-
 def further_problems(
     model: PreTrainedModel, adapter: str, adapters: PeftConfig, new_tokens: Iterable[int]
 ) -> list[str]:
@@ -339,11 +322,21 @@ def further_problems(
 
 def grow_for(model: PreTrainedModel, adapter: str) -> None:
     """Gives a base as many rows as a saved adapter holds, or else those that it trains and the base has not.
-    Collective.
+    Collective. Raises UserError where it was saved without a grown head or embedding: peft leaves out what it does not
+    adapt where it adapts the other.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    if ends := whole_ends(model, adapter):  # their content comes with the adapter
-        if (rows := max(ends.values())) != vocab_size:
+    if held := whole_ends(model, adapter):  # their content comes with the adapter
+        rows = max(held.values())
+        ends = _ends(model)
+        kept = {ends[name].weight for name in held}  # a tied one is held with the other
+        lost = [name for name, module in ends.items() if module.weight not in kept]
+        if lost and rows > vocab_size:
+            raise UserError(
+                f"{adapter}: was trained over {rows:,} tokens, and was saved without its {lost[0]}, of which the base"
+                f" has {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in modules_to_save"
+            )
+        if rows != vocab_size:
             model.resize_token_embeddings(rows, mean_resizing=False)
     else:
         grow_embeddings(model, [token for token in tokens_of(saved_lora_config(adapter)) if token >= vocab_size])

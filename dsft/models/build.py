@@ -42,7 +42,6 @@ from dsft.models.adapters import (
     gathered_rows,
     grow_embeddings,
     grow_for,
-    lost_ends,
     saved_lora_config,
     select_trained,
     unwrapped,
@@ -445,7 +444,6 @@ def _check_adapter(
     """
     peft_config = saved_lora_config(adapter)
     base = empty_model(config, trust_remote_code=trust_remote_code)
-    raise_if_any(lost_ends(base, adapter))
     grow_for(base, adapter)
     try:
         with warnings.catch_warnings():

@@ -217,22 +217,18 @@ def row_rules(model: nn.Module) -> RowRules:
 @one_thread()
 def architecture_problems(model: str, config: PreTrainedConfig, **options) -> list[str]:
     """Explain why text can neither train nor be scored by an architecture; nothing where no small one can be tried."""
-    if auto_class(config) is not AutoModelForCausalLM:  # only a class for images or sound loads it: is text enough?
-        try:
-            small = small_model(config, **options).train()
-            ids_BT = torch.arange(3, 19).view(2, 8)
-            small(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
-        except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
-            asks_for_more = re.search("required|pixel_values|image_embeds|input_features", str(error))
-            if asks_for_more or isinstance(error, (ImportError, UserError)):
-                return [
-                    f"model={model}: its architecture {config.model_type} cannot be computed from text alone"
-                    f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
-                ]
     try:
         later, _ = _differences(small_model(config, **options).eval())
-    except Exception:  # likewise
-        return []
+    except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
+        # Only a class for images or sound loads it, and text is not enough.
+        asks_for_more = re.search("required|pixel_values|image_embeds|input_features", str(error))
+        is_for_text = auto_class(config) is AutoModelForCausalLM
+        if is_for_text or not (asks_for_more or isinstance(error, (ImportError, UserError))):
+            return []
+        return [
+            f"model={model}: its architecture {config.model_type} cannot be computed from text alone"
+            f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
+        ]
     return [f"model={model}: {NOT_CAUSAL}"] if later > 1e-5 else []
 
 

@@ -510,14 +510,12 @@ def test_every_id_of_a_vocabulary_is_kept_in_the_smallest_type(tmp_path, largest
     assert [path.name for path in tmp_path.iterdir()] == ["store"] and not store.is_text
 
 
-def test_weights_that_come_late_are_1_where_tokens_before_and_after_are_trained(tmp_path):
-    with StoreWriter(tmp_path / "store", largest_id=9) as writer:
-        writer.append(tokens_of([1, 2, 4]))
-        weighted = dataclasses.replace(tokens_of([6, 7]), weights=np.array([0.5, 0], np.float32))
-        writer.append(weighted)
-        writer.append(tokens_of([3, 8]))
-        store = writer.finish(source="here", is_text=False)
-    assert store.weights.tolist() == [0, 1, 1, 0.5, 0, 0, 1]
-    with StoreWriter(tmp_path / "plain", largest_id=9) as writer:
-        writer.append(tokens_of([1, 2, 4]))
-        assert writer.finish(source="here", is_text=False).weights is None
+def test_weights_are_read_where_any_is_other_than_0_and_1(tmp_path):
+    for first, expected in ((0.5, [0.5, 0, 0, 1]), (1, None)):
+        with StoreWriter(tmp_path / f"{first}", largest_id=9, has_weights=True) as writer:
+            weights = np.array([first, 0], np.float32)
+            counts = Counter(weighted_tokens=int(first != 1))
+            writer.append(dataclasses.replace(tokens_of([6, 7]), weights=weights, counts=counts))
+            writer.append(tokens_of([3, 8]))
+            store = writer.finish(source="here", is_text=False)
+        assert (None if store.weights is None else store.weights.tolist()) == expected
