@@ -88,9 +88,7 @@ def rows(
 
     def by_dsft(model: str, data: Path, protocol: str, **options: int) -> float:
         how = {"dtype": "float32", "zero": "0", "progress": False}
-        result = dsft.evaluate_perplexity(
-            model=str(folder / model), data=str(data), protocol=protocol, **how, **options
-        )
+        result = dsft.evaluate(model=str(folder / model), data=str(data), protocol=protocol, **how, **options)
         return result.report()["perplexity"]
 
     if llama_cpp:

@@ -35,7 +35,7 @@ import psutil
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.data.store import StoreWriter, fingerprint
 from dsft.data.tokens import Tokens
@@ -232,7 +232,7 @@ def to_the_first_batches(options: EvalConfig, memory: Callable[[str], int]) -> d
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         with contextlib.suppress(Enough):
-            list(evaluate(options))
+            list(evaluate_all(options))
     finally:
         scoring.score = score
         cpu_seconds = time.process_time() - cpu
@@ -265,7 +265,7 @@ def write_prepared(options: EvalConfig, mebibytes: int, largest_id: int) -> dict
 
     documents.prepare = prepared
     with contextlib.suppress(Enough):
-        list(evaluate(options))
+        list(evaluate_all(options))
     return {}
 
 

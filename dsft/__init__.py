@@ -12,14 +12,14 @@ _MODULES = ("train", "report")
 """Modules that can be called."""
 _FUNCTIONS = {
     "build_model": "dsft.models.build",
-    "chat": "dsft.cli.notebook",
+    "chat": "dsft.cli.folders",
     "compare": "dsft.api",
-    "evaluate_perplexity": "dsft.api",
+    "evaluate": "dsft.api",
     "export": "dsft.checkpoints.export",
     "load_config": "dsft.api",
     "merge": "dsft.checkpoints.export",
     "plan": "dsft.api",
-    "preview": "dsft.cli.notebook",
+    "preview": "dsft.cli.data",
     "read_run": "dsft.checkpoints.run_folder",
 }
 """Name -> its module, which is loaded at first use: it imports torch and transformers."""
@@ -28,8 +28,6 @@ _FUNCTIONS = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"dsft.{name}")
-    if name == "evaluate":
-        name = "evaluate_perplexity"
     if name in _FUNCTIONS:
         importlib.import_module("dsft.runtime").quiet_libraries()
         return getattr(importlib.import_module(_FUNCTIONS[name]), name)
@@ -37,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_MODULES, *_FUNCTIONS, "evaluate", "__version__"])
+    return sorted([*_MODULES, *_FUNCTIONS, "__version__"])

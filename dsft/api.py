@@ -60,7 +60,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
     return plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
 
 
-def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
+def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
     """Perplexity of one model on one data set in this process (or on all ranks, where every rank calls it), with the
     options of `dsft eval`.
 
@@ -72,14 +72,14 @@ def evaluate_perplexity(*, progress: bool = True, **options: Any) -> Evaluation:
     problems: list[str] = []
     config = evaluation_config(options, problems)
     if len(config.model) > 1 or len(config.data) > 1:
-        problems.append("evaluate_perplexity takes one model and one data set; call it for each, or use dsft eval")
+        problems.append("evaluate takes one model and one data set; call it for each, or use dsft eval")
     if len(config.quantization) > 1:
         problems.append("quantization of several formats gives several results; name one, or use dsft eval")
     distributed.start_ranks()
-    return next(evaluate(config, problems, progress=progress))
+    return next(evaluate_all(config, problems, progress=progress))
 
 
-def evaluate(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool = False) -> Iterator[Evaluation]:
+def evaluate_all(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool = False) -> Iterator[Evaluation]:
     """Yield the perplexity of each of `config.model` on each of `config.data`, as they come.
 
     Collective, after `distributed.start_ranks()`. With an output_dir each is written before it is yielded, and those
@@ -102,7 +102,7 @@ def compare(*results: str | Evaluation, base: str | None = None, group_by: str |
     """Compare results with those of one model, each in pairs of documents.
 
     Args:
-        results: what `evaluate_perplexity` returned, or folders that evaluations wrote.
+        results: what `evaluate` returned, or folders that evaluations wrote.
         base: the model that all others are compared with, as the results name it or by the end of its path; by default
             the first.
         group_by: a grouping of the results, each of whose groups is compared by itself.

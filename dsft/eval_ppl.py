@@ -44,14 +44,14 @@ def main(argv: list[str] | None = None) -> None:
     with quick_imports():
         longest = max(1800, config.load_timeout, config.step_timeout)
         distributed.start_ranks(timeouts=config, timeout_seconds=longest, output_dir=config.output_dir)
-        from dsft.api import evaluate  # loads torch, transformers and DeepSpeed
+        from dsft.api import evaluate_all  # loads torch, transformers and DeepSpeed
         from dsft.perplexity.compare import print_together
 
     say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and models")
     for note in config.notes:
         say(f"note: {note}")
     evaluations = []
-    for evaluation in evaluate(config, problems, progress=True):
+    for evaluation in evaluate_all(config, problems, progress=True):
         evaluations.append(evaluation)
         if distributed.rank():
             continue

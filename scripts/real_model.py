@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from dsft.cli.quickstart import answer_orders, download_model, is_right, orders
+from dsft.cli.quickstart import answer_orders, download_model, is_right, orders, write_orders
 
 BATCH = 8
 METHODS = {"LoRA": {"method": "lora", "learning_rate": 1e-3}, "full": {"method": "full", "learning_rate": 5e-5}}
@@ -75,8 +75,8 @@ def main() -> None:
     held_out = orders("held_out", 100, seed=2)
     for name, rows in {"train": orders("train", BATCH * num_steps, seed=1), "held_out": held_out}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    do("text of Python's documentation", "dsft", "demo-data", folder / "demo")
-    text = folder / "demo" / "corpus" / "held_out.jsonl"
+    write_orders(folder / "demo", base=base)
+    text = folder / "demo" / "corpus" / "held_out.jsonl"  # of Python's documentation
 
     # ---- trainings; an adapter is merged
     models = {"as published": base}

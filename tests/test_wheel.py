@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import BIN, ROOT
 from tiny import write_model, write_texts
 
@@ -61,12 +60,10 @@ def test_the_wheel_brings_all_that_the_commands_read(site, tmp_path):
         "dsft init --model base --data train.jsonl": "run.yaml: written",
         "dsft preview --config run.yaml": "trained fraction",
         "dsft plan --config run.yaml --zero 3-offload --chat_template chatml --gpus 2x4090": "3-offload",
-        "dsft demo-data demo": "full.yaml",
         "dsft train --config run.yaml --dry_run": "deepspeed",
     }.items():
         result = run(command)
         assert result.returncode == 0 and printed in result.stdout, f"{command}\n{result.stdout}{result.stderr}"
-    assert yaml.safe_load((tmp_path / "demo" / "lora.yaml").read_text())["method"] == "lora"
     result = run("deepspeed --num_gpus 2 --module dsft.train --config run.yaml --methd lora")
     assert result.returncode != 0 and "did you mean 'method'" in result.stderr + result.stdout
     packed = {str(path.relative_to(site)) for path in (site / "dsft").rglob("*") if path.is_file()}

@@ -39,14 +39,12 @@ class HardwareFields:
 
 @dataclass(kw_only=True)
 class PlanOptions(QuestionFields, HardwareFields):
-    """Output: a table, unless another form is chosen."""
+    """Output: a few lines, unless another form is chosen."""
 
     json: bool = False
     """Machine-readable."""
-    all: bool = False
-    """Every candidate, not only the chosen one."""
     explain: bool = False
-    """Every term of the chosen plan with its formula."""
+    """Every candidate, what was assumed, and every term of the chosen plan with its formula."""
     out: str | None = None
     """Folder to write the chosen plan to, as deepspeed.json."""
 
@@ -154,10 +152,10 @@ class ChatOptions:
 
 @dataclass
 class FolderOptions:
-    """Folder: the one to look at, or to write."""
+    """Folder: the one to look at."""
 
     folder: str
-    """A run's output_dir, a checkpoint, or a new folder."""
+    """A run's output_dir, or a checkpoint."""
 
 
 @dataclass
@@ -255,11 +253,11 @@ COMMANDS = {
         "perplexity on all GPUs of this machine", "", LaunchOptions, EvalConfig, frozenset(_EVAL.split()), _LAUNCHED
     ),
     "compare": Command(
-        "results of dsft eval against each other, with intervals", "dsft.cli.report:run_compare", CompareOptions
+        "results of dsft eval against each other, with intervals", "dsft.cli.folders:run_compare", CompareOptions
     ),
     "report": Command(
         "one page about runs: curves, perplexity, memory, time, options",
-        "dsft.cli.report:run_report",
+        "dsft.cli.folders:run_report",
         ReportOptions,
         details="Results of dsft eval over several models in a run's folder, or beside it, are part of the page.",
     ),
@@ -303,10 +301,7 @@ COMMANDS = {
         "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.folders:export_or_merge", ExportOptions
     ),
     "merge": Command("an adapter merged into its base model", "dsft.cli.folders:export_or_merge", MergeOptions),
-    "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:chat", ChatOptions),
-    "demo-data": Command(
-        "write data, a small model and configs to try things on, offline", "dsft.cli.quickstart:demo", FolderOptions
-    ),
+    "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:run_chat", ChatOptions),
     "quickstart": Command("the whole job on a small real model", "dsft.cli.quickstart:run", QuickstartOptions),
 }
 """Command -> what it is, in the order of `dsft --help`."""

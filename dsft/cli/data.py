@@ -9,7 +9,7 @@ dsft preview --config run.yaml --samples 5
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import TrainConfig
@@ -63,16 +63,20 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     show_text(f"dsft: ready in {folder}; training with the same options and files takes it from there")
 
 
+def preview(config: str | None = None, *, samples: int = 3, **options: Any) -> None:
+    """Print samples of a training's data as the model will see them. Args: `config`: a YAML file."""
+    words = ["--config", config] if config else []
+    for name, value in options.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    run(PreviewOptions(samples=samples), words)
+
+
 def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samples: int) -> None:
     """Print sequences as the model will see them, what is left out and why, and figures."""
     import numpy as np
-    from rich.console import Console
-    from rich.text import Text
 
     from dsft.data.epoch import PackedRows, sequences_in
 
-    console = Console(soft_wrap=True, highlight=False)
-    marks = not console.is_terminal
     items = data.items
     is_packed = isinstance(items, PackedRows)
     for index in np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist():
@@ -80,30 +84,25 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
         tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
         trained = sum(int((sequence["labels"] != IGNORED).sum()) for sequence in sequences)
         of = f" of {len(sequences)} samples" if len(sequences) > 1 else ""
-        name = "row" if is_packed else "sequence"
-        console.print(f"[bold]{name} {index + 1}[/bold]: {tokens} tokens{of}, {trained} trained")
+        show_text(f"{'row' if is_packed else 'sequence'} {index + 1}: {tokens} tokens{of}, {trained} trained")
         for sequence in sequences:
-            text = Text()
+            text = ""
             weights = np.where(sequence["labels"] != IGNORED, sequence.get("weights", 1), 0)
             edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
             for start, end in itertools.pairwise(edges):
                 piece = tokenizer.decode(sequence["input_ids"][start:end])
-                if not weights[start]:
-                    text.append(piece, style="dim")
-                    continue
-                text.append(f"⟦{piece}⟧" if marks else piece, style="green")
-                if weights[start] != 1:
-                    text.append(f"×{weights[start]:g}", style="bold")
-            console.print(text)
-            console.print()
-    console.print("trained tokens stand between ⟦ and ⟧" if marks else "trained tokens are [green]green[/green]")
+                if weights[start]:
+                    piece = f"⟦{piece}⟧"
+                if weights[start] not in (0, 1):
+                    piece += f"×{weights[start]:g}"
+                text += piece
+            print(f"{text}\n")  # as it is, also in a narrow terminal
+    show_text("trained tokens stand between ⟦ and ⟧")
     for store in items.stores:
         for name, why in store.facts["first"].items():
-            console.print(f"{store.counts[name]} {name.replace('_', ' ')}, the first: {why}", markup=False)
+            show_text(f"{store.counts[name]} {name.replace('_', ' ')}, the first: {why}")
 
     lengths = (items.sequences if is_packed else items).lengths
     median, most = np.quantile(lengths, [0.5, 0.95])
-    console.print(
-        f"lengths: {lengths.min()} shortest, {median:.0f} median, {most:.0f} for 95 %, {lengths.max()} longest"
-    )
-    console.print(f"trained fraction: {data.counts['trained_tokens'] / data.counts['tokens']:.1%}")
+    show_text(f"lengths: {lengths.min()} shortest, {median:.0f} median, {most:.0f} for 95 %, {lengths.max()} longest")
+    show_text(f"trained fraction: {data.counts['trained_tokens'] / data.counts['tokens']:.1%}")

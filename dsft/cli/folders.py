@@ -1,17 +1,21 @@
-"""Commands on the folder of a run or model: `dsft checkpoints`, `verify`, `export`, `merge` and `chat`.
+"""Commands on folders of runs, models and results: `dsft checkpoints`, `verify`, `export`, `merge`, `chat`, `report`,
+`compare`.
 
 Problems of the folder are reported before torch is loaded, which takes seconds.
 """
 
 import contextlib
 import dataclasses
+import io
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from dsft.checkpoints.manifest import MANIFEST, bytes_of, checkpoints, files_of, integrity_errors, read_manifest
 from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights, is_run, read_run
-from dsft.cli.commands import ChatOptions, ExportOptions, FolderOptions, MergeOptions
+from dsft.cli.commands import ChatOptions, CompareOptions, ExportOptions, FolderOptions, MergeOptions, ReportOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import base_revision, missing, step_folder
@@ -86,7 +90,13 @@ def export_or_merge(options: ExportOptions | MergeOptions) -> None:
     show_text(f"dsft: {'merged, ' if is_merge else ''}written: {folder}")
 
 
-def chat(options: ChatOptions) -> str | None:
+def chat(model: str, prompt: str, **options: Any) -> str:
+    """Return the answer of a run, a checkpoint or a model. Args: `options`: those of `dsft chat`."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the command prints while the answer is made
+        return run_chat(ChatOptions(model, prompt=prompt, **options))
+
+
+def run_chat(options: ChatOptions) -> str | None:
     """Answer each line that is typed, or `prompt` alone, in the model's own chat template. transformers' TextStreamer
     prints answers while they are made. Raises UserError where there is no model or no chat template, or, with `prompt`,
     no answer.
@@ -174,3 +184,26 @@ def chat(options: ChatOptions) -> str | None:
                 show_text(f"dsft: {error}")
             except KeyboardInterrupt:
                 print()  # the turn is taken back
+
+
+def run_report(options: ReportOptions) -> None:
+    """Write the page about runs. Raises UserError if a folder is not a run."""
+    with quick_imports():
+        from dsft.report.page import write_report
+
+    show_text(f"dsft: written: {write_report(options.runs, options.out)}")
+
+
+def run_compare(options: CompareOptions) -> None:
+    """Print a table of comparisons, or one JSON object. Raises UserError if results are missing, or of other texts or
+    windows.
+    """
+    with quick_imports():
+        from dsft.perplexity.compare import compare_results, read_evaluations
+        from dsft.perplexity.results import finite
+
+    comparisons = compare_results(read_evaluations(options.results), base=options.base, group_by=options.group_by)
+    if options.json:
+        print(json.dumps({"comparisons": finite([dataclasses.asdict(each) for each in comparisons])}))
+    else:
+        show_table(comparisons.overview())

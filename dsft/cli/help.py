@@ -1,18 +1,16 @@
 """Help and reference, made from the fields of the options: name, type, default and the text under each field.
 
-They are read from the source, so that help needs neither torch nor transformers, not even for the fields of
-transformers.TrainingArguments.
+All but `dsft train --help all` needs neither torch nor transformers.
 """
 
 import ast
 import dataclasses
-import functools
-import importlib.util
+import inspect
+import itertools
 import shutil
-import sys
 import textwrap
+import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dsft.cli.commands import COMMANDS, Command
@@ -21,27 +19,31 @@ from dsft.config.options import (
     LEARNING_RATES,
     REFUSED_ARGUMENTS,
     TRAINING_DEFAULTS,
-    EvalConfig,
     TrainConfig,
+    argument_types,
 )
-from dsft.config.reader import options_of
+from dsft.config.reader import field_types, options_of
 
 ARGUMENT_TEXTS = {
     "output_dir": "Folder of the run: run.json, checkpoints, the final model, logs.",
-    "resume_from_checkpoint": "auto (the last complete checkpoint in output_dir, if there is one), or a checkpoint's"
-    " folder.",
-    "eval_strategy": "no, steps or epoch; by default epoch where there is held-out data.",
+    "per_device_train_batch_size": "Sequences of one forward on one GPU; by default the plan's.",
     "learning_rate": f"Of the optimizer, after the warmup; by default {LEARNING_RATES['full']:g}, with adapters"
     f" {LEARNING_RATES['lora']:g}.",
+    "num_train_epochs": "Passes over the data; by default 3.",
+    "max_steps": "Optimizer steps, in place of num_train_epochs.",
+    "save_steps": "Optimizer steps between two checkpoints; by default 500.",
+    "eval_strategy": "no, steps or epoch; by default epoch where there is held-out data.",
+    "resume_from_checkpoint": "auto (the last complete checkpoint in output_dir, if there is one), or a checkpoint's"
+    " folder.",
 }
-"""Texts of fields of TrainingArguments that mean more here; none of them has a fixed default."""
+"""Fields of TrainingArguments that are used most or mean more here -> their text, with the default."""
 PLACEHOLDERS = {
-    "str": "TEXT",
-    "int": "N",
-    "float": "NUMBER",
-    "bool": "[true|false]",
-    "dict": "JSON",
-    "Any": "MODULE:NAME",
+    str: "TEXT",
+    int: "N",
+    float: "NUMBER",
+    bool: "[true|false]",
+    dict: "JSON",
+    Any: "MODULE:NAME",
 }
 
 
@@ -61,7 +63,7 @@ class Group:
     """Options of one class, under its docstring."""
 
     heading: str
-    fields: tuple[FieldDoc, ...]
+    fields: list[FieldDoc]
 
 
 def commands_help() -> str:
@@ -77,11 +79,9 @@ def command_help(name: str, *, everything: bool) -> str:
     lines = [usage(name), "", f"{command.summary[0].upper()}{command.summary[1:]}."]
     for line in command.details.splitlines():
         lines += textwrap.wrap(line, width) or [""]
-    for group in command_groups(command):
-        shown = [field for field in group.fields if everything or not command.common or field.name in command.common]
-        if shown:
-            lines += ["", *textwrap.wrap(group.heading, width)]
-        for field in shown:
+    for group in command_groups(command, everything=everything):
+        lines += ["", *textwrap.wrap(group.heading, width)]
+        for field in group.fields:
             default = f"  (default: {field.default})" if field.default else ""
             lines.append(f"  {'' if field.is_positional else '--'}{field.name} {field.placeholder}{default}")
             lines += textwrap.wrap(field.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -91,120 +91,120 @@ def command_help(name: str, *, everything: bool) -> str:
 
 
 def usage(name: str) -> str:
-    fields = [field for group in command_groups(COMMANDS[name]) for field in group.fields]
-    upper = {field.name.upper(): field.default for field in fields if field.is_positional}
-    words = ["dsft", name, *(f"[{word}]" if default else word for word, default in upper.items())]
-    options = ["[--OPTION VALUE ...]"] if len(upper) < len(fields) else []
+    command = COMMANDS[name]
+    words = ["dsft", name]
+    for option, field in options_of(command.options).items():
+        if not field.kw_only:
+            words.append(option.upper() if field.default is dataclasses.MISSING else f"[{option.upper()}]")
+    words.append("[--OPTION VALUE ...]")
     if name == "launch":
-        words += [*options, "train|eval"]
-    config = ["[FILE.yaml]"] if name == "launch" or COMMANDS[name].run_options else []
-    return " ".join([*words, *config, *options])
+        words.append("train|eval")
+    if name == "launch" or command.run_options:
+        words.append("[FILE.yaml]")
+    return " ".join(words)
 
 
-def command_groups(command: Command) -> list[Group]:
-    """Returns the groups of a command's options: for train and eval those of the run, then those of the launch."""
+def command_groups(command: Command, *, everything: bool = True) -> list[Group]:
+    """Returns the groups of a command's options: for train and eval those of the run, then those of the launch. Without
+    `everything` only the common ones, if the command names some.
+    """
     groups = class_groups(command.options)
-    if command.common and command.run_options:
-        groups = class_groups(command.run_options) + groups
-    if command.common and command.run_options is TrainConfig:
-        folder = importlib.util.find_spec("transformers").submodule_search_locations[0]
-        arguments = tuple(
-            dataclasses.replace(field, default="", text=ARGUMENT_TEXTS[field.name])
-            if field.name in ARGUMENT_TEXTS
-            else dataclasses.replace(field, default=str(TRAINING_DEFAULTS.get(field.name, field.default)).lower())
-            for field in source_fields(str(Path(folder, "training_args.py")), "TrainingArguments")
-            if field.name not in (*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank")
-        )
-        groups.insert(-1, Group("TrainingArguments: of transformers, by their own names.", arguments))
-    return groups
+    if not command.common:
+        return groups
+    groups = class_groups(command.run_options) + groups
+    if command.run_options is TrainConfig:
+        groups.insert(-1, arguments_group(everything=everything))
+    if everything:
+        return groups
+    common = []
+    for group in groups:
+        fields = [field for field in group.fields if field.name in command.common]
+        if fields:
+            common.append(Group(group.heading, fields))
+    return common
 
 
 def class_groups(cls: type) -> list[Group]:
-    """Returns one group for `cls` and each of its base classes that has options, bases first.
-
-    An option stands in the group that has it first, with the text of the class that has it last.
+    """Returns a group for `cls` and for each base class that has options; an option is in that of the class that
+    declares it last.
     """
-
-    def bases_first(base: type) -> list[type]:
-        return [each for parent in base.__bases__ for each in bases_first(parent)] + [base]
-
-    ancestry = [base for base in dict.fromkeys(bases_first(cls)) if dataclasses.is_dataclass(base)]
-    docs = {
-        doc.name: doc
-        for base in ancestry
-        for doc in source_fields(sys.modules[base.__module__].__file__, base.__name__)
-    }
-    if issubclass(cls, EvalConfig):
-        from dsft.perplexity.modes import CHOICES  # loads numpy, which other help does without
-
-        docs |= {name: dataclasses.replace(docs[name], placeholder="|".join(CHOICES[name])) for name in CHOICES}
-    options = {field.name: (name, field) for name, field in options_of(cls).items()}
+    fields = options_of(cls)
+    types = field_types(cls)
     groups = []
-    seen = set()
-    for base in ancestry:
-        names = [name for name in vars(base).get("__annotations__", {}) if name in options and name not in seen]
-        seen.update(names)
-        fields = [
-            dataclasses.replace(docs[name], name=options[name][0], is_positional=not options[name][1].kw_only)
-            for name in names
-        ]
-        if fields:
-            groups.append(Group(" ".join(base.__doc__.split()), tuple(fields)))
+    for base in cls.__mro__[:-1]:
+        docs = []
+        for name, text in texts_below(base).items():
+            if name in fields:
+                field = fields.pop(name)
+                docs.append(
+                    FieldDoc(
+                        name=name,
+                        placeholder=placeholder_of(types[name]),
+                        default=default_of(field),
+                        text=text,
+                        is_positional=not field.kw_only,
+                    )
+                )
+        if docs:
+            groups.append(Group(" ".join(base.__doc__.split()), docs))
     return groups
 
 
-@functools.cache
-def source_fields(file: str, class_name: str) -> tuple[FieldDoc, ...]:
-    """Returns the fields that a class has by its source, in their order.
-
-    Their text is the string below each, or the `help` of its metadata, of which the first sentence is taken.
-    """
-
-    def literal(node: ast.expr | None) -> Any:
-        try:
-            return ast.literal_eval(node) if node else None
-        except ValueError:  # not a plain value
-            return None
-
-    body = next(node.body for node in parsed(file).body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    docs = []
-    for node, below in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        keywords = {}
-        if isinstance(node.value, ast.Call):
-            keywords = {keyword.arg: keyword.value for keyword in node.value.keywords}
-        default = keywords.get("default", keywords.get("default_factory", node.value))
-        value = literal(default.body if isinstance(default, ast.Lambda) else default)
-        if isinstance(value, bool):
-            value = str(value).lower()
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            text = below.value.value
-        elif text := (literal(keywords.get("metadata")) or {}).get("help", ""):
-            text = text.split(". ")[0].rstrip(".") + "."
-        docs.append(
-            FieldDoc(
-                name=node.target.id,
-                placeholder=_placeholder(node.annotation),
-                default=" ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value),
-                text=" ".join(text.split()),
-            )
-        )
-    return tuple(docs)
+def texts_below(cls: type) -> dict[str, str]:
+    """Maps the fields of a class to the strings below them in its source."""
+    texts = {}
+    for node, below in itertools.pairwise(ast.parse(inspect.getsource(cls)).body[0].body):
+        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+            texts[node.target.id] = " ".join(below.value.value.split())
+    return texts
 
 
-@functools.cache  # a file of several classes of options is parsed once
-def parsed(file: str) -> ast.Module:
-    return ast.parse(Path(file).read_text(encoding="utf-8"))
+def arguments_group(*, everything: bool) -> Group:
+    """Returns the group of TrainingArguments: those of ARGUMENT_TEXTS, or all of them, which loads transformers."""
+    types = argument_types()
+    docs = [
+        FieldDoc(name=name, placeholder=placeholder_of(types[name]), default="", text=text)
+        for name, text in ARGUMENT_TEXTS.items()
+    ]
+    if everything:
+        from transformers import TrainingArguments
+
+        left_out = {*ARGUMENT_TEXTS, *REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"}
+        for field in dataclasses.fields(TrainingArguments):
+            if field.name in types and field.name not in left_out:
+                sentence = " ".join(field.metadata.get("help", "").split()).partition(". ")[0]
+                default = default_of(field)
+                if field.name in TRAINING_DEFAULTS:
+                    default = str(TRAINING_DEFAULTS[field.name]).lower()
+                docs.append(
+                    FieldDoc(
+                        name=field.name,
+                        placeholder=placeholder_of(types[field.name]),
+                        default=default,
+                        text=sentence.rstrip(".") + "." * bool(sentence),
+                    )
+                )
+    return Group("TrainingArguments: of transformers, by their own names.", docs)
 
 
-def _placeholder(annotation: ast.expr) -> str:
-    if isinstance(annotation, ast.BinOp):
-        members = dict.fromkeys((_placeholder(annotation.left), _placeholder(annotation.right)))
-        return "|".join(member for member in members if member)
-    if isinstance(annotation, ast.Subscript):
-        name = ast.unparse(annotation.value)
-        if name == "Literal":
-            return "|".join(str(value) for value in ast.literal_eval(f"[{ast.unparse(annotation.slice).strip('()')}]"))
-        return f"{_placeholder(annotation.slice)} ..." if name == "list" else PLACEHOLDERS.get(name, "")
-    return PLACEHOLDERS.get(ast.unparse(annotation), "")  # a type of transformers stands beside `str`
+def default_of(field: dataclasses.Field) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value in (None, dataclasses.MISSING) or value == {} else str(value)
+
+
+def placeholder_of(hint: Any) -> str:
+    members = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return "|".join(map(str, members))
+    if origin is list:
+        return f"{placeholder_of(members[0])} ..."
+    if origin is dict or not members:
+        return PLACEHOLDERS.get(origin or hint, "")  # an enumeration of transformers is beside `str`
+    return "|".join(dict.fromkeys(filter(None, map(placeholder_of, members))))

@@ -6,14 +6,12 @@ dsft train --help [all]           the options of one, in short or all of them
 dsft --version
 """
 
-import dataclasses
 import errno
 import importlib
 import os
 import select
 import signal
 import sys
-from pathlib import Path
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
@@ -99,17 +97,8 @@ def run_command(name: str, words: list[str]) -> None:
     except OSError as error:  # what a command reads or writes is what its words name
         if error.filename is None and error.errno not in FULL:
             raise
-        path = Path(error.filename or "")
         where = f"{error.filename}: " if error.filename else ""
-        options = []  # whose value is the path, or on the way to it
-        for option in dataclasses.fields(command.options) if where else ():
-            value = getattr(arguments[0], option.name)
-            given = Path(value).expanduser() if isinstance(value, str) and value else None
-            if given and (given in (path, *path.parents) or path in given.parents):
-                options.append(f"--{option.name} " if option.kw_only else "")
-        where = f"{options[0] if len(options) == 1 else ''}{where}"
-        way_out = "free some space, or name another disk" if error.errno in FULL else "name another file or folder"
-        raise UserError(f"{where}{error.strerror}; {way_out}") from error
+        raise UserError(f"{where}{error.strerror}; name another file, folder or disk") from error
 
 
 if __name__ == "__main__":

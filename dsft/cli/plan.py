@@ -30,10 +30,9 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     with every problem of the options, of the machine, or of the model.
     """
     problems: list[str] = []
-    if options.perplexity and options.longest:
-        problems.append("--perplexity and --longest: keep one")
-    if (options.perplexity or options.longest) and (options.out or options.explain):
-        problems.append("--perplexity and --longest make no plan of a training: leave out --out and --explain")
+    asked = [f"--{name}" for name in ("perplexity", "longest", "out", "explain") if getattr(options, name)]
+    if len(asked) > 1 and (options.perplexity or options.longest):
+        problems.append(f"{' and '.join(asked)}: keep one")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     named = dataclasses.replace(training, data=[], eval_data=[])  # a plan takes data that is to come

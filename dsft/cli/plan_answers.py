@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from dsft.cli.commands import PlanOptions
 from dsft.config.deepspeed import offloads
 from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.data.tokens import tokenise
-from dsft.errors import UserError
-from dsft.models.measure import USUAL_MODELS
 from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose, plan_evaluation
 from dsft.planner.memory import Job, resolve_auto, terms_at_peak
 from dsft.planner.speed import CARDS, card_of
@@ -29,7 +27,6 @@ from dsft.units import GiB, MiB, in_gib, in_time, plural
 
 NOTHING_FITS = 1
 """Exit code."""
-SHOWN_PLANS = 5
 SMALLER = 0.85
 """Share of the chosen plan's memory that a smaller one takes at most."""
 MOST_READ_BYTES = 2**28
@@ -44,14 +41,20 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
         training: as it was asked for, without decisions.
         words: the options of the training as the user wrote them.
     """
+    runs = []
+    for machine in machines:
+        run = resolve_offline(training, machine, attention=options.attention, scored=options.perplexity)
+        for note in run.notes:
+            show_text(f"dsft: note: {note}", file=sys.stderr)
+        runs.append(run)
     if options.perplexity:
-        fits = answer_perplexity(options, training, machines[0])
+        fits = answer_perplexity(options, runs[0])
     elif options.longest:
-        fits = answer_longest(options, training, machines[0])
+        fits = answer_longest(options, runs[0])
     elif len(machines) > 1:
-        fits = compare_machines(options, training, machines)
+        fits = compare_machines(options, runs)
     else:
-        fits = answer_training(options, training, machines[0], words)
+        fits = answer_training(options, training, runs[0], words)
     if not fits:
         raise SystemExit(NOTHING_FITS)
 
@@ -67,24 +70,19 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def decide(options: PlanOptions, training: TrainConfig, machine: Machine) -> TrainingRun:
-    """Return what the training would decide on this machine; its notes are printed."""
-    run = resolve_offline(training, machine, attention=options.attention, scored=options.perplexity)
-    for note in run.notes:
-        show_text(f"dsft: note: {note}", file=sys.stderr)
-    return run
+def choose_plan(run: TrainingRun) -> Choice:
+    return plan_run(run.options, run.job, run.machine, zero_file=run.zero_file, must_fit=False)
 
 
-def answer_training(options: PlanOptions, training: TrainConfig, machine: Machine, words: Sequence[str]) -> bool:
+def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:
     """One machine: what is chosen, and the ways that are faster and smaller; what else would fit where nothing does."""
-    run = decide(options, training, machine)
-    choice = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
+    machine = run.machine
+    choice = choose_plan(run)
     plan = choice.plan
     ways = [] if plan.fits else ways_to_fit(training, machine, attention=options.attention)
     seconds = training_seconds(options.tokens, run, plan)
     if options.out:
-        clipping = run.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm)
-        write_plan(Path(options.out), plan, run.job, machine, max_grad_norm=clipping)
+        write_plan(Path(options.out), plan, run)
     if options.json:
         print_json(
             {
@@ -105,15 +103,16 @@ def answer_training(options: PlanOptions, training: TrainConfig, machine: Machin
             lines.append(describe_time(run, plan, seconds))
         lines.append(train_command(words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine, options.attention)]
-        if smaller := smaller_plan(choice, machine):
-            lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
+        # The best of those that take clearly less of a GPU, without those whose options are long.
+        small = [each for each in choice.plans if each.device_bytes <= SMALLER * plan.device_bytes]
+        smaller = [each for each in small if each.fits and each.checkpoint_every == 1]
+        if smaller:
+            best = choose(smaller, machine)
+            lines.append(f"smaller: {plan_flags(best, run.job)} ({describe_cost(best)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
-    show_table(plans_table(choice, machine, everything=options.all))
     if options.explain:
-        explain(run, choice, machine)
-    if options.out:
-        show_text(f"dsft: written: {Path(options.out) / 'deepspeed.json'}")
+        explain(run, choice)
     return plan.fits
 
 
@@ -126,19 +125,10 @@ def describe_machine(machine: Machine) -> str:
 
 def describe_plan(plan: Plan, machine: Machine) -> str:
     """What is chosen; nothing is sharded over one GPU, whatever its stage."""
-    parts = [f"checkpointing {plan.checkpointing}", f"batch {plan.micro_batch} x {plan.accumulation}"]
-    if machine.world_size > 1:
-        parts = [f"ZeRO {plan.zero}", *parts]
-    elif offloads(plan.deepspeed_config):
-        parts = [f"{offloaded_part(plan)} offloaded", *parts]
-    return ", ".join(parts)
-
-
-def offloaded_part(plan: Plan) -> str:
-    zero = plan.deepspeed_config["zero_optimization"]
-    parts = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-    offloaded = [part for part, key in parts.items() if zero.get(key)]
-    return "both" if len(offloaded) == 2 else "".join(offloaded) or "nothing"
+    text = f"checkpointing {plan.checkpointing}, batch {plan.micro_batch} x {plan.accumulation}"
+    if machine.world_size > 1 or offloads(plan.deepspeed_config):
+        text = f"ZeRO {plan.zero}, {text}"
+    return text
 
 
 def describe_memory(plan: Plan, machine: Machine) -> str:
@@ -184,31 +174,32 @@ def describe_cost(plan: Plan) -> str:
     return in_gib(plan.device_bytes) + speed
 
 
-def smaller_plan(choice: Choice, machine: Machine) -> Plan | None:
-    """The best of the plans that take clearly less of a GPU, without those whose options are long."""
-    most = SMALLER * choice.plan.device_bytes
-    short = [plan for plan in choice.plans if plan.fits and plan.checkpoint_every == 1]
-    smaller = [plan for plan in short if plan.device_bytes <= most]
-    return choose(smaller, machine) if smaller else None
-
-
 def plan_flags(plan: Plan, job: Job) -> str:
     """The options with which a training takes exactly this plan."""
     batch = f"--per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps {plan.accumulation}"
     return f"--zero {plan.zero} {batch} {checkpointing_flags(plan, job)}"
 
 
-def explain(run: TrainingRun, choice: Choice, machine: Machine) -> None:
-    """Print what was assumed, and every term of the chosen plan."""
+def explain(run: TrainingRun, choice: Choice) -> None:
+    """Print every candidate, what was assumed, and every term of the chosen plan."""
     plan = choice.plan
     job = run.job
-    lines = ["", describe_question(run), str(machine), choice.reason, *choice.notes]
-    if run.options.model in USUAL_MODELS:
-        lines.append(f"configuration of {run.options.model}: as dsft brings it along")
+    size = job.size
+    candidates = sorted(choice.candidates, key=lambda each: each.step_seconds / each.tokens_per_step)
+    show_table(plans_table([("->" if each is plan else "", each) for each in candidates]))
+    method = "full finetuning" if run.options.method == "full" else f"{run.options.method} of rank {size.lora_r}"
+    active = f", {size.active_params / 1e9:,.3f} B active per token" if size.expert_params else ""
+    lines = [
+        f"{method}, {job.seq_len:,} tokens per sequence, {job.dtype}, {job.optimizer}",
+        f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained{active}",
+        str(run.machine),
+        choice.reason,
+        *choice.notes,
+        f"to keep this plan: {plan_flags(plan, job)}",
+    ]
     if not job.activations.is_measured:
-        lines.append(f"activations: those of a Llama as wide: {job.size.model_type} does not run without weights")
-    lines.append(f"to keep this plan: {plan_flags(plan, job)}")
-    for place, title in (("device", f"one {machine.place}"), ("host", "host memory of one node")):
+        lines.append(f"activations: those of a Llama as wide: {size.model_type} does not run without weights")
+    for place, title in (("device", f"one {run.machine.place}"), ("host", "host memory of one node")):
         at_peak = terms_at_peak(plan.terms, place)
         lines += ["", f"{title}, GiB:"]
         for term in plan.terms:
@@ -218,49 +209,31 @@ def explain(run: TrainingRun, choice: Choice, machine: Machine) -> None:
     show_text("\n".join(lines))
 
 
-def compare_machines(options: PlanOptions, training: TrainConfig, machines: list[Machine]) -> bool:
+def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
     """One row per machine."""
-    plans: list[tuple[Machine, Plan]] = []
-    for machine in machines:
-        run = decide(options, training, machine)
-        plans.append((machine, plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False).plan))
+    plans = [choose_plan(run).plan for run in runs]
     if options.json:
-        print_json([{"machine": dataclasses.asdict(machine), "plan": as_dict(plan)} for machine, plan in plans])
+        pairs = zip(runs, plans, strict=True)
+        print_json([{"machine": dataclasses.asdict(run.machine), "plan": as_dict(plan)} for run, plan in pairs])
     else:
-        table = new_table("machine", "ZeRO", *PLAN_COLUMNS)
-        for machine, plan in plans:
-            zero = plan.zero if machine.world_size > 1 else "-"
-            table.add_row(describe_machine(machine), zero, *plan_cells(plan))
-        show_table(table)
-    return any(plan.fits for _, plan in plans)
+        names = [describe_machine(run.machine) for run in runs]
+        show_table(plans_table(zip(names, plans, strict=True)))
+    return any(plan.fits for plan in plans)
 
 
-PLAN_COLUMNS = ("ckpt", "batch", "peak GiB", "s/step", "tokens/s")
-
-
-def plan_cells(plan: Plan) -> list[str]:
-    return [
-        plan.checkpointing,
-        f"{plan.micro_batch} x {plan.accumulation}",
-        f"{plan.device_bytes / GiB:,.1f}" + ("" if plan.fits else " (no)"),
-        f"{plan.step_seconds:,.2g}" if plan.has_time_estimate else "-",
-        f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
-    ]
-
-
-def plans_table(choice: Choice, machine: Machine, *, everything: bool) -> Table:
-    """The chosen plan, and the best of the others; of one GPU's only those that differ in more than the stage."""
-    is_alone = machine.world_size == 1
-    table = new_table("", "offloaded" if is_alone else "ZeRO", *PLAN_COLUMNS)
-    others = [plan for plan in choice.candidates if plan is not choice.plan and (plan.fits or everything)]
-    others.sort(key=lambda plan: plan.step_seconds / plan.tokens_per_step)
-    kinds: set[tuple[str, str]] = set()
-    for plan in [choice.plan, *others]:
-        kind = offloaded_part(plan) if is_alone else plan.zero
-        is_new = (kind, plan.checkpointing) not in kinds and len(kinds) < SHOWN_PLANS
-        if is_new or everything:
-            kinds.add((kind, plan.checkpointing))
-            table.add_row("->" if plan is choice.plan else "", kind, *plan_cells(plan))
+def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
+    """A row for each plan, behind a word of its own."""
+    table = new_table("", "ZeRO", "ckpt", "batch", "peak GiB", "s/step", "tokens/s")
+    for word, plan in plans:
+        table.add_row(
+            word,
+            plan.zero,
+            plan.checkpointing,
+            f"{plan.micro_batch} x {plan.accumulation}",
+            f"{plan.device_bytes / GiB:,.1f}" + ("" if plan.fits else " (no)"),
+            f"{plan.step_seconds:,.2g}" if plan.has_time_estimate else "-",
+            f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
+        )
     return table
 
 
@@ -293,23 +266,23 @@ def count_tokens(run: TrainingRun) -> float | None:
     return tokens
 
 
-def answer_longest(options: PlanOptions, training: TrainConfig, machine: Machine) -> bool:
-    longest = longest_sequence(decide(options, training, machine))
+def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
+    longest = longest_sequence(run)
     if options.json:
         print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
     elif longest:
         tokens, plan = longest
-        show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {in_gib(plan.device_bytes)} per {machine.place}")
+        place = run.machine.place
+        show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {in_gib(plan.device_bytes)} per {place}")
     else:
         show_text("no sequence fits, however short")
     return longest is not None
 
 
-def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Machine) -> bool:
-    run = decide(options, training, machine)
+def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
     choice = plan_evaluation(
         run.model,
-        machine,
+        run.machine,
         dtype=run.options.dtype,
         seq_len=run.options.seq_len,
         attention=options.attention,
@@ -323,14 +296,14 @@ def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Mach
         return choice.plan.fits
     table = new_table("", "ZeRO", "GiB", "host GiB", "fits")
     for plan in choice.candidates:
-        sizes = (plan.device_bytes, plan.host_bytes)
         table.add_row(
             "->" if plan is choice.plan else "",
             plan.zero,
-            *(f"{num_bytes / GiB:,.1f}" for num_bytes in sizes),
-            plan.limiting_resource or "yes",
+            f"{plan.device_bytes / GiB:,.1f}",
+            f"{plan.host_bytes / GiB:,.1f}",
+            f"no: {plan.limiting_resource}" if plan.limiting_resource else "yes",
         )
-    show_text(f"perplexity of {run.options.model}, {run.model.size.num_params / 1e9:,.3f} B parameters\n{machine}")
+    show_text(f"perplexity of {run.options.model}\n{run.machine}")
     show_table(table)
     show_text(choice.reason)
     if choice.longest_window:
@@ -338,40 +311,23 @@ def answer_perplexity(options: PlanOptions, training: TrainConfig, machine: Mach
     return choice.plan.fits
 
 
-def describe_question(run: TrainingRun) -> str:
-    """What was asked, with the options that change it, and the parameters of the model."""
-    options = run.options
-    size = run.job.size
-    method = "full finetuning" if options.method == "full" else f"{options.method} of rank {size.lora_r}"
-    active = f", {size.active_params / 1e9:,.3f} B active per token" if size.expert_params else ""
-    return (
-        f"{method} (--method), {run.job.seq_len:,} tokens per sequence (--seq_len), {run.job.dtype} (--dtype),"
-        f" {run.job.optimizer} (--optim)\n"
-        f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained{active}"
-    )
-
-
-def write_plan(folder: Path, plan: Plan, job: Job, machine: Machine, *, max_grad_norm: float) -> None:
-    """Write deepspeed.json to `folder`, without "auto" but for what only the training's options say.
-
-    Raises:
-        UserError: where it exists already, or the folder cannot be written.
+def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
+    """Write deepspeed.json to `folder`, without "auto" but for what only the training's options say. Raises OSError if
+    it exists already, or the folder cannot be written.
     """
+    job = run.job
     zero = plan.deepspeed_config["zero_optimization"]
     resolved = resolve_auto(zero, job.size.hidden_size)
     config = plan.deepspeed_config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, machine).sequences,
-        "gradient_clipping": max_grad_norm,
+        "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, run.machine).sequences,
+        "gradient_clipping": run.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm),
         "zero_optimization": {key: value for key, value in resolved.items() if key in zero},
     }
     for section, dtype in HALF_PRECISION.items():
         config[section] = plan.deepspeed_config.get(section, {}) | {"enabled": job.dtype == dtype}
-    path = folder / "deepspeed.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--out {folder}: {path} cannot be written ({error.strerror})") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "deepspeed.json").open("x", encoding="utf-8") as file:
+        file.write(json.dumps(config, indent=2) + "\n")
+    show_text(f"dsft: written: {folder / 'deepspeed.json'}", file=sys.stderr)

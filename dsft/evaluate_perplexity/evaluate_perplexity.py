@@ -40,7 +40,7 @@ class EvaluatePerplexity(evaluate.Measurement):
         elif predictions is None:
             raise ValueError("give predictions, the texts, with a model, or nats and tokens of each document")
         else:
-            from dsft.api import evaluate_perplexity
+            from dsft.api import evaluate
 
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "texts.parquet"
@@ -49,7 +49,7 @@ class EvaluatePerplexity(evaluate.Measurement):
                 # A training that `run` names may have read its own data in another form.
                 form = {"data_format": "text", "text_column": "text", "columns": {}, "as_chat": False}
                 form |= dict.fromkeys(("prompt_template", "completion_template", "map_row"))
-                result = evaluate_perplexity(data=str(path), progress=False, **options | form).perplexity
+                result = evaluate(data=str(path), progress=False, **options | form).perplexity
             nats = result.nats
             tokens = result.tokens
             num_bytes = result.bytes

@@ -4,8 +4,9 @@ perplexity are compared.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,13 @@ from rich.table import Table
 
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.modes import find_mode
-from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, frame, on_data
-from dsft.perplexity.sums import ONE_DOCUMENT, exp, in_words, ratio_interval, sign_test, units_of
+from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Key, Results, frame, on_data
+from dsft.perplexity.sums import exp, ratio_interval, sign_test, units_of
 from dsft.runtime.console import say, show_table
+from dsft.units import one_of
 
-ESTIMATES = {
-    "perplexity_ratio": "perplexity, ratio",
-    "nats_per_token": "nats per token, difference",
-    "bits_per_byte": "bits per byte, difference",
-    "byte_perplexity_ratio": "byte perplexity, ratio",
-}
-"""Field of a Comparison -> its name in a table."""
 COMPUTED_BY = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
-MOVED = 5  # documents shown at each end
+MOVED = 5  # documents named at each end
 
 
 @dataclass(frozen=True)
@@ -38,21 +33,11 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:,.6g}, {in_words((self.low, self.high), '{:,.6g}'.format)}"
+        interval = "" if math.isnan(self.low) else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.value:.3f}{interval}"
 
     def mapped(self, function: Callable[[float], float]) -> "Estimate":
         return Estimate(function(self.value), function(self.low), function(self.high))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MovedDocument:
-    """One document that changed the result."""
-
-    document: int
-    """Its place in the data, from 0, as in documents.parquet."""
-    base_nats: float
-    nats: float
-    """Over two tokenizers, of as many bytes as the base scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,83 +67,52 @@ class Comparison:
     """Of the sign test, two-sided: of so uneven a split, were better and worse equally likely."""
     units: str
     """What the intervals are computed over: documents, or blocks of windows."""
-    moved: tuple[MovedDocument, ...]
-    """Those that gained most, then those that lost most; in the order of their change."""
+    gained_most: tuple[int, ...]
+    """Documents, by their place in the data from 0 as in documents.parquet, the largest gain first."""
+    lost_most: tuple[int, ...]
     note: str = ""
 
-    @property
-    def title(self) -> str:
-        return f"{self.model} against {self.base} on {on_data(self.data, self.protocol)}"
-
-    def summary(self) -> dict[str, str]:
-        """Return the rows of a table about the comparison, for the screen."""
-        rows = {title: str(getattr(self, name)) for name, title in ESTIMATES.items() if getattr(self, name)}
-        rows["documents"] = (
-            f"{self.better:,} better, {self.worse:,} worse, {self.same:,} the same (sign test: p = {self.p_value:.2g})"
-        )
-        rows["interval"] = f"none: {self.units}" if self.units == ONE_DOCUMENT else f"over {self.units}, in pairs"
-        if self.note:
-            rows["note"] = self.note
-        gained = [each for each in self.moved if each.nats < each.base_nats]
-        lost = [each for each in reversed(self.moved) if each.nats > each.base_nats]
-        for name, moved in (("gained most", gained), ("lost most", lost)):
-            if moved:
-                lines = [f"document {each.document}: {each.base_nats:.1f} to {each.nats:.1f} nats" for each in moved]
-                rows[name] = "\n".join(lines)
-        return rows
-
-
-def _ratio_cell(comparison: Comparison) -> str:
-    """The ratio of perplexities with its interval; over two tokenizers that of perplexities of a byte."""
-    ratio = comparison.perplexity_ratio or comparison.byte_perplexity_ratio
-    if ratio is None:
-        return ""
-    interval = "" if math.isnan(ratio.low) else f" ({ratio.low:.3f} to {ratio.high:.3f})"
-    return f"{ratio.value:.3f}{interval}" + ("" if comparison.perplexity_ratio else " per byte")
+    def row(self) -> dict[str, str]:
+        """Return the cells of the table on the screen."""
+        data = on_data(self.data, self.protocol)
+        ratio = str(self.perplexity_ratio or "")
+        if self.byte_perplexity_ratio and not ratio:
+            ratio = f"{self.byte_perplexity_ratio} per byte"
+        return {
+            "data": data if self.group is None else f"{data}, {self.group}",
+            "model": self.model,
+            "base": f"{self.base_perplexity:,.2f}",
+            "perplexity": f"{self.perplexity:,.2f}",
+            "ratio (95 %)": ratio,
+            "better": f"{self.better:,}",
+            "worse": f"{self.worse:,}",
+            "p": f"{self.p_value:.2g}",
+        }
 
 
 class Comparisons(tuple[Comparison, ...]):
     """A comparison for each model and data set, or for each of their groups."""
 
     def overview(self) -> Table:
-        """Return one table: a row for each comparison."""
-        table = Table("data", "model", "base", "perplexity", "ratio (95 %)", "better", "worse")
-        for each in self:
-            data = on_data(each.data, each.protocol)
-            table.add_row(
-                data if each.group is None else f"{data}, {each.group}",
-                each.model,
-                f"{each.base_perplexity:,.2f}",
-                f"{each.perplexity:,.2f}",
-                _ratio_cell(each),
-                str(each.better),
-                str(each.worse),
-            )
+        """Return one table: a row for each comparison. What intervals are over, and notes, are below it."""
+        rows = [each.row() for each in self]
+        lines = [f"against {self[0].base}; intervals over pairs: {one_of(dict.fromkeys(each.units for each in self))}"]
+        lines += dict.fromkeys(f"{each.model} on {each.data}: {each.note}" for each in self if each.note)
+        table = Table(*rows[0], caption="\n".join(lines), caption_justify="left")
+        for row in rows:
+            table.add_row(*row.values())
         return table
 
-    def tables(self) -> list[tuple[str, dict[str, str]]]:
-        """Return a title and rows for each comparison, for the screen; groups have their rows in `overview` alone."""
-        return [(each.title, each.summary()) for each in self if each.group is None]
-
     def __str__(self) -> str:
-        lines = []
-        for title, rows in self.tables():
-            lines.append(title)
-            for name, value in rows.items():
-                lines.append(f"  {name:<28}" + value.replace("\n", "\n" + 30 * " "))
-        return "\n".join(lines)
+        return frame([each.row() for each in self]).to_string(index=False)
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame with a row for each comparison."""
-        rows = []
-        for comparison in self:
-            row = dict(vars(comparison))
-            del row["moved"]
-            for name in ESTIMATES:  # numbers apart, such as bits_per_byte, bits_per_byte_low and bits_per_byte_high
-                estimate = row[name] or Estimate(math.nan, math.nan, math.nan)
-                row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-            rows.append(row)
-        return frame(rows)
+        """Return a pandas.DataFrame with a row for each comparison; of an estimate it has columns such as
+        bits_per_byte_value, bits_per_byte_low and bits_per_byte_high.
+        """
+        import pandas  # takes a second
+
+        return pandas.json_normalize([asdict(each) for each in self], sep="_")
 
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
@@ -169,14 +123,11 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
         path = Path(name).expanduser()
         folder = path.parent if path.name == REPORTS else path
         results = Results(folder)
-        if not results.reports:
+        if not results.evaluations and not results.incomplete:
             problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
-        for key in results.reports:
-            evaluation = results.evaluation(key)
-            if evaluation:
-                evaluations.append(evaluation)
-            else:
-                problems.append(f"{name}: {DOCUMENTS} lacks documents of {key[0]}; run dsft eval again")
+        for model in results.incomplete:
+            problems.append(f"{name}: {DOCUMENTS} lacks documents of {model}; run dsft eval again")
+        evaluations += results.evaluations.values()
     raise_if_any(problems)
     return evaluations
 
@@ -241,30 +192,30 @@ def compare_results(
 def _find_base(base: str | None, models: list[str]) -> str:
     if base is None or base in models:
         return base or models[0]
-    parts = Path(base).parts
-    ending = [model for model in models if Path(model).parts[-len(parts) :] == parts]
-    if len(ending) != 1:
+    matching = [model for model in models if Path(model).match(base)]
+    if len(matching) != 1:
         raise UserError(
-            f"base={base} matches {len(ending)} of the models in these results: {', '.join(models)}"
+            f"base={base} matches {len(matching)} of the models in these results: {', '.join(models)}"
             + nearest(base, models)
         )
-    return ending[0]
+    return matching[0]
 
 
 def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Take a result that several folders have once, and name results of one model in two dtypes or attentions apart."""
-    unlike: dict[tuple, Evaluation] = {}
-    options_of: dict[tuple, set[tuple]] = {}
+    settings_of: dict[Key, set[str]] = defaultdict(set)
     for each in evaluations:
-        options = tuple(str(each.options.get(option)) for option in COMPUTED_BY)
-        unlike.setdefault((options, each.key, *each.hashes.values(), each.perplexity.nats), each)
-        options_of.setdefault(each.key, set()).add(options)
-    apart = []
-    for (options, *_), each in unlike.items():
-        values_of_each = zip(*options_of[each.key], strict=True)
-        differing = [value for value, values in zip(options, values_of_each, strict=True) if len({*values}) > 1]
-        apart.append(replace(each, model=f"{each.model} ({', '.join(differing)})") if differing else each)
-    return apart
+        settings_of[each.key].add(_settings(each))
+    unlike: dict[tuple, Evaluation] = {}
+    for each in evaluations:
+        name = f"{each.model} ({_settings(each)})" if len(settings_of[each.key]) > 1 else each.model
+        unlike.setdefault((name, each.key, *each.hashes.values(), each.perplexity.nats), replace(each, model=name))
+    return [*unlike.values()]
+
+
+def _settings(evaluation: Evaluation) -> str:
+    values = [evaluation.options.get(name) for name in COMPUTED_BY]
+    return ", ".join(str(value) for value in values if value)
 
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
@@ -338,12 +289,6 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     better = int((change_D < 0).sum())
     worse = int((change_D > 0).sum())
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
-    ends = [number for number in order[:MOVED] if change_D[number] < 0]
-    ends += [number for number in order[-MOVED:] if change_D[number] > 0]
-    moved = [
-        MovedDocument(document=number, base_nats=float(before.document_nats[number]), nats=float(nats_D[number]))
-        for number in ends
-    ]
     return Comparison(
         model=other.model,
         base=base.model,
@@ -360,7 +305,8 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         same=int(is_scored_D.sum()) - better - worse,
         p_value=sign_test(better, worse),
         units=units,
-        moved=tuple(moved),
+        gained_most=tuple(order[: min(better, MOVED)]),
+        lost_most=tuple(order[::-1][: min(worse, MOVED)]),
         note="; ".join(notes),
     )
 

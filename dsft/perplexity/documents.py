@@ -35,7 +35,7 @@ class Documents(Preparation):
     """Takes one document after the other."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 7  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 8  # of what is stored for a document; part of the fingerprint, as all fields
 
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
@@ -91,8 +91,10 @@ class Texts(Documents):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedTexts(Documents):
+class JoinedTexts(Texts):
     """Takes all texts as one document, joined by two newlines and tokenised once."""
+
+    bos: str = "auto"
 
     def batches(
         self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
@@ -101,17 +103,11 @@ class JoinedTexts(Documents):
         for batch in Documents.batches(self, batches, rules, tokenizer):
             texts += [text_of(sample) for sample in samples_in(batch, rules, tokenizer)]
         if texts:
-            row = Row({"text": "\n\n".join(texts)}, number=1)
-            yield replace(batch, rows=[row], first=len(texts))
+            yield replace(batch, rows=[Row({"text": "\n\n".join(texts)}, number=1)], first=0)
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        text = batch.rows[0].values["text"]
-        ids = np.array(next(encode(tokenizer, [text])), np.int32)
-        trained = np.ones(len(ids), bool)
-        ends = np.array([len(ids)], np.int64)
-        return _with_sizes(
-            [text], [Text(text=text)], ids=ids, trained=trained, ends=ends, counts=Counter(rows=batch.first)
-        )
+        plain = replace(rules, format="text", text_column="text", prompt_template=None, completion_template=None)
+        return super().tokens(batch, plain, tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_config
 from dsft.perplexity.results import REPORTS, Evaluation, Perplexity, Recorder, Results, on_data
-from dsft.perplexity.scoring import evaluate_windows, exact_products
+from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.activations import attention_of
 from dsft.planner.choose import evaluation_section, plan_evaluation, tokens_at_once
@@ -45,7 +45,7 @@ from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, reset_peaks
 from dsft.runtime.software import versions
-from dsft.units import IGNORED, GiB
+from dsft.units import GiB
 
 TOKENS = "tokens.parquet"  # folder in output_dir
 OTHER_OPTIONS = (
@@ -53,7 +53,7 @@ OTHER_OPTIONS = (
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what is kept of it."""
-SCORING = 11  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 12  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
 """Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
@@ -247,22 +247,27 @@ def _evaluate_job(
     if config.output_dir and not job.tokens:
         partial = Path(config.output_dir) / "partial" / job.about["fingerprint"][:32]
     recorder = Recorder(job.windows, partial=partial, tokens=job.tokens)
+    options = {
+        "pad_token_id": candidate.tokenizer.pad_token_id,
+        "device": distributed.device(),
+        "collective_forward": set(zero) != {"0"},
+    }
+    difference = None
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
             models[0],
             job.windows,
-            pad_token_id=candidate.tokenizer.pad_token_id,
             batch_tokens=job.about["options"]["batch_tokens"],
-            device=distributed.device(),
-            collective_forward=set(zero) != {"0"},
             reference=models[1] if len(models) > 1 else None,
             recorder=recorder,
             team=team_of(config.sequence_parallel),
             progress=progress and distributed.rank() == 0,
+            **options,
         )
         seconds = time.perf_counter() - start
-        difference = verify(models[0], job.windows, result, config.verify, seed=config.seed) if config.verify else None
+        if config.verify:
+            difference = verify(models[0], job.windows, result, config.verify, seed=config.seed, **options)
     evaluation = Evaluation(
         **job.about,
         perplexity=result,
@@ -277,33 +282,20 @@ def _evaluate_job(
     return evaluation, recorder
 
 
-@torch.no_grad()
-@exact_products()
-def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int) -> float:
-    """Score `number` random documents again, each window alone with full logits, and compare their nats.
+def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int, **options: Any) -> float:
+    """Score `number` random documents again, each window alone with full logits, and compare their nats. Collective.
+    Args: `options`: of `evaluate_windows`.
 
-    Returns the largest relative difference. Every rank does the same work, so that it holds for a sharded model too.
-    Collective under ZeRO-3.
+    Returns the largest relative difference.
     """
     scored = np.flatnonzero(result.document_tokens).tolist()
     chosen = random.Random(seed).sample(scored, min(number, len(scored)))
-    plain = dict.fromkeys(chosen, 0.0)
     pieces = pieces_of(windows)
-    for window in np.unique(pieces.windows[np.isin(pieces.documents, chosen)]):
-        watchdog.heartbeat()
-        ids, targets = (
-            torch.from_numpy(array.astype("int64")).to(distributed.device())
-            for array in windows.inputs_and_targets(window)
-        )
-        log_probs_TV = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
-        is_scored_T = targets != IGNORED
-        nats = -log_probs_TV[is_scored_T].gather(1, targets[is_scored_T][:, None])[:, 0].double().cpu()
-        places = pieces.of([window])
-        parts = nats.split(pieces.tokens[places].tolist())
-        for document, part in zip(pieces.documents[places].tolist(), parts, strict=True):
-            if document in plain:
-                plain[document] += part.sum().item()
-    return max(abs(result.document_nats[document] - nats) / max(abs(nats), 1e-12) for document, nats in plain.items())
+    wanted = np.unique(pieces.windows[np.isin(pieces.documents, chosen)])
+    windows = replace(windows, spans=windows.spans[wanted], weights=None)
+    plain = evaluate_windows(model, windows, batch_tokens=1, in_parts=False, **options)
+    differences = np.abs(result.document_nats - plain.document_nats) / np.maximum(np.abs(plain.document_nats), 1e-12)
+    return float(differences[chosen].max())
 
 
 def fingerprint(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsft.config.options import EvalConfig
-from dsft.errors import UserError, nearest
+from dsft.errors import UserError
 from dsft.perplexity.windows import Windows
 
 if TYPE_CHECKING:
@@ -199,8 +199,6 @@ PROTOCOLS = {
     ),
 }
 """Values of the option `protocol`, whose perplexity is exp of its weighted mean of nats; only hf has weights."""
-CHOICES = {"mode": ("auto", *MODES), "protocol": tuple(PROTOCOLS)}
-"""Option of EvalConfig -> its values, for help and checks."""
 WINDOW_OPTIONS = ("bos", "separator", "stride", "scope", "too_long")
 """All options that some mode reads: part of every result's fingerprint."""
 
@@ -211,16 +209,8 @@ def find_mode(name: str) -> Mode:
 
 
 def mode_problems(config: EvalConfig) -> list[str]:
-    """List unknown modes and protocols, and options that exclude each other."""
+    """List options that exclude each other."""
     problems = []
-    for option, choices in CHOICES.items():
-        value = getattr(config, option)
-        if value not in (None, *choices):
-            problems.append(
-                f"{option}: invalid choice {value!r} (choose from {', '.join(choices)}){nearest(value, choices)}"
-            )
-    if problems:
-        return problems
     changed = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     protocol = config.protocol
     if protocol:

@@ -3,7 +3,7 @@
 perplexity.json                   a report for each model, data set and protocol; a new result replaces the one of these
 documents.parquet                 a row for each document of these
 partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
-tokens.parquet/FINGERPRINT/       with save_tokens: parts of a table with a row for each scored token
+tokens.parquet/FINGERPRINT/       with save_tokens: a part for each rank of a table with a row for each scored token
 
 Batches do not depend on the number of ranks, so another number may resume. With save_tokens there is no resuming.
 """
@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ RESULT_FIELDS = (
 """What a report has of its Perplexity by the same name."""
 Key = tuple[str, str, str]
 """Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
-PART_TOKENS = 1 << 20  # tokens in memory before a part is written: 24 MiB
+TOKEN_COLUMNS = pyarrow.schema({"document": "int64", "position": "int64", "token": "int32", "nats": "float64"})
 
 
 def finite(value: Any) -> Any:
@@ -294,30 +294,29 @@ class Results:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.reports: dict[Key, dict[str, Any]] = {}
+        self.evaluations: dict[Key, Evaluation] = {}
         """On rank 0."""
-        self.documents: dict[Key, pyarrow.Table] = {}
+        self.incomplete: list[str] = []
+        """Models whose documents are not those that the report counts: a kill came between the two files."""
         distributed.on_rank_0(self._read)
 
     def _read(self) -> None:
         path = self.folder / REPORTS
         if not path.is_file():
             return
-        with self._damage_explained():
+        try:
             reports = json.loads(path.read_text(encoding="utf-8"))["results"]
             table = pyarrow.parquet.read_table(self.folder / DOCUMENTS).replace_schema_metadata(None)
             for report in reports:
-                key = (report["model"], report["data"], report["protocol"] or "")
                 rows = table
-                for name, value in zip(("model", "data", "protocol"), key, strict=True):
-                    rows = rows.filter(pyarrow.compute.equal(rows[name], value))
-                self.reports[key] = report
-                self.documents[key] = rows
-
-    @contextlib.contextmanager
-    def _damage_explained(self) -> Iterator[None]:
-        try:
-            yield
+                for name in ("model", "data", "protocol"):
+                    rows = rows.filter(pyarrow.compute.equal(rows[name], report[name] or ""))
+                total = math.fsum(rows["nats"].to_numpy())
+                if len(rows) == report["documents"] and math.isclose(total, report["nats"], rel_tol=1e-12):
+                    evaluation = read_back(report, rows)
+                    self.evaluations[evaluation.key] = evaluation
+                else:
+                    self.incomplete.append(report["model"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UserError(
                 f"{self.folder}: holds a {REPORTS} with {DOCUMENTS} beside it that cannot be read"
@@ -328,14 +327,8 @@ class Results:
         """Find a result that was the same in everything that counts, with the folder `tokens` if they are to be kept.
         Collective. Args: `about`: what is known of it before it is scored.
         """
-
-        def search() -> Evaluation | None:
-            for key, report in self.reports.items():
-                if report.get("fingerprint") == about["fingerprint"]:
-                    return self.evaluation(key)
-            return None
-
-        evaluation = distributed.on_rank_0(search)
+        same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
+        evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
         if evaluation is None:
             return None
         if tokens:
@@ -354,46 +347,36 @@ class Results:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
 
         def write() -> None:
-            for results in (self.reports, self.documents):
-                results.pop(evaluation.key, None)
-            self.reports[evaluation.key] = evaluation.report()
-            self.documents[evaluation.key] = pyarrow.table(evaluation.documents())
+            self.evaluations.pop(evaluation.key, None)
+            self.evaluations[evaluation.key] = evaluation
             self.folder.mkdir(parents=True, exist_ok=True)
             beside = self.folder / "documents.tmp"
-            tables = pyarrow.concat_tables(self.documents.values(), promote_options="default")
-            pyarrow.parquet.write_table(tables, beside)
+            tables = [pyarrow.table(each.documents()) for each in self.evaluations.values()]
+            pyarrow.parquet.write_table(pyarrow.concat_tables(tables, promote_options="default"), beside)
             beside.replace(self.folder / DOCUMENTS)
-            write_json(self.folder / REPORTS, {"results": list(self.reports.values())})
+            write_json(self.folder / REPORTS, {"results": [each.report() for each in self.evaluations.values()]})
 
         distributed.on_rank_0(write)
 
-    def evaluation(self, key: Key) -> Evaluation | None:
-        """Make the evaluation again whose report and documents are those of `key`; None if the documents are not those
-        that the report counts. On rank 0.
-        """
-        report = self.reports[key]
-        table = self.documents[key]
-        with self._damage_explained():
-            # The two files are written one after the other; a kill between them leaves other documents.
-            total = math.fsum(table["nats"].to_numpy())
-            if len(table) != report["documents"] or not math.isclose(total, report["nats"], rel_tol=1e-12):
-                return None
-            pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["reference"] else ())]
-            reference_loss = report["reference_loss"]
-            perplexity = Perplexity(
-                **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss")},
-                reference_loss=math.nan if reference_loss is None else reference_loss,
-                block_nats=np.array(report["blocks"]["nats"], np.float64),
-                block_tokens=np.array(report["blocks"]["tokens"], np.int64),
-                document_pairs=np.array(pairs).reshape(-1, len(table)),
-                **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
-            )
-            values = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
-            values |= {"perplexity": perplexity, "is_known": True}
-            values["document_groups"] = {
-                name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]
-            }
-            return Evaluation(**values)
+
+def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
+    """Make the evaluation again whose report and documents these are."""
+    pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["reference"] else ())]
+    reference_loss = report["reference_loss"]
+    perplexity = Perplexity(
+        **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss")},
+        reference_loss=math.nan if reference_loss is None else reference_loss,
+        block_nats=np.array(report["blocks"]["nats"], np.float64),
+        block_tokens=np.array(report["blocks"]["tokens"], np.int64),
+        document_pairs=np.array(pairs).reshape(-1, len(table)),
+        **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
+    )
+    values = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
+    values |= {"perplexity": perplexity, "is_known": True}
+    values["document_groups"] = {
+        name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]
+    }
+    return Evaluation(**values)
 
 
 class Recorder:
@@ -426,7 +409,7 @@ class Recorder:
             distributed.wait_for_all()
             tokens.mkdir(parents=True, exist_ok=True)
             self._document_starts = windows.document_starts  # once: it takes a pass over all documents
-            self._tables: list[pyarrow.Table] = []
+            self._parts = pyarrow.parquet.ParquetWriter(tokens / f"rank-{distributed.rank()}.parquet", TOKEN_COLUMNS)
 
     def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
         """Take a scored batch: its columns, window by window, nats first; and sums of its pieces, [K][pieces]."""
@@ -437,21 +420,17 @@ class Recorder:
             places = np.concatenate([self.windows.scored_places(window) for window in windows])
             documents = self.windows.documents_of(places)
             columns = {
-                "document": documents.astype(np.int64),
-                "position": (places - self._document_starts[documents]).astype(np.int64),
-                "token": np.asarray(self.windows.tokens[places]).astype(np.int32),
+                "document": documents,
+                "position": places - self._document_starts[documents],
+                "token": self.windows.tokens[places],
                 "nats": columns_KN[0].numpy(),
             }
-            self._tables.append(pyarrow.table(columns))
-            if sum(map(len, self._tables)) >= PART_TOKENS:
-                self.flush(f"batch-{batch:08d}")
+            self._parts.write_table(pyarrow.table(columns).cast(TOKEN_COLUMNS))
 
-    def flush(self, name: str = "last") -> None:
-        """Write the tokens that are in memory."""
-        if self.tokens and self._tables:
-            part = self.tokens / f"{name}-rank-{distributed.rank()}.parquet"
-            pyarrow.parquet.write_table(pyarrow.concat_tables(self._tables), part)
-            self._tables = []
+    def close(self) -> None:
+        """Finish the tokens."""
+        if self.tokens:
+            self._parts.close()
 
     def remove(self) -> None:
         """Remove the lines, which are not needed any more once the result is written. Collective."""

@@ -15,9 +15,6 @@ With a reference its predictions are compared, over the vocabulary V with logits
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
     same top               whether both have the same top token
 
-It is computed from the differences of logits, which are exact where both are near: with S = sum exp(r) and
-T = sum exp(r) (z - r), KL(reference || model) = ln S_z - ln S_r - T_r / S_r.
-
 Shape suffixes: B batch, T time, V vocabulary, N scored tokens, R those of one tile, K columns, P pieces, D documents.
 """
 
@@ -83,6 +80,7 @@ def evaluate_windows(
     reference: nn.Module | None = None,
     recorder: Recorder | None = None,
     team: Team = ALONE,
+    in_parts: bool = True,
     progress: bool = False,
 ) -> Perplexity:
     """Compute the perplexity of `model` on `windows`. Collective: every rank must call it.
@@ -93,6 +91,7 @@ def evaluate_windows(
         reference: predicts the same tokens, for `document_pairs` of the result.
         recorder: knows what an interrupted evaluation scored, and takes what is scored now.
         team: of the ranks that share each window.
+        in_parts: compute heads alone that can be; else every window is scored by itself, with all its logits.
 
     Raises:
         TrainingStopped: if a document's loss is NaN or infinite, naming the first such document.
@@ -107,7 +106,7 @@ def evaluate_windows(
     dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
     for each in models:
         head = ChunkedHead(each)
-        if each not in _is_split:  # once for a model: under ZeRO-3 it takes two gathers of all weights
+        if in_parts and each not in _is_split:  # once for a model: under ZeRO-3 it takes two gathers of all weights
             # Tokens that differ: a row of padding may be all zeros, in which every way of computing agrees.
             spread = torch.arange(1, 9, device=device) * (head.config.get_text_config().vocab_size // 9)
             _is_split[each] = head.agrees(spread[None])
@@ -116,7 +115,7 @@ def evaluate_windows(
                     f"note: the head of {type(each).__name__} cannot be computed in parts: windows are scored one by"
                     " one, each with all its logits"
                 )
-        head.is_split = _is_split[each]
+        head.is_split = in_parts and _is_split[each]
         scorers.append(head)
         if not head.is_split:
             batch_tokens = 1
@@ -162,7 +161,7 @@ def evaluate_windows(
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))
             watchdog.heartbeat()
-    recorder.flush()
+    recorder.close()
     model.train(was_training)
     sums_KP = sum_over_ranks(torch.from_numpy(sums_KP)).numpy()
     for index, batch_sums in recorder.scored_before.items():
@@ -219,22 +218,20 @@ def negative_log_likelihood(logits_RV: torch.Tensor, targets_R: torch.Tensor) ->
 
 
 def compare_logits(logits_RV: torch.Tensor, reference_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
-    """Return [K, R] float64: the COLUMNS of `results.py` of each token, from the logits of the model and the reference
-    in fp32.
-    """
-    change_RV = torch.where(logits_RV == reference_RV, 0.0, logits_RV - reference_RV)  # -inf in both is 0
-    log_sums = []
-    changes = []  # expected under the predictions of each
-    nats = []
-    for each_RV in (logits_RV, reference_RV):
-        largest_R1 = each_RV.amax(dim=1, keepdim=True)
-        weights_RV = (each_RV - largest_R1).exp_()
-        sum_R = weights_RV.sum(dim=1, dtype=torch.float64)
-        log_sum_R = largest_R1[:, 0].double() + sum_R.log()
-        products_RV = weights_RV.mul_(change_RV).nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # 0 * inf is 0
-        changes.append(products_RV.sum(dim=1, dtype=torch.float64) / sum_R)
-        log_sums.append(log_sum_R)
-        nats.append(log_sum_R - each_RV.gather(1, targets_R[:, None])[:, 0].double())
-    gap_R = log_sums[0] - log_sums[1]
-    is_same_R = logits_RV.argmax(dim=1) == reference_RV.argmax(dim=1)
-    return torch.stack([*nats, gap_R - changes[1], changes[0] - gap_R, is_same_R.double()])
+    """Return [K, R] float64: the COLUMNS of `results.py` of each token."""
+    log_p_RV = logits_RV.double().log_softmax(dim=1)
+    log_r_RV = reference_RV.double().log_softmax(dim=1)
+    columns = (
+        -log_p_RV.gather(1, targets_R[:, None])[:, 0],
+        -log_r_RV.gather(1, targets_R[:, None])[:, 0],
+        divergence(log_r_RV, log_p_RV),
+        divergence(log_p_RV, log_r_RV),
+        (log_p_RV.argmax(dim=1) == log_r_RV.argmax(dim=1)).double(),
+    )
+    return torch.stack(columns)
+
+
+def divergence(log_a_RV: torch.Tensor, log_b_RV: torch.Tensor) -> torch.Tensor:
+    """Return KL(a || b) of each row, in nats; what `a` excludes adds nothing."""
+    terms_RV = log_a_RV.exp() * (log_a_RV - log_b_RV)
+    return terms_RV.where(log_a_RV != -math.inf, 0.0).sum(dim=1)

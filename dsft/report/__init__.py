@@ -10,7 +10,7 @@ class _Report(ModuleType):
         """Write the page about runs, by default into the folder of the first one; returns its path."""
         from dsft.report.page import write_report
 
-        return write_report(list(runs), Path(out).expanduser() if out else None)
+        return write_report(list(runs), out)
 
 
 sys.modules[__name__].__class__ = _Report

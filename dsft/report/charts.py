@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from html import escape
 
+import pandas
+
 from dsft.units import in_digits
 
 WIDTH = 520
@@ -63,7 +65,8 @@ def draw(curves: list[Curve]) -> str:
         colour = f"var(--series-{curve.colour % NUM_COLOURS})"
         if curve.is_noisy and len(points) > SMOOTHED:
             parts.append(line(points, f"stroke:{colour};stroke-width:1;opacity:.35"))
-            points = smooth(points)
+            smooth = pandas.Series([y for _, y in points]).rolling(SMOOTHED, center=True, min_periods=1).mean()
+            points = [(x, y) for (x, _), y in zip(points, smooth, strict=True)]
         parts.append(line(points, f"stroke:{colour};stroke-width:2"))
         for x, y in points if curve.has_dots else ():
             text = escape(f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens")
@@ -87,12 +90,3 @@ def round_numbers(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= (high - low) / 4)
     return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def smooth(points: Points) -> Points:
-    beside = SMOOTHED // 2
-    smoothed = []
-    for place, (x, _) in enumerate(points):
-        near = points[max(0, place - beside) : place + beside + 1]
-        smoothed.append((x, sum(y for _, y in near) / len(near)))
-    return smoothed

@@ -15,14 +15,13 @@ import jinja2
 import yaml
 
 from dsft.checkpoints.run_folder import METRICS, read_options_of_run, read_run, samples_in
-from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, read_evaluations
 from dsft.perplexity.results import REPORTS
 from dsft.perplexity.sums import in_words
-from dsft.report.charts import NUM_COLOURS, Curve, draw
+from dsft.report.charts import NUM_COLOURS, Curve, Points, draw
 from dsft.runtime.disk import is_held
-from dsft.units import in_digits
+from dsft.units import in_digits, in_time
 
 PAGE = "report.html"
 CHARTS = {
@@ -53,7 +52,7 @@ class Run:
         status = self.facts.get("status", "running")
         return "killed" if status == "running" and not is_held(self.folder) else status
 
-    def points(self, metric: str) -> list[tuple[float, float]]:
+    def points(self, metric: str) -> Points:
         """Tokens seen and value, of each entry that has the metric."""
         entries = [entry for entry in self.log if entry.get(metric) is not None]
         return [(entry.get("num_input_tokens_seen", entry["step"]), entry[metric]) for entry in entries]
@@ -86,10 +85,10 @@ def is_shown(value: Any) -> bool:
     return isinstance(value, str) or (value is not None and isfinite(value))
 
 
-def write_report(folders: list[str], out: Path | None = None) -> Path:
+def write_report(folders: list[str], out: str | None = None) -> Path:
     """Write the page, by default into the folder of the first run; returns its path."""
     runs = read_runs(folders)
-    out = out or runs[0].folder / PAGE
+    path = Path(out).expanduser() if out else runs[0].folder / PAGE
     template = resources.files("dsft.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     html = environment.from_string(template).render(
@@ -100,12 +99,9 @@ def write_report(folders: list[str], out: Path | None = None) -> Path:
         tables=tables(runs),
         folded=folded(runs),
     )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
-    return out
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+    return path
 
 
 def headline(runs: list[Run]) -> list[list[str]]:
@@ -117,28 +113,29 @@ def headline(runs: list[Run]) -> list[list[str]]:
 
 def run_summary(run: Run) -> dict[str, str]:
     facts = run.facts
-    results = facts.get("results") or {}
-    newest = {name: value for entry in run.log for name, value in entry.items()}
-    losses = [value for _, value in run.points("loss")]
-    perplexities = [in_digits(value) for _, value in run.points("eval_perplexity")]
+    newest: dict[str, Any] = {}
+    for entry in run.log:
+        newest |= entry
     interval = [newest.get("eval_perplexity_low"), newest.get("eval_perplexity_high")]
-    minutes, seconds = divmod(round(newest.get("train_runtime", 0)), 60)
     return {
         "status": "\n".join(filter(None, [run.status, facts.get("error")])),
         "model": f"{facts['config']['model']}, {facts['config'].get('method', '')}",
-        "held-out perplexity": " → ".join(perplexities[:1] + perplexities[1:][-1:]) or "not measured",
+        "held-out perplexity": first_and_last(run.points("eval_perplexity")) or "not measured",
         "its interval": "" if None in interval else in_words(interval),
-        "training loss": f"{in_digits(losses[0])} → {in_digits(losses[-1])}" if losses else "",
-        "optimizer steps": f"{newest['step']:,}" if run.log else "",
+        "training loss": first_and_last(run.points("loss")),
+        "optimizer steps": f"{newest.get('step', 0):,}",
         "tokens seen": f"{newest.get('num_input_tokens_seen', 0):,}",
         "tokens per second": in_digits(newest.get("train_tokens_per_second", 0.0)),
-        "time": f"{minutes // 60}:{minutes % 60:02}:{seconds:02} h",
+        "time": in_time(newest.get("train_runtime", 0)),
         "machine": facts.get("machine", ""),
         "plan": (facts.get("plan") or {}).get("reason", ""),
         "started": facts.get("created", ""),
-        "final model": results.get("final_model", ""),
-        "warnings": "\n".join(results.get("warnings", [])),
+        "warnings": "\n".join((facts.get("results") or {}).get("warnings", [])),
     }
+
+
+def first_and_last(points: Points) -> str:
+    return " → ".join(in_digits(value) for _, value in points[:1] + points[1:][-1:])
 
 
 def charts(runs: list[Run]) -> list[dict[str, Any]]:
@@ -180,18 +177,17 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
 
 def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
     """Return a table for each folder of results of several models, in a run's folder or beside it."""
-    files: list[Path] = []
+    folders: list[Path] = []
     for run in runs:
-        files += sorted([*run.folder.glob(f"*/{REPORTS}"), *run.folder.parent.glob(f"*/{REPORTS}")])
+        for file in [*run.folder.glob(f"*/{REPORTS}"), *run.folder.parent.glob(f"*/{REPORTS}")]:
+            folders.append(file.parent.resolve())
     tables = {}
-    for file in dict.fromkeys(files):
+    for folder in sorted(set(folders)):
         try:
-            overview = compare_results(read_evaluations([str(file)])).overview()
+            rows = [each.row() for each in compare_results(read_evaluations([str(folder)]))]
         except UserError:  # of one model, or of different texts
             continue
-        rows = zip(*(column.cells for column in overview.columns), strict=True)
-        titles = [str(column.header) for column in overview.columns]
-        tables[f"Perplexity: {file.parent.name}"] = [titles, *map(list, rows)]
+        tables[f"Perplexity: {folder}"] = [[*rows[0]], *([*row.values()] for row in rows)]
     return tables
 
 
@@ -199,10 +195,13 @@ def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
     """Return the other tables by their titles; those without a row are left out."""
     tables: dict[str, list[list[str]]] = {}
     configs = [run.facts["config"] for run in runs]
+    differing = []
     for name in sorted(set().union(*configs)):
         cells = [str(config.get(name, "")) for config in configs]
         if len(set(cells)) > 1:
-            tables.setdefault("What differs between the runs", []).append([name, *cells])
+            differing.append([name, *cells])
+    if differing:
+        tables["What differs between the runs"] = differing
     for run in runs:
         samples = [(entry["step"], samples_in(entry)) for entry in run.log if samples_in(entry)]
         for step, answers in samples[:1] + samples[1:][-1:]:
@@ -216,21 +215,8 @@ def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
 
 
 def folded(runs: list[Run]) -> dict[str, str]:
-    """Return the texts that a click opens: the options, what dsft decided, DeepSpeed's configuration."""
-    defaults = vars(TrainConfig())
-    texts = {}
-    for run in runs:
-        config = run.facts["config"]
-        given = {key: value for key, value in config.items() if defaults.get(key, ...) != value}
-        decisions = [f"{each['name']}: {each['value']}   ({each['reason']})" for each in run.facts.get("decisions", [])]
-        texts |= {
-            f"Options of {run.name} that are not the defaults": as_yaml(given),
-            f"What dsft decided for {run.name}": "\n".join(decisions),
-            f"DeepSpeed's configuration of {run.name}": as_yaml(run.facts.get("deepspeed", {})),
-            f"Versions of {run.name}": as_yaml(run.facts.get("versions", {})),
-        }
-    return texts
-
-
-def as_yaml(values: dict[str, Any]) -> str:
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    """Return the texts that a click opens: of each run what run.json has, such as its options and decisions."""
+    return {
+        f"run.json of {run.name}": yaml.safe_dump(run.facts, sort_keys=False, allow_unicode=True, width=100)
+        for run in runs
+    }

@@ -27,7 +27,6 @@ class Alternative:
 
     change: dict[str, Any]
     """Options of `dsft plan` by name."""
-    machine: Machine
     plan: Plan
 
 
@@ -42,18 +41,19 @@ def ways_to_fit(options: TrainConfig, machine: Machine, *, attention: Attention 
     methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]
     trials.append([{"method": method} for method in methods])
     if options.method == "full" and options.training.get("optim", DEFAULT_OPTIMIZER) == DEFAULT_OPTIMIZER:
-        trials.append([{"optim": "adamw_8bit"}])
-        trials.append([BFLOAT16_STATES])
+        trials += [[{"optim": "adamw_8bit"}], [BFLOAT16_STATES]]
     if (options.training.get("per_device_train_batch_size") or 1) > 1:
         trials.append([{"per_device_train_batch_size": 1}])
     if options.sequence_parallel == 1 and machine.ranks_per_node > 1:
         trials.append([{"sequence_parallel": machine.ranks_per_node}])
     if not machine.host_names:  # a host file names all there are
-        trials.append([{"nodes": machine.nodes * 2**power} for power in range(1, 7)])
-    trials.append([{"seq_len": options.seq_len // 2**power} for power in range(1, 8)])
+        numbers = [machine.nodes * 2**power for power in range(1, 7)]
+        trials.append([{"nodes": number} for number in numbers if number <= MOST_NODES])
+    lengths = [options.seq_len // 2**power for power in range(1, 8)]
+    trials.append([{"seq_len": length} for length in lengths if length >= SHORTEST])
     alternatives = []
     for changes in trials:
-        ways = (_tried(options, change, machine, attention) for change in changes if _is_sensible(change))
+        ways = (_tried(options, change, machine, attention) for change in changes)
         way = next(filter(None, ways), None)
         if way:
             alternatives.append(way)
@@ -71,10 +71,6 @@ def faster_ways(options: TrainConfig, plan: Plan, machine: Machine, attention: A
     return [way for way in ways if way and way.plan.tokens_per_second > CLEARLY_FASTER * plan.tokens_per_second]
 
 
-def _is_sensible(change: dict[str, Any]) -> bool:
-    return change.get("seq_len", SHORTEST) >= SHORTEST and change.get("nodes", 1) <= MOST_NODES
-
-
 def _tried(
     options: TrainConfig, change: dict[str, Any], machine: Machine, attention: Attention | None
 ) -> Alternative | None:
@@ -89,7 +85,7 @@ def _tried(
     with contextlib.suppress(UserError):  # a training would be refused
         run = resolve_offline(changed, machine, attention=attention)
         plan = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False).plan
-        return Alternative(change, machine, plan) if plan.fits else None
+        return Alternative(change, plan) if plan.fits else None
     return None
 
 

@@ -10,7 +10,7 @@ from ranks import on_ranks, train, train_all
 from safetensors.torch import save_file
 from tiny import write_model
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate
 from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.readback import missing_weights
@@ -166,7 +166,7 @@ def evaluated(words: list[dict]) -> list[str]:
     outcomes = []
     for options in words:
         try:
-            evaluate_perplexity(**options, progress=False)
+            evaluate(**options, progress=False)
             outcomes.append("done")
         except UserError as error:
             outcomes.append(str(error))

@@ -14,7 +14,7 @@ from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfi
 from dsft.config.reader import convert, field_types, takes_list
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["doctor", "-h"]])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["doctor", "-h"]])
 def test_help_loads_none_of_the_large_libraries(words):
     code = (
         "import sys; before = {*sys.modules}; from dsft.cli.main import main\n"

@@ -52,19 +52,20 @@ def test_machines_on_paper_have_the_memory_that_torch_sees(tmp_path):
     assert (uneven.world_size, uneven.host_names) == (12, ("a", "b"))
 
 
-def test_the_answer_comes_first_in_lines_that_fit_80_columns(capsys):
+def test_the_answer_is_a_few_lines(capsys):
     lines = printed(capsys, "--method", "lora", "--gpus", "1x4090", "--tokens", "1e9").splitlines()
     assert lines[0].startswith("Qwen2.5-0.5B, lora, 1x4090: checkpointing off, batch ")
     assert re.fullmatch(r"fits: [\d.]+ of 23.6 GiB \(\d+%\)", lines[1])
     assert re.match(r"3 epochs: about [\d.]+ (h|days); ", lines[2])
     assert lines[3].startswith("dsft train --model Qwen/Qwen2.5-0.5B --seq_len 512 --method lora --data DATA")
     assert "ZeRO" not in "\n".join(lines), "nothing is sharded over one GPU"
-    assert max(map(len, lines[5:])) <= 80 and sum(bool(re.match(r" (->)? +\w", line)) for line in lines) <= 7
+    assert lines[4].startswith("smaller: --zero ") and len(lines) == 5
 
 
 def test_what_was_assumed_is_behind_explain(capsys):
     text = printed(capsys, "--gpus", "8xH100", "--explain")
     assert "optimizer state (" in text and "is the fastest that fits" in text
+    assert re.search(r"^ ->   +\d ", text, re.MULTILINE), "the chosen one of a table of all candidates"
     assert re.search(r"to keep this plan: --zero \d --per_device_train_batch_size", text)
     assert "optimizer state" not in printed(capsys, "--gpus", "8xH100")
 
@@ -95,7 +96,7 @@ def test_the_written_configuration_is_one_that_deepspeed_reads(capsys, tmp_path)
     assert content["train_batch_size"] == 64 and content["bf16"]["enabled"] is True
     with pytest.raises(SystemExit):
         printed(capsys, "--gpus", "8xH100", "--out", str(tmp_path))
-    assert "cannot be written" in capsys.readouterr().err
+    assert "deepspeed.json: File exists" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_ends_with_1_and_names_what_would(capsys):

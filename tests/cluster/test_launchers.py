@@ -201,7 +201,7 @@ def test_a_checkpoint_of_two_hosts_goes_on_on_two_others(hosts, job, one_process
 
 @pytest.mark.exhaustive
 def test_perplexity_on_several_hosts_has_the_bits_of_one_process(hosts, job, two_hosts, nothing_left):
-    from dsft.api import evaluate_perplexity
+    from dsft.api import evaluate
 
     hostfile, options = (
         hosts.hostfile(job / "eval-hosts", [1, 2]),
@@ -213,7 +213,7 @@ def test_perplexity_on_several_hosts_has_the_bits_of_one_process(hosts, job, two
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     [score] = read_json(job / "perplexity" / "perplexity.json")["results"]
-    alone = evaluate_perplexity(**(options | {"zero": "0"}), progress=False).perplexity
+    alone = evaluate(**(options | {"zero": "0"}), progress=False).perplexity
     assert (score["nats"], score["tokens"]) == (alone.nats, alone.tokens)
 
 

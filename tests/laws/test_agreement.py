@@ -8,7 +8,7 @@ from pathlib import Path
 from conftest import flags, read_json
 from ranks import on_ranks, started_entry, train
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.deepspeed import CONFIG_DIR
 from dsft.config.options import EvalConfig
@@ -45,7 +45,7 @@ def evaluate_as_told(options: list[dict]) -> list[str]:
     as_host()
     problems: list[str] = []
     config = make_config(EvalConfig, options[distributed.rank()], problems)
-    return problems_of(list, evaluate(config, problems))
+    return problems_of(list, evaluate_all(config, problems))
 
 
 def test_a_training_with_another_learning_rate_and_code_on_one_rank_does_not_begin(options, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from conftest import grid
 from ranks import on_ranks
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.perplexity import scoring
 
@@ -56,7 +56,7 @@ def slowly(options: dict) -> None:
 
 def measured(options: dict) -> tuple:
     """Everything that must be bit-identical, and the tokens that were fed to the model now."""
-    evaluation = next(evaluate(EvalConfig(**options)))
+    evaluation = next(evaluate_all(EvalConfig(**options)))
     result = evaluation.perplexity
     sums = (result.nats, result.tokens, result.reported_loss, result.document_nats.tolist(), repr(evaluation.groups))
     return sums, result.fed_tokens

@@ -166,9 +166,9 @@ def test_stage_2_and_3_train_the_same_model(runs, architecture, method):
 
 @pytest.mark.cases("uninterrupted", "accumulate-1")
 def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tiny):
-    from dsft.api import evaluate_perplexity
+    from dsft.api import evaluate
 
-    alone = evaluate_perplexity(
+    alone = evaluate(
         model=str(tiny / "model"), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False
     ).perplexity
     for name in ("uninterrupted", "accumulate-1"):
@@ -180,10 +180,10 @@ def test_evaluation_in_training_does_not_move_with_batch_size_or_stage(runs, tin
 
 @pytest.mark.cases("uninterrupted")
 def test_the_last_evaluation_is_that_of_the_saved_model(runs, tiny):
-    from dsft.api import evaluate_perplexity
+    from dsft.api import evaluate
 
     folder = runs / "uninterrupted"
-    alone = evaluate_perplexity(model=str(folder), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
+    alone = evaluate(model=str(folder), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
     assert read_json(folder / "run.json")["results"]["eval_loss"] == pytest.approx(alone.perplexity.loss, rel=1e-6)
 
 
@@ -295,13 +295,11 @@ def test_perplexity_reads_shards_directly(runs, tiny, name, zero):
     """The folder of DeepSpeed's own shards, of 2 ranks under ZeRO-3 and ZeRO-2, read in one process, gives what the
     saved model gives.
     """
-    from dsft.api import evaluate_perplexity
+    from dsft.api import evaluate
 
     options = {"data": str(tiny / "held_out.jsonl"), "seq_len": 64, "zero": zero, "progress": False}
-    shards = evaluate_perplexity(model=str(runs / name / "checkpoint-4" / "global_step4"), **options).perplexity
-    assert shards.nats == pytest.approx(
-        evaluate_perplexity(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6
-    )
+    shards = evaluate(model=str(runs / name / "checkpoint-4" / "global_step4"), **options).perplexity
+    assert shards.nats == pytest.approx(evaluate(model=str(runs / name / "final"), **options).perplexity.nats, rel=1e-6)
 
 
 @pytest.mark.cases("{name}")

@@ -10,7 +10,7 @@ from ranks import PROBE, train_all
 from tiny import write_jsonl, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate
 from dsft.checkpoints.export import export
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -70,8 +70,7 @@ def test_rows_of_new_tokens_are_trained_saved_and_merged(runs, base, method, zer
     assert (embedding[FIRST] - embedding[FIRST + 2]).abs().max() > 1e-3, "a row is trained"
     text = str(runs / "texts.jsonl")
     scored = [
-        evaluate_perplexity(model=str(each), data=text, seq_len=64, progress=False).perplexity
-        for each in (run, f"{run}-out")
+        evaluate(model=str(each), data=text, seq_len=64, progress=False).perplexity for each in (run, f"{run}-out")
     ]
     assert scored[0].nats == pytest.approx(scored[1].nats, rel=1e-5)
 
@@ -122,9 +121,7 @@ def test_an_adapter_with_new_tokens_has_the_same_perplexity_sharded(tmp_path, ti
     adapted = add_lora(model, TrainConfig(method="lora", lora_target_modules=["q_proj"]), rows=range(FIRST, ROWS))
     adapted.save_pretrained(tmp_path / "adapter")
     options = {"data": str(tiny / "texts.jsonl"), "tokenizer": str(tiny / "model"), "seq_len": 64, "progress": False}
-    whole, sharded = (
-        evaluate_perplexity(model=str(tmp_path / "adapter"), zero=zero, **options).perplexity.nats for zero in "03"
-    )
+    whole, sharded = (evaluate(model=str(tmp_path / "adapter"), zero=zero, **options).perplexity.nats for zero in "03")
     assert sharded == pytest.approx(whole, rel=1e-6)
 
 

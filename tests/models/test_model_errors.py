@@ -11,7 +11,7 @@ from ranks import run_entry
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, GATED, write_model
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate
 from dsft.cli import data as data_command
 from dsft.cli.commands import PreviewOptions
 from dsft.config.options import TrainConfig
@@ -103,7 +103,7 @@ def test_an_adapter_cannot_be_its_own_base(tiny, tmp_path):
     adapted = add_lora(transformers.AutoModelForCausalLM.from_pretrained(folder), TrainConfig(method="lora", lora_r=2))
     adapted.save_pretrained(folder)
     with pytest.raises(UserError, match=f"{folder}/adapter_config.json: names its own folder as its base"):
-        evaluate_perplexity(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
+        evaluate(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 
 CODE = """
@@ -178,22 +178,22 @@ def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
     configs = [transformers.AutoConfig.from_pretrained(folder) for folder in (model, tmp_path / "run" / "final")]
     assert len({max_positions(config) for config in configs}) == 1
     evaluation = {"model": str(model), "data": str(tiny / "texts.jsonl"), "mode": "windows", "progress": False}
-    assert evaluate_perplexity(**evaluation, seq_len=100).perplexity.tokens > 100
+    assert evaluate(**evaluation, seq_len=100).perplexity.tokens > 100
     with pytest.raises(UserError, match="seq_len=101 is beyond the 100 positions"):
-        evaluate_perplexity(**evaluation, seq_len=101)
+        evaluate(**evaluation, seq_len=101)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_in_an_evaluation(tiny, tmp_path):
     model = write_model(tmp_path / "model", vocab_size=100)
     with pytest.raises(UserError, match="but the model has embeddings for 100"):
-        evaluate_perplexity(model=str(model), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
+        evaluate(model=str(model), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 
 def test_a_config_without_weights_is_refused_in_an_evaluation(tiny, tmp_path):
     folder = shutil.copytree(tiny / "model", tmp_path / "bare")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match="holds a config but no weights"):
-        evaluate_perplexity(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
+        evaluate(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 
 LLAMA_4 = (

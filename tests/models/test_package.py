@@ -16,7 +16,7 @@ from tiny import write_tokenizer
 from transformers import AutoConfig
 from transformers.utils import is_timm_available, is_torchvision_available
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate
 from dsft.checkpoints.export import export, merge
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
@@ -178,5 +178,5 @@ def test_a_package_is_trained_and_stays_one(runs, case, tiny, tmp_path):
     _, info = auto.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"] and not info["unexpected_keys"]
     assert (final / "preprocessor_config.json").is_file() or kind == "mistral4"  # a language model alone
-    result = evaluate_perplexity(model=str(final), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
+    result = evaluate(model=str(final), data=str(tiny / "held_out.jsonl"), seq_len=64, progress=False)
     assert 1 < result.perplexity.perplexity < 1000

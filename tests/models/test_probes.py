@@ -13,7 +13,7 @@ from tiny import ARCHITECTURES, COMMON, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_all
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
@@ -110,7 +110,7 @@ def test_an_encoder_is_refused_in_training_and_evaluation(tiny, options, tmp_pat
     assert result.returncode == 2 and result.stderr.count("dsft: error:") == 1, result.stderr
     assert "its tokens see later ones" in result.stderr and "is_decoder" in result.stderr
     with pytest.raises(UserError, match="its tokens see later ones"):
-        evaluate_perplexity(model=str(model), data=str(tiny / "held_out.jsonl"), seq_len=32, progress=False)
+        evaluate(model=str(model), data=str(tiny / "held_out.jsonl"), seq_len=32, progress=False)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(UserError, match="its tokens see later ones"):
         nats(loaded, windows_of([5, 9]), 64)
@@ -160,7 +160,7 @@ def test_longrope_gives_a_row_the_same_nats_alone_and_in_a_batch(phi):
 
 
 def _sums(options: dict) -> tuple:
-    result = next(evaluate(EvalConfig(**options))).perplexity
+    result = next(evaluate_all(EvalConfig(**options))).perplexity
     return result.nats, result.document_nats.tolist()
 
 

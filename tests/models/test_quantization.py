@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.quantizers.auto import get_hf_quantizer
 from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.checkpoints.export import merge
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
@@ -55,7 +55,7 @@ def test_adapters_train_over_fp8_that_is_unpacked_and_are_evaluated_and_merged(
     held_out = {"data": [str(tiny / "held_out.jsonl")], "seq_len": 32, "max_documents": 6}
     loads, load = [], build.load_weights
     monkeypatch.setattr(build, "load_weights", lambda name, **how: loads.append(how) or load(name, **how))
-    (evaluation,) = evaluate(EvalConfig(model=[str(final)], **held_out))
+    (evaluation,) = evaluate_all(EvalConfig(model=[str(final)], **held_out))
     assert evaluation.perplexity.loss > 0 and loads[0]["quantization_config"].dequantize, (
         "on GPUs too, as it was trained"
     )

@@ -8,7 +8,7 @@ import transformers
 from ranks import on_ranks
 from tiny import write_model
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules
@@ -33,7 +33,7 @@ def options_for(tiny, model: str, **changes) -> dict:
 def _results(many: list[dict]) -> list:
     results = []
     for options in many:
-        result = next(evaluate(EvalConfig(**options))).perplexity
+        result = next(evaluate_all(EvalConfig(**options))).perplexity
         results.append((result.nats, result.tokens, result.document_nats.tolist()))
     return results
 
@@ -75,7 +75,7 @@ def test_a_reference_shares_the_windows_too(tiny, models):
 
 
 def _divergence(options: dict) -> list[float]:
-    divergence = next(evaluate(EvalConfig(**options))).divergence
+    divergence = next(evaluate_all(EvalConfig(**options))).divergence
     return [divergence.kl, divergence.reverse_kl, divergence.same_top, divergence.reference_perplexity]
 
 

@@ -14,7 +14,7 @@ from tiny import write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_all
 from dsft.checkpoints.export import export
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
@@ -167,7 +167,7 @@ def test_a_head_of_its_own_is_kept_whatever_the_config_says(tiny, options, tmp_p
 
 
 def _perplexity(evaluation: dict) -> float:
-    return next(evaluate(EvalConfig(**evaluation))).perplexity.perplexity
+    return next(evaluate_all(EvalConfig(**evaluation))).perplexity.perplexity
 
 
 def test_shards_with_a_head_that_the_config_ties_are_refused(tiny, tmp_path):
@@ -209,7 +209,7 @@ def _refusals(training: dict, evaluation: dict) -> list[str]:
         del registered
 
     said = []
-    for start in (lambda: train(training), lambda: next(evaluate(EvalConfig(**evaluation))), load):
+    for start in (lambda: train(training), lambda: next(evaluate_all(EvalConfig(**evaluation))), load):
         try:
             start()
             said.append("nothing")
@@ -262,17 +262,17 @@ def test_a_damaged_adapter_is_refused_in_training_and_evaluation(tiny, options, 
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("dsft: error:") == 1 and "Traceback" not in result.stderr
     with pytest.raises(UserError) as caught:
-        evaluate_perplexity(**evaluation, progress=False)
+        evaluate(**evaluation, progress=False)
     for text, name in ((result.stderr, f"adapter={adapter}"), (str(caught.value), f"model={adapter}")):
         assert all(part in text for part in [name, *expected]), text
 
 
 def test_an_adapter_that_lost_its_file_or_whose_file_is_cut_names_it(tiny, options, adapter, tmp_path):
     evaluation = {"model": str(adapter), "data": str(tiny / "held_out.jsonl"), "seq_len": 32, "progress": False}
-    assert evaluate_perplexity(**evaluation).perplexity.tokens > 0
+    assert evaluate(**evaluation).perplexity.tokens > 0
     cut(adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"adapter_model.safetensors: cannot be read"):
-        evaluate_perplexity(**evaluation)
+        evaluate(**evaluation)
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match="has no adapter_model.safetensors"):
-        evaluate_perplexity(**evaluation)
+        evaluate(**evaluation)

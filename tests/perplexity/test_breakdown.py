@@ -13,10 +13,10 @@ from ranks import on_ranks
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity import documents, results, scoring
+from dsft.perplexity import documents, scoring
 from dsft.perplexity.compare import read_evaluations
 
 GROUPINGS = ["domain"]
@@ -40,7 +40,7 @@ def options_for(tiny, folder, **changes) -> dict:
 
 
 def _groups(options: dict):
-    evaluation = next(evaluate(EvalConfig(**options)))
+    evaluation = next(evaluate_all(EvalConfig(**options)))
     return evaluation.perplexity.nats, evaluation.groups
 
 
@@ -89,7 +89,7 @@ def test_a_result_is_known_with_the_labels_that_the_data_has_now(tiny, data, tmp
     options = options_for(tiny, data, data=[str(path)], group_by=["domain"], output_dir=str(tmp_path / "out"))
 
     def domains() -> tuple[bool, list[str]]:
-        evaluation = next(evaluate(EvalConfig(**options)))
+        evaluation = next(evaluate_all(EvalConfig(**options)))
         return evaluation.is_known, [group["group"] for group in evaluation.groups["domain"]]
 
     before = domains()[1]
@@ -108,7 +108,6 @@ def table_of(folder):
 
 
 def test_groups_and_tokens_are_the_same_on_two_ranks(tiny, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "PART_TOKENS", 60)
     options = options_for(tiny, data, output_dir=str(tmp_path / "alone"), save_tokens=True)
     nats, groups = _groups(options)
     report = read_json(tmp_path / "alone" / "perplexity.json")["results"][0]
@@ -143,7 +142,7 @@ def test_a_result_is_known_only_with_its_tokens(tiny, data, tmp_path):
     options = options_for(tiny, data, output_dir=str(tmp_path / "out"), save_tokens=True)
 
     def known_and_tokens(options: dict) -> tuple[bool, int]:
-        evaluation = next(evaluate(EvalConfig(**options)))
+        evaluation = next(evaluate_all(EvalConfig(**options)))
         return evaluation.is_known, pyarrow.parquet.read_table(evaluation.tokens_folder).num_rows
 
     is_known, number = known_and_tokens(options)
@@ -170,9 +169,9 @@ def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, dat
         ({"save_tokens": True}, "save_tokens needs output_dir"),
     ):
         with pytest.raises(UserError, match=part):
-            evaluate_perplexity(**options_for(tiny, data, **options), progress=False)
+            evaluate(**options_for(tiny, data, **options), progress=False)
     monkeypatch.setattr(documents, "MOST_GROUPS", 24)
-    evaluate_perplexity(**options_for(tiny, data, group_by=["text"]), progress=False)
+    evaluate(**options_for(tiny, data, group_by=["text"]), progress=False)
 
 
 def test_sums_of_rounded_nats_depend_on_no_grouping():

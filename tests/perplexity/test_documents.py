@@ -18,7 +18,7 @@ from ranks import on_ranks
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.data.sources import BATCH_ROWS
 from dsft.data.store import FACTS, prepare
@@ -46,7 +46,7 @@ def stores_in(cache) -> dict[str, int]:
 
 
 def _nats(options: dict) -> list[float]:
-    return [evaluation.perplexity.nats for evaluation in evaluate(EvalConfig(**options))]
+    return [evaluation.perplexity.nats for evaluation in evaluate_all(EvalConfig(**options))]
 
 
 def test_a_data_set_is_prepared_once_for_all_ranks_and_for_models_with_the_same_tokenizer(tiny, tmp_path):
@@ -181,7 +181,9 @@ def test_chats_of_several_turns_are_scored_as_an_oracle_does(tiny, tmp_path):
         logs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         expected.append(-sum(logs[at - 1, ids[at]].item() for at in range(1, len(ids)) if is_answer[at]))
     data = write_jsonl(tmp_path / "chats.jsonl", rows)
-    result = next(evaluate(EvalConfig(model=[str(tiny / "chat")], data=[str(data)], seq_len=256, zero="0"))).perplexity
+    result = next(
+        evaluate_all(EvalConfig(model=[str(tiny / "chat")], data=[str(data)], seq_len=256, zero="0"))
+    ).perplexity
     assert result.document_nats == pytest.approx(expected, rel=1e-6)
 
 

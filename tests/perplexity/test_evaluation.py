@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import write_jsonl
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
@@ -21,7 +21,7 @@ from dsft.units import in_digits
 def evaluated(tiny):
     def make(**changes):
         base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "seq_len": 32, "max_documents": 4}
-        return evaluate_perplexity(**base | {"progress": False} | changes)
+        return evaluate(**base | {"progress": False} | changes)
 
     return make
 
@@ -87,7 +87,7 @@ def test_out_of_memory_is_one_line_with_the_way_out(tiny, monkeypatch, step, doi
     monkeypatch.setattr(evaluation, step, fail)
     config = EvalConfig(model=[str(tiny / "model")], data=[str(tiny / "held_out.jsonl")], seq_len=32, batch_tokens=64)
     with pytest.raises(UserError) as raised:
-        next(evaluate(config))
+        next(evaluate_all(config))
     (problem,) = raised.value.problems
     assert f"out of memory in {doing} {tiny / 'model'} (CUDA out of memory" in problem and "\n" not in problem
     assert "use a smaller batch_tokens (here 64)" in problem and "zero 3-offload" in problem

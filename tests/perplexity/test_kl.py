@@ -12,7 +12,7 @@ from ranks import on_ranks
 from tiny import ARCHITECTURES, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.data.epoch import sequence
 from dsft.errors import UserError
@@ -114,7 +114,7 @@ def options_for(tiny, pair, **changes) -> dict:
 def _reports(many: list[dict]) -> list:
     reports = []
     for options in many:
-        evaluation = next(evaluate(EvalConfig(**options)))
+        evaluation = next(evaluate_all(EvalConfig(**options)))
         reports.append((evaluation.perplexity.nats, vars(evaluation.divergence)))
     return reports
 
@@ -149,7 +149,7 @@ def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tin
     left[0] = 10**9
     assert _reports([options]) == [(expected, divergence)]
     left[0] = 0
-    evaluation = next(evaluate(EvalConfig(**options)))
+    evaluation = next(evaluate_all(EvalConfig(**options)))
     assert evaluation.is_known and vars(evaluation.divergence) == divergence
     total = divergence["kl"] * evaluation.perplexity.tokens
     assert evaluation.perplexity.document_pairs[1].sum() == pytest.approx(total)
@@ -167,7 +167,7 @@ def test_an_interrupted_comparison_with_a_reference_resumes_and_is_read_back(tin
 def test_the_same_model_diverges_by_nothing(tiny, protocol):
     """Also by hf, which weighs the nats of both."""
     how = {"max_documents": 3} | ({"mode": "auto", "protocol": protocol} if protocol else {})
-    evaluation = evaluate_perplexity(**options_for(tiny, tiny / "model", **how), progress=False)
+    evaluation = evaluate(**options_for(tiny, tiny / "model", **how), progress=False)
     assert abs(evaluation.divergence.kl) < 1e-7 and evaluation.divergence.same_top == 1.0
     assert evaluation.divergence.reference_perplexity == evaluation.perplexity.perplexity
 
@@ -184,7 +184,7 @@ def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
         (tmp_path / "nowhere", "^reference=.*nowhere: there is no such folder or file$"),
     ):
         with pytest.raises(UserError, match=part):
-            evaluate_perplexity(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)
+            evaluate(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)
 
 
 def test_batches_keep_the_rules_of_both_models():

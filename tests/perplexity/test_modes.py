@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import compare, evaluate, evaluate_perplexity
+from dsft.api import compare, evaluate, evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity.modes import PROTOCOLS, disjoint_spans, mode_problems, protocol_config
@@ -103,7 +103,7 @@ def measured(request, tiny, tmp_path_factory):
     evaluations = []
     for protocol in REFERENCES:
         stride = STRIDE if protocol == "hf" else None
-        evaluations += evaluate(dataclasses.replace(config, protocol=protocol, stride=stride))
+        evaluations += evaluate_all(dataclasses.replace(config, protocol=protocol, stride=stride))
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     return loaded, AutoTokenizer.from_pretrained(model), evaluations
 
@@ -164,7 +164,7 @@ def test_documents_without_any_text_are_refused_also_where_bos_and_end_tokens_ar
     tokenizer.save_pretrained(model)
     data = write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
     with pytest.raises(UserError, match=r"empty.jsonl: 3 documents, none of which has text"):
-        evaluate_perplexity(model=str(model), data=str(data), seq_len=L, mode=mode, bos=bos, progress=False)
+        evaluate(model=str(model), data=str(data), seq_len=L, mode=mode, bos=bos, progress=False)
 
 
 def test_one_model_under_a_tokenizer_that_adds_bos_differs_by_nothing(tiny, tmp_path):
@@ -177,7 +177,7 @@ def test_one_model_under_a_tokenizer_that_adds_bos_differs_by_nothing(tiny, tmp_
     tokenizer.save_pretrained(model)
     options = {"data": str(tiny / "held_out.jsonl"), "seq_len": L, "progress": False}
     for how, alike in (({"mode": "rolling"}, True), ({"mode": "windows"}, False), ({"protocol": "lm-eval"}, False)):
-        results = [evaluate_perplexity(model=str(name), **options, **how) for name in (tiny / "model", model)]
+        results = [evaluate(model=str(name), **options, **how) for name in (tiny / "model", model)]
         (comparison,) = compare(*results)
         if alike:
             assert results[0].perplexity.nats == results[1].perplexity.nats
@@ -196,7 +196,7 @@ def test_answers_that_two_tokenizers_cut_at_other_places_are_refused_with_the_wa
     tokenizer.save_pretrained(model)
     options = {"data": str(write_pairs(tmp_path / "pairs.jsonl", 6)), "progress": False}
     for length, is_cut in ((24, True), (200, False)):
-        results = [evaluate_perplexity(model=str(name), seq_len=length, **options) for name in (tiny / "model", model)]
+        results = [evaluate(model=str(name), seq_len=length, **options) for name in (tiny / "model", model)]
         assert any(result.truncated_documents for result in results) == is_cut
         if is_cut:
             with pytest.raises(UserError, match="cut to seq_len at other places, .* evaluate both with a larger"):
@@ -219,7 +219,7 @@ def test_a_protocol_takes_its_own_length_unless_one_is_named():
 
 def test_a_budget_below_the_window_of_a_protocol_is_planned_and_kept_as_that_window(tiny):
     asked = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "protocol": "gptq", "progress": False}
-    assert evaluate_perplexity(**asked, batch_tokens=64).options["batch_tokens"] == 256
+    assert evaluate(**asked, batch_tokens=64).options["batch_tokens"] == 256
     facts, how = candidate_of(EvalConfig(), asked["model"], []).facts, {"dtype": "float32", "seq_len": 256}
     below, window = (plan_evaluation(facts, this_machine(), batch_tokens=tokens, **how).plan for tokens in (64, 256))
     assert below == window
@@ -233,18 +233,21 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
         ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* leave it out"),
         ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
         ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
-        ({"protocol": "all"}, "protocol: invalid choice 'all' .choose from gptq, llama.cpp, lm-eval, hf"),
+        (
+            {"protocol": "all", "seq_len": 32},
+            "protocol: invalid choice: 'all' .choose from gptq, llama.cpp, lm-eval, hf",
+        ),
         ({"suite": ["wikitext-2"], "seq_len": 32}, "suite: removed; name the data sets with data"),
     ):
         with pytest.raises(ValueError, match=part) as caught:
-            evaluate_perplexity(**base | options)
+            evaluate(**base | options)
         assert len(caught.value.problems) == 1
 
 
-def test_names_are_checked_without_torch_and_transformers():
+def test_options_are_checked_without_torch_and_transformers():
     code = (
         "import sys; from dsft.config.options import EvalConfig; from dsft.perplexity.modes import mode_problems\n"
-        "(problem,) = mode_problems(EvalConfig(mode='windws'))\n"
+        "(problem,) = mode_problems(EvalConfig(mode='windows', stride=8))\n"
         "assert 'windows' in problem and not {'torch', 'transformers', 'pyarrow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -269,5 +272,5 @@ def test_a_stride_is_of_windows_that_slide(options, problem):
 def test_a_stride_beyond_the_window_that_a_protocol_takes_is_refused(tiny):
     asked = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "protocol": "hf", "progress": False}
     with pytest.raises(UserError, match="stride=512: must be less than the 256 tokens of a window of protocol=hf"):
-        evaluate_perplexity(**asked, stride=512)
-    assert evaluate_perplexity(**asked, stride=255).perplexity.perplexity > 1
+        evaluate(**asked, stride=512)
+    assert evaluate(**asked, stride=255).perplexity.perplexity > 1

@@ -8,7 +8,7 @@ from conftest import read_json
 from ranks import run_entry, train_all
 from tiny import write_jsonl, write_pairs
 
-from dsft.api import evaluate_perplexity
+from dsft.api import evaluate
 from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
@@ -38,7 +38,7 @@ def runs(tiny, tmp_path_factory):
 @pytest.mark.parametrize("name", ["share", "templates"])
 def test_the_evaluation_of_a_run_is_that_of_its_training(runs, name):
     logged = read_json(runs / name / "run.json")["results"]
-    evaluation = evaluate_perplexity(run=str(runs / name), progress=False)
+    evaluation = evaluate(run=str(runs / name), progress=False)
     assert evaluation.perplexity.perplexity == pytest.approx(logged["eval_perplexity"], rel=1e-6)
     # Documents are the units, whatever windows they are cut into.
     bounds = [logged[f"eval_perplexity_{end}"] for end in ("low", "high")]
@@ -151,7 +151,7 @@ def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
             run.mkdir()
             (run / "run.json").write_text((runs / "share" / "run.json").read_text())
         with pytest.raises(UserError, match=part) as caught:
-            evaluate_perplexity(run=str(run), progress=False)
+            evaluate(run=str(run), progress=False)
         assert len(caught.value.problems) == 1, caught.value.problems
 
 

@@ -17,7 +17,7 @@ from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_model, writ
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate, evaluate_perplexity
+from dsft.api import evaluate, evaluate_all
 from dsft.checkpoints.run_folder import write_run
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config
@@ -88,7 +88,7 @@ def scored(options: dict):
 def _sums(many_options: list[dict]) -> list[tuple]:
     sums = []
     for options in many_options:
-        evaluation = next(evaluate(EvalConfig(**options)))
+        evaluation = next(evaluate_all(EvalConfig(**options)))
         result = evaluation.perplexity
         others = (repr(evaluation.groups), evaluation.divergence, result.reported_loss, result.document_pairs.tolist())
         sums.append((result.nats, result.tokens, result.document_nats.tolist(), *others))
@@ -139,7 +139,7 @@ def test_rolling_agrees_with_lm_evaluation_harness(tiny):
         for index, text in enumerate(texts)
     ]
     theirs = -np.array(harness.loglikelihood_rolling(requests))
-    ours = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
+    ours = evaluate(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
     np.testing.assert_allclose(ours.document_nats, theirs, rtol=1e-6)
     assert ours.word_perplexity == pytest.approx(
         math.exp(theirs.sum() / sum(len(re.split(r"\s+", text)) for text in texts)), rel=1e-6
@@ -167,7 +167,7 @@ def test_perplexity_is_the_definition(tiny, mode):
 @pytest.mark.parametrize("mode", grid(MODES, [MODES[-1]]))
 def test_an_evaluation_gives_the_definition_and_verifies_it(tiny, mode):
     options = mode_options(tiny, mode)
-    evaluation = evaluate_perplexity(**options, verify=3, progress=False)
+    evaluation = evaluate(**options, verify=3, progress=False)
     assert evaluation.perplexity.nats == pytest.approx(scored(options).nats, rel=1e-12)
     assert evaluation.verified_difference < 1e-5
 
@@ -220,7 +220,7 @@ def test_a_deepspeed_file_can_say_how_to_shard(tiny, tmp_path):
     path = tmp_path / "ds.json"
     of_training = {"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}}  # which scoring has not
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}} | of_training}))
-    plain, offloaded = (evaluate_perplexity(**options, zero=zero, progress=False) for zero in ("0", str(path)))
+    plain, offloaded = (evaluate(**options, zero=zero, progress=False) for zero in ("0", str(path)))
     assert offloaded.perplexity.nats == plain.perplexity.nats and offloaded.zero == str(path)
     for zero, part in (
         ("2", "not of stage 2"),
@@ -228,7 +228,7 @@ def test_a_deepspeed_file_can_say_how_to_shard(tiny, tmp_path):
         ("4", "zero=4: unknown"),
     ):
         with pytest.raises(UserError, match=part):
-            evaluate_perplexity(**options, zero=zero)
+            evaluate(**options, zero=zero)
 
 
 def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
@@ -315,7 +315,7 @@ def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cu
         tmp_path / "odd.jsonl", [{"text": "a"}, {"text": sentences(1, longest=400)[0] * 5}, {"text": ""}]
     )
     options = {"model": str(tiny / "model"), "data": str(data), "mode": "sliding", "scope": "document", "seq_len": 32}
-    evaluation = evaluate_perplexity(**options, progress=False)
+    evaluation = evaluate(**options, progress=False)
     assert evaluation.perplexity.unscored_documents == 2 and evaluation.perplexity.tokens > 200
     report = evaluation.report()
     assert report["unscored_documents"] == 2 and report["documents"] == 3
@@ -326,7 +326,7 @@ def test_truncated_answers_are_counted(tiny, tmp_path):
         tmp_path / "long.jsonl",
         [{"prompt": "the ", "completion": "big small " * 40}, {"prompt": "the ", "completion": "loss"}],
     )
-    evaluation = evaluate_perplexity(model=str(tiny / "model"), data=str(data), seq_len=32, progress=False)
+    evaluation = evaluate(model=str(tiny / "model"), data=str(data), seq_len=32, progress=False)
     assert evaluation.truncated_documents == 1 and evaluation.perplexity.documents == 2
 
 
@@ -394,13 +394,13 @@ def test_no_full_logits_exist(tiny, monkeypatch):
 
     monkeypatch.setattr(scoring, "negative_log_likelihood", watch)
     monkeypatch.setattr(chunked_head, "TILE_LOGITS", 16 * 384)
-    evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}), progress=False)
+    evaluate(**mode_options(tiny, {"mode": "windows"}), progress=False)
     assert len(seen) > 10 and max(rows * columns for rows, columns in seen) == 16 * 384
 
 
 def test_problems_of_the_evaluator_come_together(tiny):
     with pytest.raises(UserError) as caught:
-        evaluate_perplexity(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000, mode="slidng")
+        evaluate(model="./nowhere", data="nowhere.jsonl", bogus=1, stride=5000, mode="slidng")
     text = str(caught.value)
     assert all(
         part in text
@@ -409,13 +409,13 @@ def test_problems_of_the_evaluator_come_together(tiny):
             "./nowhere",
             "nowhere.jsonl does not exist",
             "stride=5000",
-            "mode: invalid choice 'slidng' (choose from auto, windows, sliding, rolling, answers); did you mean",
+            "mode: invalid choice: 'slidng' (choose from auto, windows, sliding, rolling, answers); did you mean",
         )
     )
     with pytest.raises(UserError, match="one model and one data set"):
-        evaluate_perplexity(model=[str(tiny / "model")] * 2, data=str(tiny / "held_out.jsonl"))
+        evaluate(model=[str(tiny / "model")] * 2, data=str(tiny / "held_out.jsonl"))
     with pytest.raises(UserError, match="mode=answers does not fit"):
-        evaluate_perplexity(**mode_options(tiny, {"mode": "windows"}) | {"mode": "answers"})
+        evaluate(**mode_options(tiny, {"mode": "windows"}) | {"mode": "answers"})
 
 
 def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny, tmp_path):
@@ -424,7 +424,7 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny, t
     import pyarrow
 
     metric = library.load(str(ROOT / "dsft" / "evaluate_perplexity"))
-    result = evaluate_perplexity(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
+    result = evaluate(**mode_options(tiny, {"mode": "rolling"}), progress=False).perplexity
     columns = {name: getattr(result, f"document_{name}") for name in ("nats", "tokens", "bytes", "words")}
     for kind in (list, np.asarray, pandas.Series, pyarrow.array):  # as documents.parquet is read
         from_sums = metric.compute(**{name: kind(values) for name, values in columns.items()})
@@ -447,7 +447,7 @@ def test_the_evaluate_library_computes_the_same_from_sums_and_from_texts(tiny, t
 
 def _evaluated(words: list) -> None:
     problems: list[str] = []
-    for _ in evaluate(read_evaluation([str(word) for word in words], problems), problems):
+    for _ in evaluate_all(read_evaluation([str(word) for word in words], problems), problems):
         pass
 
 

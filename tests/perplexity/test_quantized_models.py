@@ -12,7 +12,7 @@ from quantized import as_fp8, describe, write_certain_model, write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.cli.main import main
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
@@ -51,7 +51,7 @@ def options_for(tiny, **changes) -> dict:
 
 
 def results(tiny, **changes):
-    return list(evaluate(EvalConfig(**options_for(tiny, **changes))))
+    return list(evaluate_all(EvalConfig(**options_for(tiny, **changes))))
 
 
 def refusals(tiny, **changes) -> list[str]:

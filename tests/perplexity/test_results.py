@@ -10,7 +10,7 @@ from ranks import run_entry
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
-from dsft.api import evaluate
+from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.models.probes import RowRules
@@ -46,7 +46,7 @@ def eval_options(tiny, model, **changes) -> dict:
 
 
 def nats(options: dict) -> list[float]:
-    return [evaluation.perplexity.nats for evaluation in evaluate(EvalConfig(**options))]
+    return [evaluation.perplexity.nats for evaluation in evaluate_all(EvalConfig(**options))]
 
 
 def write_adapter(folder, base):
@@ -93,22 +93,22 @@ def test_a_model_from_a_config_alone_is_known_by_its_seed(tiny, tmp_path, interr
 def test_finished_models_of_a_list_are_taken_over(tiny, tmp_path, interrupt_after):
     models, out = [str(tiny / "model"), str(tiny / "chat")], tmp_path / "out"
     options = eval_options(tiny, tiny) | {"model": models}
-    expected = [evaluation.perplexity for evaluation in evaluate(EvalConfig(**options))]
+    expected = [evaluation.perplexity for evaluation in evaluate_all(EvalConfig(**options))]
     options["output_dir"] = str(out)
     num_batches = len(scoring.form_batches(expected[0].document_tokens, 64, RowRules()))
-    interrupted = evaluate(EvalConfig(**options))
+    interrupted = evaluate_all(EvalConfig(**options))
     next(interrupted)
     interrupted.close()  # as a kill before the second model
     first = read_json(out / "perplexity.json")["results"]
     interrupt_after(2 * num_batches)  # enough for one model, were one scored from its beginning
-    evaluations = list(evaluate(EvalConfig(**options)))
+    evaluations = list(evaluate_all(EvalConfig(**options)))
     for evaluation, wanted in zip(evaluations, expected, strict=True):
         assert evaluation.perplexity.nats == wanted.nats
         assert evaluation.perplexity.document_nats.tolist() == wanted.document_nats.tolist()
     results = read_json(out / "perplexity.json")["results"]
     assert results[0] == first[0] == json.loads(json.dumps(evaluations[0].report()))
     interrupt_after(0)
-    assert [evaluation.is_known for evaluation in evaluate(EvalConfig(**options))] == [True, True]
+    assert [evaluation.is_known for evaluation in evaluate_all(EvalConfig(**options))] == [True, True]
     assert read_json(out / "perplexity.json")["results"] == results
 
 
@@ -118,7 +118,7 @@ def test_a_copy_has_the_result_of_what_it_is_a_copy_of_under_its_own_name(tiny, 
     interrupt_after(0)
     copies = {"model": [str(shutil.copytree(tiny / "model", tmp_path / "model"))]}
     copies["data"] = [str(shutil.copy(tiny / "held_out.jsonl", tmp_path / "copy.jsonl"))]
-    (known,) = evaluate(EvalConfig(**options | copies))
+    (known,) = evaluate_all(EvalConfig(**options | copies))
     assert ([known.model], [known.data], [known.perplexity.nats]) == (*copies.values(), expected)
     results = read_json(tmp_path / "out" / "perplexity.json")["results"]
     assert [report["data"] for report in results] == options["data"] + copies["data"]

@@ -2,12 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from dsft.cli.commands import ReportOptions
-from dsft.cli.report import run_report
+from dsft.cli.folders import run_report
 from dsft.errors import UserError
+from dsft.report import page
 from dsft.report.charts import Curve, draw
 from dsft.report.page import charts, headline, read_runs, tables, write_report
 
@@ -49,7 +51,7 @@ def test_a_run_has_its_numbers_its_curves_and_loads_nothing(tmp_path):
     (read,) = read_runs([str(run)])
     rows = dict(headline([read]))
     assert rows["held-out perplexity"] == "20.5 → 12.18" and rows["its interval"] == "11.5 to 13.25 (95 %)"
-    assert rows["training loss"] == "4 → 0.1" and rows["tokens seen"] == "4,000" and rows["time"] == "0:26:40 h"
+    assert rows["training loss"] == "4 → 0.1" and rows["tokens seen"] == "4,000" and rows["time"] == "27 min"
     titles = [chart["title"] for chart in charts([read])]
     assert titles[0] == "Loss, nats per token" and "Learning rate" in titles
     assert html.count("<svg") == len(titles)
@@ -72,8 +74,18 @@ def test_a_run_that_was_killed_early_has_a_page_and_what_is_not_a_run_is_refused
     assert write_report([str(new)], tmp_path / "pages" / "page.html").is_file()
     with pytest.raises(UserError, match="is no run folder"):
         write_report([str(tmp_path)])
-    with pytest.raises(UserError, match="cannot be written"):
-        write_report([str(new)], tmp_path / "new" / "run.json" / "page.html")
+
+
+def test_results_in_folders_of_one_name_have_a_table_each(tmp_path, monkeypatch):
+    runs = []
+    for name in ("a", "b"):
+        runs.append(write_run(tmp_path / name / "run"))
+        (runs[-1] / "perplexity").mkdir()
+        (runs[-1] / "perplexity" / "perplexity.json").touch()
+    monkeypatch.setattr(page, "read_evaluations", lambda folders: folders)
+    monkeypatch.setattr(page, "compare_results", lambda folders: [SimpleNamespace(row=lambda: {"model": folders[0]})])
+    tables = page.perplexities(read_runs([str(run) for run in runs]))
+    assert [rows[1] for rows in tables.values()] == [[str(run / "perplexity")] for run in runs]
 
 
 @pytest.mark.parametrize("ys", [[3.0], [2.0, 2.0], [0.0, 1e-5], [1.0, 1e6], [-1.0, 5.0]])
