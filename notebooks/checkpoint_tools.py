@@ -170,7 +170,7 @@ def token_nats(
     if not len(ids_T):
         return []
     logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    nats: list[float | None] = [None, *negative_log_likelihood([logits_TV[:-1]], ids_T[1:]).tolist()]
+    nats: list[float | None] = [None, *negative_log_likelihood(logits_TV[:-1].float(), ids_T[1:]).tolist()]
     pieces: list[tuple[str, float | None]] = []
     shown = 0
     for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import checkpoint_tools as tools
 
-from dsft import api
+import dsft
 
 NOTEBOOK = ROOT / "notebooks" / "evaluate_checkpoints.ipynb"
 MARKUP = "<b>&amp;</b> "
@@ -211,7 +211,7 @@ def test_cells_import_of_dsft_its_public_api_alone(path):
     used = {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dsft"
     }
-    assert used and used <= set(api.__all__)
+    assert used and used <= {*dir(dsft)}
 
 
 @pytest.mark.parametrize("text", ["a model learns\n\n  big & <small> shards ", "naïve 🙂 日本 token", "a"])

@@ -16,11 +16,11 @@ from dsft.perplexity.modes import mode_problems
 
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
-    *("data_format", "text_column", "columns", "as_chat", "map_row"),
+    *("seq_len", "data_name", "data_format", "text_column", "columns", "as_chat", "map_row"),
     *("prompt_template", "completion_template", "chat_template"),
     *("train_on", "train_thinking", "drop_unrendered", "drop_keys", "chat_date", "too_long"),
 )
-"""Options that mean the same in training and evaluation, beside seq_len and the data."""
+"""Options that mean the same in training and evaluation, beside the model and the data."""
 PATHS = ("tokenizer", "chat_template", "data_cache")  # those of SHARED that may be paths
 
 
@@ -69,13 +69,14 @@ def evaluation_config(
 
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
     """Return what an evaluation must share of a training; relative paths of a run start where that was started."""
-    # What a training's file leaves out has a training's default: that of too_long is not an evaluation's.
-    values = {name: options.get(name, getattr(TrainConfig, name, None)) for name in SHARED}
-    shared = {name: value for name, value in values.items() if value not in (None, "")}
+    shared = {}
+    for name in SHARED:
+        # What a training's file leaves out has a training's default: that of too_long is not an evaluation's.
+        value = options.get(name, getattr(TrainConfig, name, None))
+        if value not in (None, ""):
+            shared[name] = path_of(value, run_folder) if run_folder and name in PATHS else value
     if flagged := flagged_dtype(options):
         shared["dtype"] = flagged[0]
-    if run_folder:
-        shared |= {name: path_of(shared[name], run_folder) for name in PATHS if name in shared}
     return shared
 
 
@@ -85,7 +86,6 @@ def _of_training(
     """Return the options of an evaluation that a training's options imply."""
     of_run = bool(output_dir) and is_run(output_dir)
     values = shared_options(options, output_dir if of_run else None)
-    values |= {name: options[name] for name in ("seq_len", "data_name") if options.get(name) is not None}
     has_model = of_run and (Path(output_dir) / FINAL).is_dir()
     if has_model or options.get("model"):
         values["model"] = output_dir if has_model else options["model"]

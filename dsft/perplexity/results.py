@@ -232,10 +232,15 @@ class Evaluation:
             units = f"none: {self.intervals.units}"
         elif result.documents > 1 and result.longest_share > LONG_SHARE:
             units += f"; the longest document holds {result.longest_share:.0%} of the tokens"
+        scored = f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})"
+        if result.unscored_documents:
+            scored += f"; {result.unscored_documents:,} documents have no token to score"
+        if self.truncated_documents:
+            scored += f"; {self.truncated_documents:,} documents are truncated"
         rows = {
             "perplexity": f"{result.perplexity:,.4f}, {interval}",
             "interval": units,
-            "scored": f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})",
+            "scored": scored,
             "nats per token": f"{result.loss:.6f}",
         }
         if result.bytes:
@@ -259,23 +264,15 @@ class Evaluation:
                 f"same top token {divergence.same_top:.2%}{_bounds(intervals['same_top'], '.2%')}\n"
                 f"perplexity of the reference {divergence.reference_perplexity:,.4f}"
             )
-        left_out = []
-        if result.unscored_documents:
-            left_out.append(f"{result.unscored_documents:,} without a token to score")
-        if self.truncated_documents:
-            left_out.append(f"{self.truncated_documents:,} truncated")
-        if left_out:
-            rows["documents"] = ", ".join(left_out)
         if self.verified_difference is not None:
             rows["verified"] = f"largest relative difference to the plain way {self.verified_difference:.1e}"
         quantization = self.options.get("quantization", UNQUANTISED)
         quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
         peaks = [f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()]
-        return rows | {
-            "computed as": f"{self.options['dtype']}{quantised}, ZeRO {self.zero}, {plural(self.ranks, 'rank')}",
-            "speed": f"{result.fed_tokens / self.seconds:,.0f} tokens/s, {self.seconds:.1f} s",
-            "peak memory per rank": ", ".join(peaks),
-        }
+        rows["computed as"] = f"{self.options['dtype']}{quantised}, ZeRO {self.zero}, {plural(self.ranks, 'rank')}"
+        rows["speed"] = f"{result.fed_tokens / self.seconds:,.0f} tokens/s, {self.seconds:.1f} s"
+        rows["peak memory per rank"] = ", ".join(peaks)
+        return rows
 
     def to_pandas(self, group_by: str | None = None) -> Any:
         """Return a pandas.DataFrame with a row for each document, or for each group of one grouping."""
