@@ -99,6 +99,7 @@ EXCLUSIVE = {
     "load_best_model_at_end save_only_model": "load_best_model_at_end needs complete checkpoints; set save_only_model:"
     " false",
     "bf16 fp16": "bf16 and fp16 are both true; keep one",
+    "packing train_sampling_strategy": "packing and train_sampling_strategy are both set; keep one",
 }
 """Options of which only one can be set -> why."""
 NEEDED = {
@@ -109,6 +110,7 @@ NEEDED = {
     " resume_from_checkpoint",
     "early_stopping_patience has_held_out": "early_stopping_patience needs held-out data; give eval_data or"
     " eval_fraction",
+    "early_stopping_threshold early_stopping_patience": "early_stopping_threshold needs early_stopping_patience",
     "dataloader_persistent_workers dataloader_num_workers": "dataloader_persistent_workers needs"
     " dataloader_num_workers of at least 1",
     "save_tokens output_dir": "save_tokens needs output_dir: the folder to keep the tokens in",

@@ -149,20 +149,23 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
     """Decides whether the loss is computed for some tokens at a time."""
     vocab_size = facts.size.vocab_size
-    training = options.training
+    others = [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]
+    is_wanted = options.tiled_loss is True or options.training.get("use_liger_kernel")
+    why_not = ""
     if options.tiled_loss is False:
-        return Decision("tiled_loss", False, "as asked for")
-    if options.tiled_loss == "auto" and vocab_size < LEAST_VOCAB and not training.get("use_liger_kernel"):
-        return Decision("tiled_loss", False, f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}")
-    if others := [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]:
-        return Decision("tiled_loss", False, f"not with {' and '.join(others)}")
-    if adapts_head(facts.adapters):
-        return Decision("tiled_loss", False, "the output head has an adapter")
-    if options.dtype == "float16":
-        return Decision("tiled_loss", False, "float16's small gradients vanish before they are scaled")
-    if not facts.has_plain_head or not trains_in_tiles(facts.config, trust_remote_code=options.trust_remote_code):
-        return Decision("tiled_loss", False, f"a trial with {facts.size.model_type} did not find the same gradients")
-    return Decision("tiled_loss", True, f"logits of {vocab_size:,} entries take more memory than the layers")
+        why_not = "as asked for"
+    elif vocab_size < LEAST_VOCAB and not is_wanted:
+        why_not = f"a vocabulary of {vocab_size:,} is below {LEAST_VOCAB:,}"
+    elif others:
+        why_not = f"not with {' and '.join(others)}"
+    elif adapts_head(facts.adapters):
+        why_not = "the output head has an adapter"
+    elif options.dtype == "float16":
+        why_not = "float16's small gradients vanish before they are scaled"
+    elif not facts.has_plain_head or not trains_in_tiles(facts.config, trust_remote_code=options.trust_remote_code):
+        why_not = f"a trial with {facts.size.model_type} did not find the same gradients"
+    reason = why_not or f"logits of {vocab_size:,} entries take more memory than the layers"
+    return Decision("tiled_loss", not why_not, reason)
 
 
 def with_defaults(options: TrainConfig) -> dict[str, Any]:
@@ -395,41 +398,26 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
     training = options.training
     defaults = LoraFields()
     ignored = {name: why for name, why in IGNORED_ARGUMENTS.items() if name in training}
-    shape = []
+    changed = []
     for field in dataclasses.fields(LoraFields):
-        if field.name in ("method", "adapter", "quantization"):
-            continue
-        if field.name == "loraplus_lr_ratio" and options.method != "full":  # it is not of the adapter's shape
-            continue
-        if getattr(options, field.name) != getattr(defaults, field.name):
-            shape.append(field.name)
-    if shape and options.method == "full":
-        ignored[", ".join(shape)] = "because method is full; set method: lora"
+        if field.name not in ("method", "adapter") and getattr(options, field.name) != getattr(defaults, field.name):
+            changed.append(field.name)
+    shape = [name for name in changed if name not in ("quantization", "loraplus_lr_ratio")]
+    if changed and options.method == "full":
+        ignored[", ".join(changed)] = "because method is full; set method: lora"
     elif shape and options.adapter:
         ignored[", ".join(shape)] = f"because adapter={options.adapter} brings its own shape"
-    if options.quantization != defaults.quantization:
-        if options.method != "qlora":
-            ignored["quantization"] = f"because method is {options.method}; set method: qlora"
-        elif size.quantization.lies_on_disk:
-            ignored["quantization"] = f"because {options.model} is already {size.quantization.format} on disk"
-    if "train_sampling_strategy" in training and options.packing:
-        ignored["train_sampling_strategy"] = "because packing decides which sequences go together"
-    if options.early_stopping_threshold and not options.early_stopping_patience:
-        ignored["early_stopping_threshold"] = "because early_stopping_patience is not given"
+    if "quantization" in changed and options.method == "lora":
+        ignored["quantization"] = "because method is lora; set method: qlora"
+    elif "quantization" in changed and options.method == "qlora" and size.quantization.lies_on_disk:
+        ignored["quantization"] = f"because {options.model} is already {size.quantization.format} on disk"
     if options.eval_data and options.eval_fraction:
         ignored["eval_fraction"] = "because eval_data is given"
     if options.fp32_accumulation is True and not sums_in_fp32(deepspeed_config):
-        if options.dtype == "float32":
-            ignored["fp32_accumulation"] = "because dtype is float32"
-        else:
-            ignored["fp32_accumulation"] = f"because ZeRO {stage(deepspeed_config)} cannot, 2 and 3 can"
-    if "optimizer" in deepspeed_config and "optim" in training:
-        kind = deepspeed_config["optimizer"].get("type")
-        needed = ", which offload needs" if offloads(deepspeed_config) else ""
-        ignored["optim"] = f"because the DeepSpeed configuration brings {kind}{needed}"
-    if "scheduler" in deepspeed_config and "lr_scheduler_type" in training:
-        kind = deepspeed_config["scheduler"].get("type")
-        ignored["lr_scheduler_type"] = f"because the DeepSpeed configuration brings {kind}"
+        ignored["fp32_accumulation"] = f"because ZeRO {stage(deepspeed_config)} with dtype {options.dtype} cannot"
+    for section, name in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        if section in deepspeed_config and name in training:
+            ignored[name] = f"because the DeepSpeed configuration brings {deepspeed_config[section].get('type')}"
     notes = [f"{name}: ignored, {why}" for name, why in ignored.items()]
     if "optimizer" in deepspeed_config and training.get("weight_decay"):
         notes.append("weight_decay: DeepSpeed's own optimizer applies it to norms and biases too")
@@ -474,26 +462,26 @@ def checkpoint_size(
     weight_bytes = DTYPE_BYTES[options.dtype]
     weights, copies, states = checkpoint_parts(size, optimizer, stage=zero_stage, weight_bytes=weight_bytes)
     values = with_defaults(options)
-    strategy = str(values.get("save_strategy", "steps"))
-    max_steps = values.get("max_steps", -1)
-    is_unlimited = not values.get("save_total_limit")
-    limit = values.get("save_total_limit") or 1
+    kept = (values.get("save_total_limit") or 1) + 1
     if values.get("load_best_model_at_end") or values.get("metric_for_best_model"):
-        limit = max(limit, 2)
-    kept = math.inf if is_unlimited else limit + 1
+        kept = max(kept, 3)
     if not options.save_minutes:
+        strategy = values.get("save_strategy", "steps")
+        max_steps = values.get("max_steps", -1)
         every = values.get("save_steps", TrainingArguments.save_steps)
+        saves = kept
         if strategy == "no":
-            kept = 0
+            saves = 0
         elif strategy == "epoch" and max_steps <= 0:
-            kept = min(kept, math.ceil(values.get("num_train_epochs", TrainingArguments.num_train_epochs)))
+            saves = math.ceil(values.get("num_train_epochs", TrainingArguments.num_train_epochs))
         elif strategy == "steps" and max_steps > 0 and every >= 1:
-            kept = min(kept, math.ceil(max_steps / every))
+            saves = math.ceil(max_steps / every)
+        kept = min(kept, saves)
     return CheckpointSize(
         weight_bytes=weights,
         state_bytes=0 if options.training.get("save_only_model") else copies + states,
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
-        kept=limit + 1 if kept == math.inf else kept,
+        kept=kept,
     )
 
 
@@ -506,11 +494,8 @@ def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
     free = free_bytes(output_dir)
     if free is None or free >= needed:
         return []
-    kept = fewer = ""
-    if size.kept:
-        kept = f" and {plural(size.kept, 'checkpoint')} of {size.checkpoint_bytes / GB:.3g} GB"
-        fewer = ", a smaller save_total_limit, or save_strategy: no"
     return [
-        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB){kept} need {needed / GB:.3g} GB"
-        f" more, but the disk has {free / GB:.3g} GB free; choose another disk{fewer}"
+        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB) and {plural(size.kept, 'checkpoint')} of"
+        f" {size.checkpoint_bytes / GB:.3g} GB need {needed / GB:.3g} GB more, but the disk has {free / GB:.3g} GB free;"
+        " choose another disk, a smaller save_total_limit, or save_strategy: no"
     ]

@@ -368,6 +368,8 @@ def test_every_bound_is_of_an_option_and_lets_its_default_through():
 
 CONTRADICTIONS = [
     {"global_batch_size": 8, "gradient_accumulation_steps": 2},
+    {"packing": True, "train_sampling_strategy": "random"},
+    {"early_stopping_threshold": 0.1},
     {"seq_len": 1},
     {"resume_weights_only": True},
     {"dataloader_persistent_workers": True},
