@@ -57,7 +57,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
     training = make_config(TrainConfig, {"model": model, **options}, problems)
     machine = machine or this_machine()
     run = resolve_offline(training, machine, problems=problems)
-    return plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False)
+    return plan_run(run, must_fit=False)
 
 
 def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:

@@ -16,19 +16,17 @@ from dsft.cli.commands import PlanOptions
 from dsft.config.deepspeed import offloads
 from dsft.config.options import HALF_PRECISION, TrainConfig
 from dsft.data.tokens import tokenise
-from dsft.planner.choose import Plan, as_dict, checkpointing_flags, choose, plan_evaluation
+from dsft.planner.choose import Plan, as_dict, checkpointing_flags, plan_evaluation
 from dsft.planner.memory import Job, resolve_auto, terms_at_peak
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine
 from dsft.setup.alternatives import Alternative, faster_ways, longest_sequence, ways_to_fit
-from dsft.setup.decide import Choice, TrainingRun, plan_run, resolve_offline
+from dsft.setup.decide import Choice, TrainingRun, plan_run, resolve_offline, smaller_plan
 from dsft.units import GiB, MiB, in_gib, in_time, plural
 
 NOTHING_FITS = 1
 """Exit code."""
-SMALLER = 0.85
-"""Share of the chosen plan's memory that a smaller one takes at most."""
 MOST_READ_BYTES = 2**28
 TOKENISED_ROWS = 200
 
@@ -71,14 +69,14 @@ def new_table(*columns: str) -> Table:
 
 
 def choose_plan(run: TrainingRun) -> Choice:
-    return plan_run(run.options, run.job, run.machine, zero_file=run.zero_file, must_fit=False)
+    return plan_run(run, must_fit=False)
 
 
 def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:
     """One machine: what is chosen, and the ways that are faster and smaller; what else would fit where nothing does."""
     machine = run.machine
     choice = choose_plan(run)
-    plan = choice.plan
+    plan = run.plan = choice.plan
     ways = [] if plan.fits else ways_to_fit(training, machine, attention=options.attention)
     seconds = training_seconds(options.tokens, run, plan)
     if options.out:
@@ -103,12 +101,8 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             lines.append(describe_time(run, plan, seconds))
         lines.append(train_command(words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine, options.attention)]
-        # The best of those that take clearly less of a GPU, without those whose options are long.
-        small = [each for each in choice.plans if each.device_bytes <= SMALLER * plan.device_bytes]
-        smaller = [each for each in small if each.fits and each.checkpoint_every == 1]
-        if smaller:
-            best = choose(smaller, machine)
-            lines.append(f"smaller: {plan_flags(best, run.job)} ({describe_cost(best)})")
+        if smaller := smaller_plan(run):
+            lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
     if options.explain:

@@ -84,7 +84,7 @@ def _tried(
     machine = dataclasses.replace(machine, nodes=change.get("nodes", machine.nodes))
     with contextlib.suppress(UserError):  # a training would be refused
         run = resolve_offline(changed, machine, attention=attention)
-        plan = plan_run(run.options, run.job, machine, zero_file=run.zero_file, must_fit=False).plan
+        plan = plan_run(run, must_fit=False).plan
         return Alternative(change, plan) if plan.fits else None
     return None
 
@@ -98,7 +98,7 @@ def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     def plan_of(length: int) -> Plan:
         attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask from a sliding window on
         changed = dataclasses.replace(job, seq_len=length, attention=attention)
-        return plan_run(run.options, changed, run.machine, zero_file=run.zero_file, must_fit=False).plan
+        return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan
 
     length = longest_length(lambda length: plan_of(length).fits, job.size)
     return (length, plan_of(length)) if length else None

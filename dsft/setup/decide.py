@@ -143,8 +143,6 @@ class Choice:
     plan: Plan
     candidates: tuple[Plan, ...]
     """The best of each configuration, with activation checkpointing and without."""
-    plans: tuple[Plan, ...]
-    """All that were considered."""
     reason: str
     """One sentence."""
     notes: tuple[str, ...]
@@ -209,9 +207,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
         distributed.raise_together([failed] if failed else [])
     decide_run(run)
-    choice = distributed.on_rank_0(
-        lambda: plan_run(run.options, run.job, machine, zero_file=run.zero_file, checkpoint=run.checkpoint)
-    )
+    choice = distributed.on_rank_0(lambda: plan_run(run))
     run.plan, run.reason, config = choice.plan, choice.text, choice.plan.deepspeed_config
     distributed.raise_together(offload_problems(config, has_gpu=machine.has_gpu))  # every node compiles what it needs
     if options.training.get("torch_compile"):
@@ -591,7 +587,9 @@ def choose_plan(
         resumes: whether `zero` is an earlier run's and not the user's word.
     """
     own_file = zero_file if zero.endswith(".json") else None
-    plans = [plan for plan in all_plans(job, machine, zero=zero, zero_file=own_file) if plan.zero not in left_out]
+    plans = all_plans(job, machine, zero=zero, zero_file=own_file)
+    if zero == "auto":
+        plans = [plan for plan in plans if plan.zero not in left_out]
     plan = choose(plans, machine)
     notes = unmodelled(job, plan.deepspeed_config)
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(plan.deepspeed_config):
@@ -601,57 +599,39 @@ def choose_plan(
     return Choice(
         plan=plan,
         candidates=tuple(best_of_each(plans, machine)),
-        plans=tuple(plans),
         reason=reason(plan, machine, zero=zero, resumes=resumes),
         notes=tuple(notes),
     )
 
 
-def plan_run(
-    options: TrainConfig,
-    job: Job,
-    machine: Machine,
-    *,
-    zero_file: dict[str, Any] | None = None,
-    checkpoint: str | None = None,
-    must_fit: bool = True,
-) -> Choice:
-    """Chooses the plan of a training.
-
-    Args:
-        checkpoint: that the run resumes from: with zero auto and as many ranks as before the earlier plan is kept, but
-            for what the options name now; with others one is chosen that can take the checkpoint over.
-        must_fit: the training is to start.
+def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
+    """Chooses the plan of a decided training. One that resumes with zero auto on as many ranks as before keeps its
+    earlier plan, but for what the options name now; on others it takes one that can take the checkpoint over.
 
     Raises:
         UserError: where the plan is one that this training cannot have, or must fit and cannot: with the limiting
             resource and the nearest plan that fits.
     """
+    options = run.options
+    job = run.job
+    machine = run.machine
     zero = options.zero
-    if checkpoint and zero == "auto":
-        resumed = Path(checkpoint).parent  # not output_dir, which may hold another run that this one replaces
+    if run.checkpoint and zero == "auto":
+        resumed = Path(run.checkpoint).parent  # not output_dir, which may hold another run that this one replaces
         earlier = run_folder.read_run(str(resumed)) if run_folder.is_run(resumed) else {}
         ranks = machine.world_size
         if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
             zero = earlier["plan"]["zero"]
             job = as_planned_before(job, earlier["plan"], machine)
             if zero.endswith(".json"):  # its numbers become options before a plan is made
-                raise UserError([f"resume_from_checkpoint={checkpoint}: its run had zero={zero}; give that again"])
-        if zero == "auto" and read_manifest(checkpoint).get("zero_stage") == 0:
+                raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={zero}; give that again"])
+        if zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
-    refused = refused_candidates(options, checkpoint)
-    choice = choose_plan(
-        job,
-        machine,
-        zero=zero,
-        zero_file=zero_file,
-        resumes=zero != options.zero,
-        left_out=refused if zero == "auto" else (),
-    )
+    refused = refused_candidates(run)
+    resumes = zero != options.zero
+    choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, resumes=resumes, left_out=refused)
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
-    if refusal := refused_ranks(job.sequence_parallel, machine.world_size):
-        problems.append(f"sequence_parallel={job.sequence_parallel}: {refusal}")
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None, samples=False), machine, left_out=refused).plan
@@ -663,10 +643,10 @@ def plan_run(
     return choice
 
 
-def refused_candidates(options: TrainConfig, checkpoint: str | None) -> set[str]:
+def refused_candidates(run: TrainingRun) -> set[str]:
     """Returns the candidates that this training cannot have, whatever memory they take."""
-    refused = set(NOT_TAKEN_OVER) if checkpoint else set()
-    if learning_rates(options):  # DeepSpeed's own optimizers have one rate
+    refused = set(NOT_TAKEN_OVER) if run.checkpoint else set()
+    if learning_rates(run.options):  # DeepSpeed's own optimizers have one rate
         refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
     return refused
 
@@ -688,11 +668,12 @@ def smaller_plan(run: TrainingRun) -> Plan | None:
     """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of the run's, if
     any.
     """
-    job = run.job
-    machine = run.machine
     plan = run.plan
-    per_step = job.sequences_per_step or job.batch(plan.micro_batch, plan.accumulation, machine).sequences
-    job = dataclasses.replace(job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step)
+    machine = run.machine
+    per_step = run.job.batch(plan.micro_batch, plan.accumulation, machine).sequences
+    job = dataclasses.replace(
+        run.job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step
+    )
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
-    best = choose_plan(job, smaller, left_out=refused_candidates(run.options, run.checkpoint)).plan
+    best = choose_plan(job, smaller, left_out=refused_candidates(run)).plan
     return best if best.device_bytes <= smaller.device_bytes else None

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from dsft.config.options import TrainConfig
 from dsft.models.measure import measure_model
 from dsft.runtime.hardware import Machine
-from dsft.setup.decide import job_of, plan_run
+from dsft.setup.decide import TrainingRun, job_of, plan_run
 from dsft.units import GiB
 from gpu import __main__ as command
 from gpu import examine, faults, files, perplexities
@@ -141,7 +141,7 @@ def test_the_model_of_a_card_fits_in_the_trainings_of_the_checks(tmp_path, memor
         )
         job = job_of(dataclasses.replace(options, tiled_loss=False), measure_model(options), masked=False)
         job = dataclasses.replace(job, attention="flash", checkpointing=changes["zero"] > "1")
-        assert plan_run(options, job, card).plan.fits
+        assert plan_run(TrainingRun(options=options, machine=card, job=job)).plan.fits
 
 
 def test_packing_is_tried_on_the_device(setting, tiny):

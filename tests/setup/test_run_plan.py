@@ -17,7 +17,7 @@ from dsft.models.measure import measure_model
 from dsft.planner.choose import SEQUENCES_PER_RANK
 from dsft.planner.memory import Job
 from dsft.runtime.hardware import Machine
-from dsft.setup.decide import TrainingRun, choose_plan, job_of, plan_run, smaller_plan
+from dsft.setup.decide import Choice, TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
@@ -39,6 +39,11 @@ def plain_job(facts, options: TrainConfig) -> Job:
     return dataclasses.replace(job, attention="flash")
 
 
+def chosen(facts, options: TrainConfig, *, job: Job | None = None, machine: Machine = EIGHT_GPUS, **known) -> Choice:
+    job = job or plain_job(facts, options)
+    return plan_run(TrainingRun(options=options, machine=machine, job=job, **known))
+
+
 def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
     write_run(str(folder), world_size=world_size, plan=EARLIER, config={"sequence_parallel": 1})
     path = folder / "checkpoint-5"
@@ -50,10 +55,10 @@ def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
 def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = chosen(facts, options, checkpoint=checkpoint)
     assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
     assert choice.reason.startswith("zero=1 (as the resumed run began)")
-    fresh = plan_run(options, plain_job(facts, options), EIGHT_GPUS)
+    fresh = chosen(facts, options)
     assert fresh.reason.startswith(f"{fresh.plan.label} is the fastest that fits")
     assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
 
@@ -64,7 +69,7 @@ def test_a_resume_of_a_run_with_a_json_of_its_own_is_asked_for_it(facts, tmp_pat
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
     write_run(str(tmp_path), plan=EARLIER | {"zero": "own.json"})
     with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; give that again"):
-        plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+        chosen(facts, options, checkpoint=checkpoint)
 
 
 def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_replaces(facts, tmp_path):
@@ -74,7 +79,7 @@ def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_re
     write_run(str(tmp_path / "replaced"), world_size=8, plan=EARLIER | {"zero": "2", "micro_batch": 6})
     for output_dir in ("replaced", "new"):
         options = TrainConfig(dtype="bfloat16", overwrite=True, training={"output_dir": str(tmp_path / output_dir)})
-        choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+        choice = chosen(facts, options, checkpoint=checkpoint)
         assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
 
 
@@ -91,14 +96,14 @@ def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_re
 def test_an_option_that_is_given_now_goes_before_the_earlier_plan(facts, tmp_path, given, expected):
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)} | given)
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = chosen(facts, options, checkpoint=checkpoint)
     assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER | expected
 
 
 def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", zero="3", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = chosen(facts, options, checkpoint=checkpoint)
     assert choice.plan.zero == "3" and choice.reason.startswith("zero=3 (requested)")
 
 
@@ -107,15 +112,17 @@ def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=2)
     job = plain_job(facts, options)
-    considered = {plan.zero for plan in plan_run(options, job, machine, checkpoint=checkpoint).candidates}
-    everything = {plan.zero for plan in plan_run(options, job, machine).candidates}
+    considered = {
+        plan.zero for plan in chosen(facts, options, job=job, machine=machine, checkpoint=checkpoint).candidates
+    }
+    everything = {plan.zero for plan in chosen(facts, options, job=job, machine=machine).candidates}
     assert everything - considered == {"0"}
 
 
 def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=2, zero_stage=0)
-    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, checkpoint=checkpoint)
+    choice = chosen(facts, options, checkpoint=checkpoint)
     assert choice.plan.zero == "0" and "(as the resumed run began)" in choice.reason
 
 
@@ -123,8 +130,8 @@ def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_c
     options = TrainConfig(dtype="bfloat16", zero="0", training={"output_dir": str(tmp_path)})
     job, machine = plain_job(facts, options), dataclasses.replace(EIGHT_GPUS, device_bytes=GB // 100)
     with pytest.raises(UserError, match="zero=0 cannot fit: .* use more GPUs or nodes.*memory_check=false starts it"):
-        plan_run(options, job, machine)
-    choice = plan_run(dataclasses.replace(options, memory_check=False), job, machine)
+        chosen(facts, options, job=job, machine=machine)
+    choice = chosen(facts, dataclasses.replace(options, memory_check=False), job=job, machine=machine)
     assert not choice.plan.fits and choice.plan.zero == "0"
 
 
@@ -133,7 +140,7 @@ def test_offload_to_nvme_by_a_json_of_ones_own_runs_unplanned_with_one_line(fact
     for part in ("offload_optimizer", "offload_param"):
         content["zero_optimization"][part] = {"device": "nvme", "nvme_path": str(tmp_path)}
     options = TrainConfig(dtype="bfloat16", zero="own.json", training={"output_dir": str(tmp_path / "run")})
-    choice = plan_run(options, plain_job(facts, options), EIGHT_GPUS, zero_file=content)
+    choice = chosen(facts, options, zero_file=content)
     assert choice.plan.fits and "Offload to NVMe is not planned" in choice.text
 
 

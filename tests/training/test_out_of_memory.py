@@ -120,7 +120,7 @@ def test_the_next_smaller_plan_goes_with_the_batch_that_was_asked_for(options, t
     kept = {name: value for name, value in words.items() if f"--{name}" not in named}  # a flag goes over the file
     problems: list[str] = []
     smaller = resolve_offline(read_config(TrainConfig, [*flags(kept), *named], problems), machine)
-    plan = plan_run(smaller.options, smaller.job, machine, must_fit=False).plan
+    plan = plan_run(smaller, must_fit=False).plan
     assert problems == [] and plan.device_bytes < run.plan.device_bytes
     assert plan.tokens_per_step == run.plan.tokens_per_step, "as many sequences per step"
 
