@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.config.deepspeed import offloads
-from dsft.config.options import TrainConfig
+from dsft.config.options import Decision, TrainConfig, decide
 from dsft.errors import UserError
 from dsft.planner.activations import Attention, attention_of
 from dsft.planner.choose import Plan, longest_length
-from dsft.planner.memory import DEFAULT_OPTIMIZER
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.hardware import Machine
 from dsft.setup.decide import TrainingRun, plan_run, resolve_offline
 
-BFLOAT16_STATES = {"states": "bfloat16"}
 CLEARLY_FASTER = 1.1
-MOST_NODES = 64
+NODES = (2, 4, 8, 16, 32, 64)
 SHORTEST = 512
 
 
@@ -31,32 +29,28 @@ class Alternative:
 
 
 def ways_to_fit(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Alternative]:
-    """Find changes that make a training fit which does not: of each kind the smallest that is enough. `attention` is
-    planned, whatever the model would take.
+    """Find changes that make a training fit which does not: of each kind the smallest that is enough. One that changes
+    nothing does not fit either. `attention` is planned, whatever the model would take.
     """
-    trials: list[list[dict[str, Any]]] = []
-    if options.zero != "auto":
-        trials.append([{"zero": "auto"}])
-    # A quantised base is not sharded, that of LoRA is.
-    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}[options.method]
-    trials.append([{"method": method} for method in methods])
-    if options.method == "full" and options.training.get("optim", DEFAULT_OPTIMIZER) == DEFAULT_OPTIMIZER:
-        trials += [[{"optim": "adamw_8bit"}], [BFLOAT16_STATES]]
-    if (options.training.get("per_device_train_batch_size") or 1) > 1:
-        trials.append([{"per_device_train_batch_size": 1}])
-    if options.sequence_parallel == 1 and machine.ranks_per_node > 1:
-        trials.append([{"sequence_parallel": machine.ranks_per_node}])
-    if not machine.host_names:  # a host file names all there are
-        numbers = [machine.nodes * 2**power for power in range(1, 7)]
-        trials.append([{"nodes": number} for number in numbers if number <= MOST_NODES])
+    nodes = [] if machine.host_names else NODES  # a host file names all there are
     lengths = [options.seq_len // 2**power for power in range(1, 8)]
-    trials.append([{"seq_len": length} for length in lengths if length >= SHORTEST])
+    kinds = {
+        "zero": ["auto"],
+        "method": ["lora", "qlora"],  # LoRA's base is sharded, a quantised one is not
+        "optim": ["adamw_8bit"],
+        "states": ["bfloat16"],
+        "per_device_train_batch_size": [1],
+        "sequence_parallel": [machine.ranks_per_node],
+        "nodes": [number for number in nodes if number > machine.nodes],
+        "seq_len": [length for length in lengths if length >= SHORTEST],
+    }
     alternatives = []
-    for changes in trials:
-        ways = (_tried(options, change, machine, attention) for change in changes)
-        way = next(filter(None, ways), None)
-        if way:
-            alternatives.append(way)
+    for name, values in kinds.items():
+        for value in values:
+            way = _tried(options, {name: value}, machine, attention)
+            if way:
+                alternatives.append(way)
+                break
     return alternatives
 
 
@@ -66,7 +60,7 @@ def faster_ways(options: TrainConfig, plan: Plan, machine: Machine, attention: A
     if machine.has_gpu and not CARDS[card_of(machine)].has_bf16 and options.dtype == "auto":
         changes.append({"dtype": "float16"})
     if options.method == "full" and offloads(plan.deepspeed_config):
-        changes.append(BFLOAT16_STATES)
+        changes.append({"states": "bfloat16"})
     ways = [_tried(options, change, machine, attention) for change in changes]
     return [way for way in ways if way and way.plan.tokens_per_second > CLEARLY_FASTER * plan.tokens_per_second]
 
@@ -74,16 +68,10 @@ def faster_ways(options: TrainConfig, plan: Plan, machine: Machine, attention: A
 def _tried(
     options: TrainConfig, change: dict[str, Any], machine: Machine, attention: Attention | None
 ) -> Alternative | None:
-    ours = {field.name for field in dataclasses.fields(TrainConfig)}
-    training = {name: value for name, value in change.items() if name not in ours and name != "nodes"}
-    changed = dataclasses.replace(
-        options,
-        **{name: value for name, value in change.items() if name in ours},
-        training=options.training | training,
-    )
+    decisions = [Decision(name, value, "it is tried") for name, value in change.items() if name != "nodes"]
     machine = dataclasses.replace(machine, nodes=change.get("nodes", machine.nodes))
     with contextlib.suppress(UserError):  # a training would be refused
-        run = resolve_offline(changed, machine, attention=attention)
+        run = resolve_offline(decide(options, decisions), machine, attention=attention)
         plan = plan_run(run, must_fit=False).plan
         return Alternative(change, plan) if plan.fits else None
     return None
