@@ -151,7 +151,7 @@ def measure_activations(
         trainable, frozen: patterns of the parameters that are trained, and of those that are not.
         liger: with Liger's norms and feed-forwards, which keep their inputs alone.
     """
-    model = _meta_model(config, attention)
+    model = empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[attention])
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
@@ -195,13 +195,6 @@ def measure_activations(
         layers_fixed=tuple(fixed),
         inputs=tuple(inputs[first] / most_tokens for first in first_alike),
     )
-
-
-def _meta_model(config: PreTrainedConfig, attention: Attention) -> PreTrainedModel:
-    try:
-        return empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[attention])
-    except KeyError:  # Falcon has a class of its own for each of transformers' names
-        return empty_model(copy.deepcopy(config), attn_implementation="eager" if attention == "eager" else "sdpa")
 
 
 def _first_alike(model: PreTrainedModel, layers: list[nn.Module]) -> list[int]:

@@ -154,9 +154,9 @@ class Plan(Needs):
     @property
     def label(self) -> str:
         """Name and batch."""
-        checkpointing = " with activation checkpointing" if self.activation_checkpointing else ""
-        if self.activation_checkpointing and self.checkpoint_every > 1:
-            checkpointing += f" of one layer in {self.checkpoint_every}"
+        checkpointing = (
+            f" with activation checkpointing ({self.checkpointing})" if self.activation_checkpointing else ""
+        )
         batch = f"micro batch {self.micro_batch} x {self.accumulation} accumulated"
         if self.sequence_parallel > 1:
             batch += f", {self.sequence_parallel} ranks to a sequence"
@@ -415,11 +415,9 @@ def needed(plan: Needs, machine: Machine) -> str:
 def reason(chosen: Plan, machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
     """Say in one sentence why this plan."""
     if not chosen.fits:
-        if zero != "auto":
-            return f"zero={zero} cannot fit: {chosen.label} needs {needed(chosen, machine)}; {available(machine)}."
-        return (
-            f"nothing fits; the closest is {chosen.label}, which needs {needed(chosen, machine)}; {available(machine)}."
-        )
+        problem = "nothing fits;" if zero == "auto" else f"zero={zero} cannot fit:"
+        needs = needed(chosen, machine)
+        return f"{problem} the closest is {chosen.label}, which needs {needs}; {available(machine)}."
     if zero != "auto":
         why = "as the resumed run began" if resumes else "requested"
         return f"zero={zero} ({why}): {chosen.label} fits; {available(machine)}."

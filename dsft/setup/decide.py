@@ -56,7 +56,7 @@ from dsft.models.probes import (
     try_packing,
 )
 from dsft.models.quantization import format_problems
-from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
+from dsft.models.sequence_parallel import failed_trial, refused_model
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond, save_problems
 from dsft.models.weight_files import safe_unpickling
 from dsft.planner.activations import Attention, attention_of
@@ -217,8 +217,8 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
     distributed.raise_together(arguments.check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
     # Products of a training in float32 go over tensor cores if the GPUs of all ranks have TF32 (since Ampere).
-    has_tf32 = machine.has_gpu and all(distributed.from_all([is_torch_tf32_available()]))  # CPU ranks leave GPUs alone
-    if run.options.dtype == "float32" and has_tf32 and "tf32" not in run.options.training:
+    asks = run.options.dtype == "float32" and machine.has_gpu and "tf32" not in run.options.training
+    if asks and all(distributed.from_all([is_torch_tf32_available()])):
         why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
         run.apply([Decision("tf32", True, why)])
         run.notes.append(f"tf32: {why}; tf32=false leaves it off")
@@ -479,21 +479,19 @@ def _first_day(options: TrainConfig) -> Decision:
 def check_sequence_parallel(options: TrainConfig, facts: ModelFacts, machine: Machine) -> list[str]:
     """Lists why ranks cannot share the sequences of a training, as far as options and the model's config show it."""
     size = options.sequence_parallel
-    seq_len = options.seq_len
-    world = machine.world_size
     problems = []
     for name, why in NOT_SPREAD.items():
         if options.training.get(name):
             problems.append(f"sequence_parallel={size} and {name} cannot be combined: {why}; keep one")
-    refusal = refused_ranks(size, world)
-    if refusal:
-        problems.append(f"sequence_parallel={size}: {refusal}")
-        return problems
-    attention = attention_of(facts, seq_len=seq_len, masked=False)
-    refusal = refused_model(facts, size=size, world=world, model=options.model, seq_len=seq_len, attention=attention)
-    if refusal:
-        problems.append(refusal)
-    return problems
+    refusal = refused_model(
+        facts,
+        size=size,
+        world=machine.world_size,
+        model=options.model,
+        seq_len=options.seq_len,
+        attention=attention_of(facts, seq_len=options.seq_len, masked=False),
+    )
+    return [*problems, refusal] if refusal else problems
 
 
 def auto_dtype(machine: Machine) -> str:

@@ -3,12 +3,11 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.run_folder import FINAL, damage, is_run
-from dsft.config.deepspeed import read_sound_file, stage
+from dsft.config.deepspeed import get_value, read_sound_file, stage
 from dsft.config.options import UNQUANTISED, EvalConfig, TrainConfig, common_options
 from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut
@@ -25,21 +24,6 @@ from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import check_writable
 from dsft.runtime.distributed import require_same_start
-
-
-def read_scoring_file(zero: str, problems: list[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration of an explicit `zero` other than 0, for scoring; {} if it cannot be read."""
-    zero_file = read_sound_file(zero, problems)
-    section = zero_file.get("zero_optimization", {})
-    section.pop("offload_optimizer", None)
-    if section.get("offload_param", {}).get("device") == "nvme":
-        problems.append(f"zero={zero}: evaluation does not offload to NVMe; use 3-offload")
-    if zero_file and stage(zero_file) != 3:
-        problems.append(
-            f"zero={zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
-            f" {stage(zero_file)}"
-        )
-    return zero_file
 
 
 def check_evaluation(
@@ -59,7 +43,14 @@ def check_evaluation(
     if refusal := refused_ranks(config.sequence_parallel, distributed.world_size()):
         problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
-        read_scoring_file(config.zero, problems)
+        zero_file = read_sound_file(config.zero, problems)
+        if zero_file and stage(zero_file) != 3:
+            problems.append(
+                f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+                f" {stage(zero_file)}"
+            )
+        if get_value(zero_file, "zero_optimization.offload_param.device") == "nvme":
+            problems.append(f"zero={config.zero}: evaluation does not offload to NVMe; use 3-offload")
 
     models = [candidate_of(config, name, problems) for name in config.model]
     candidates = [each for model in models for each in in_formats(model, config.quantization, problems)]

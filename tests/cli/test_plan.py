@@ -123,4 +123,4 @@ def test_an_option_that_left_is_named(capsys):
 def test_more_ranks_to_a_sequence_than_there_are_is_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan", *MODEL, "--gpus", "1xH100", "--sequence_parallel", "2"])
-    assert ended.value.code == 2 and "sequence_parallel=2: must divide" in capsys.readouterr().err
+    assert ended.value.code == 2 and "must divide the number of ranks, which is 1" in capsys.readouterr().err
