@@ -447,7 +447,7 @@ def convert(value: Any, hint: Any) -> Any:
             except (json.JSONDecodeError, RecursionError):
                 try:
                     value = yaml.safe_load(value)  # {key: text}, as in a file
-                except yaml.YAMLError as error:
+                except (yaml.YAMLError, RecursionError) as error:
                     raise ValueError(f"neither JSON nor YAML ({one_line(error)})") from None
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping, got {value!r}")
@@ -480,7 +480,8 @@ def check_bounds(name: str, value: Any) -> list[str]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return []
     least, most, text = BOUNDS.get(name, (-math.inf, math.inf, ""))
-    if not least <= value <= most:
+    is_no_step = name == "max_steps" and value == 0
+    if not least <= value <= most or is_no_step:
         return [f"{name}={value}: must {text}"]
     if isinstance(value, int) and abs(value) > MOST and name not in ("seed", "data_seed"):
         return [f"{name}={value}: must be at most {MOST:,}"]
@@ -527,8 +528,6 @@ def _check_training(options: TrainConfig) -> list[str]:
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
-    if training.get("max_steps") == 0:
-        problems.append("max_steps=0: must be at least 1, or -1 to go by num_train_epochs")
     if (optimizer := training.get("optim")) in REFUSED_OPTIMIZERS:
         problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
     for name in options.held_out_names:
