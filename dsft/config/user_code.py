@@ -18,7 +18,8 @@ from typing import Any
 from dsft.errors import UserError
 
 KEYS = ("map_row", "compute_loss", "callbacks")  # options that hold it; callbacks is a list
-PACKAGE = str(Path(__file__).resolve().parent.parent)
+LAST_CALLS = 3
+"""Of a traceback of user code, which are shown."""
 
 
 def named(options: Any) -> Iterator[tuple[str, Any]]:
@@ -115,11 +116,8 @@ def digests(options: Any) -> dict[str, str]:
 
 
 def failed(where: str, error: BaseException) -> UserError:
-    """Returns the error of user code as one of dsft: what it was, and the traceback from the user's own lines on."""
-    frames = error.__traceback__
-    while frames.tb_next and (PACKAGE in (file := frames.tb_frame.f_code.co_filename) or "importlib" in file):
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    """Returns the error of user code as one of dsft: what it was, and the last lines of its traceback."""
+    text = "".join(traceback.format_exception(error, limit=-LAST_CALLS)).rstrip()
     return UserError(f"{where} raised {type(error).__name__}: {error}\n{text}")
 
 

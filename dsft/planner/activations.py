@@ -8,7 +8,6 @@ Shape suffixes: B batch, N heads, T time, D head dim.
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,16 +48,12 @@ LIGER_MODELS = {
 class Activations:
     """Bytes of one token on one GPU."""
 
-    shared: float
-    """Made once for all layers: rotary angles, masks."""
     layers: tuple[float, ...]
     """Kept for the backward of each layer that is not checkpointed."""
     layers_zero_3: tuple[float, ...]
     """The same with DeepSpeed's linear layers of ZeRO-3, which keep the inputs of frozen weights too."""
     layers_fixed: tuple[float, ...]
     """The same, of a micro batch of any size: weights that are merged with adapters."""
-    inputs: tuple[float, ...]
-    """Kept of each layer that is checkpointed."""
     is_measured: bool = True
     """False where the model's code does not run without values, and a Llama of its widths is taken."""
 
@@ -125,11 +120,9 @@ def measure_or_assume(job: Job) -> Activations:
         width += 3 * size.num_heads * job.seq_len
     layers = (float(job.weight_bytes * width),) * size.num_layers
     return Activations(
-        shared=0.0,
         layers=layers,
         layers_zero_3=layers,
         layers_fixed=(0.0,) * size.num_layers,
-        inputs=(float(job.weight_bytes * size.hidden_size),) * size.num_layers,
         is_measured=False,
     )
 
@@ -178,8 +171,8 @@ def measure_activations(
             mask = {} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)}
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 model(input_ids=ids_BT, use_cache=False, logits_to_keep=1, **mask)
-            runs.append((counter.shared_bytes, counter.layer_bytes, counter.input_bytes, counter.linear_bytes()))
-    (_, few, _, _), (shared, many, inputs, linear) = runs
+            runs.append((counter.layer_bytes, counter.linear_bytes()))
+    (few, _), (many, linear) = runs
     most_tokens = MEASURED_BATCHES[1] * tokens
     more_tokens = most_tokens - MEASURED_BATCHES[0] * tokens
     per_token = [(many[first] - few[first]) / more_tokens for first in first_alike]
@@ -187,13 +180,11 @@ def measure_activations(
         few[first] - MEASURED_BATCHES[0] * tokens * slope for first, slope in zip(first_alike, per_token, strict=True)
     ]
     return Activations(
-        shared=shared / most_tokens,
         layers=tuple(per_token),
         layers_zero_3=tuple(
             number + linear[first] / most_tokens for number, first in zip(per_token, first_alike, strict=True)
         ),
         layers_fixed=tuple(fixed),
-        inputs=tuple(inputs[first] / most_tokens for first in first_alike),
     )
 
 
@@ -234,8 +225,6 @@ class _SavedBytes:
     def start(self, known: list[torch.Tensor]) -> None:
         """Count from zero, but what is known."""
         self.layer_bytes = [0] * len(self.layers)
-        self.input_bytes = [0] * len(self.layers)
-        self.shared_bytes = 0
         self.linear_inputs: dict[int, tuple[int, torch.UntypedStorage]] = {}
         """Storage by address, with the layer in which a linear layer read it first."""
         self.seen: dict[int, torch.UntypedStorage] = {}
@@ -286,19 +275,12 @@ class _SavedBytes:
         def hook(layer, args, kwargs):
             self.layer = index
             hidden = args[0] if args else kwargs["hidden_states"]
-            self.input_bytes[index] = hidden.untyped_storage().nbytes()
-            for tensor in self._others(hidden, (args, kwargs)):
-                self.shared_bytes += tensor.untyped_storage().nbytes()
-                self.ignore([tensor])
+            # Rotary angles and masks are there once for all layers: little beside what each of them keeps.
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor is not hidden:
+                    self.ignore([tensor])
 
         return hook
-
-    def _others(self, hidden: torch.Tensor, inputs: Any) -> Iterator[torch.Tensor]:
-        """Yield what a layer is given beside its hidden states and was not seen before."""
-        for tensor in tree_leaves(inputs):
-            is_tensor = isinstance(tensor, torch.Tensor) and tensor is not hidden
-            if is_tensor and tensor.dtype != torch.long and tensor.untyped_storage()._cdata not in self.seen:
-                yield tensor
 
     def _left(self, layer, args, output):
         self.outputs[self.layer] = output

@@ -355,8 +355,9 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     again = [bool(every) and number % every == 0 for number in range(len(measured.layers))]
     kept = sum(bytes_of for bytes_of, is_again in zip(kept_by_layers, again, strict=True) if not is_again)
     fixed = sum(number for number, is_again in zip(measured.layers_fixed, again, strict=True) if not is_again)
-    inputs = sum(bytes_of for bytes_of, is_again in zip(measured.inputs, again, strict=True) if is_again)
+    input_bytes = tokens * item * size.hidden_size  # of a layer that is checkpointed
     offloads_inputs = job.checkpoint_offload and layout.machine.has_gpu
+    inputs = 0 if offloads_inputs else again.count(True) * input_bytes
     # Gradients of a layer: of gate and up, and of the hidden states. Liger's take the place of what was kept.
     backward = item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
     if any(again):
@@ -365,19 +366,14 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     terms = [
         Term(
             "kept by layers",
-            int(fixed + tokens * (kept + (0 if offloads_inputs else inputs))),
+            int(fixed + tokens * kept + inputs),
             "tokens x bytes that autograd keeps",
             "compute",
         ),
         Term("backward of a layer, or logits and loss", int(work), "the larger of both", "compute"),
-        Term("rotary angles and masks", int(tokens * measured.shared), "tokens x bytes", "compute"),
     ]
-    if offloads_inputs and inputs:
-        pinned = layout.machine.ranks_per_node * sum(
-            pinned_bytes(tokens * bytes_of)
-            for bytes_of, is_again in zip(measured.inputs, again, strict=True)
-            if is_again
-        )
+    if offloads_inputs:
+        pinned = layout.machine.ranks_per_node * again.count(True) * pinned_bytes(input_bytes)
         terms.append(Term("inputs of layers", pinned, "ranks x layers x tokens x bytes, pinned", "compute", "host"))
     if batch.sequence_parallel > 1:
         # Ulysses keeps the result once more as it was before heads came back, and repeated keys and values.

@@ -281,11 +281,6 @@ def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomput
         moving = accumulation * (trained + frozen + backward + gradients)
         if machine.has_gpu and world > 1:
             host += accumulation * 2 * size.num_modules * GATHER_SECONDS
-    if batch.sequence_parallel > 1:  # queries, keys, values and the result, layer by layer, while all ranks wait
-        width = 2 * sum(size.exchanged_widths(batch.sequence_parallel))
-        exchanged = tokens * width * layout.weight_bytes * size.num_layers
-        compute += accumulation * passes * collective_seconds(exchanged, machine, speeds, ranks=batch.sequence_parallel)
-
     updated = size.num_trainable / (world if layout.stage else 1)
     optimizer = updated * (6 + 2 * layout.optimizer.checkpoint_bytes) / speeds.device_bytes
     if layout.optimizer_device != "none":
@@ -295,8 +290,5 @@ def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomput
         optimizer = updated * machine.ranks_per_node / speeds.adam_params
     if layout.param_device != "none" and machine.has_gpu:  # this rank's shard, for forward and backward
         moving += 2 * accumulation * layout.weight_bytes * size.num_params / world / speeds.host_link_bytes
-    if job.checkpoint_offload and machine.has_gpu and recomputed:
-        inputs = tokens * recomputed * size.num_layers * size.hidden_size * layout.weight_bytes
-        moving += 2 * accumulation * inputs / speeds.host_link_bytes
     busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
     return max(busy, host) + optimizer

@@ -74,18 +74,14 @@ def check_evaluation(
         say(f"note: {note}")
 
     for model in models if reference else []:  # whether the KL of the two can be taken
-        names = f"reference={reference.config.model}"
-        vocab_size = reference.facts.size.vocab_size
-        if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        size = model.facts.size.vocab_size
+        other_size = reference.facts.size.vocab_size
+        if size != other_size or reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
             problems.append(
-                f"{names}: has another tokenizer than {model.config.model}, and KL needs the same tokens; where both"
-                " were trained with one, name it with tokenizer; else evaluate both by themselves, and compare their"
-                " bits per byte with dsft compare"
-            )
-        elif vocab_size != model.facts.size.vocab_size:
-            problems.append(
-                f"{names}: predicts {vocab_size:,} tokens and {model.config.model} {model.facts.size.vocab_size:,}; KL"
-                " needs the same number"
+                f"reference={reference.config.model}: has another tokenizer than {model.config.model}, or predicts"
+                f" another number of tokens ({other_size:,} and {size:,}); KL needs the same tokens; where both were"
+                " trained with one, name it with tokenizer; else evaluate both by themselves, and compare their bits"
+                " per byte with dsft compare"
             )
     distributed.raise_together(problems)
     if {*config.quantization} - {UNQUANTISED}:

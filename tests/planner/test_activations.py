@@ -48,10 +48,10 @@ def test_a_layer_keeps_of_fake_tensors_what_it_keeps_of_real_ones(name):
     assert measured.layers[1] * BATCH * TIME == pytest.approx(of_one_layer, rel=0.01)
 
 
-def test_layers_that_differ_are_measured_apart_and_inputs_are_the_hidden_states():
+def test_layers_that_differ_are_measured_apart():
     config = AutoConfig.for_model("gemma3_text", **WIDTHS)
     measured = measure_activations(config, dtype="bfloat16", seq_len=TIME, attention="sdpa")
-    assert len(measured.layers) == 4 and set(measured.inputs) == {2.0 * 64}
+    assert len(measured.layers) == 4
 
 
 def test_llama_8b_keeps_what_counting_by_hand_gives():
