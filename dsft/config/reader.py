@@ -33,7 +33,7 @@ from dsft.config.options import (
     TrainConfig,
     argument_types,
 )
-from dsft.errors import limited_time, nearest, one_line, raise_if_any, without_second_errors
+from dsft.errors import UserError, limited_time, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
 """Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
@@ -301,26 +301,21 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     values, left = read_options(cls, argv, problems)
     types_by_name = field_types(cls)
     fields = options_of(cls)
-    flags = [word for word in left if word.startswith("--")]
-    words = [word for word in left if not word.startswith("--")]
-    problems += [f"{flag}: unknown option{nearest(flag, [f'--{name}' for name in fields])}" for flag in flags]
-    given: dict[str, Any] = {}
-    for name, field in fields.items():
-        if field.kw_only or name in values or not words:
-            continue
-        if takes_list(types_by_name[name]):
-            given[name], words = words, []
-        else:
-            given[name] = words.pop(0)
-    values |= check_values(given, types_by_name, problems)
-    if not problems:
-        problems += [f"{word}: unexpected argument" for word in words]
-        for name, field in fields.items():
-            has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-            if name not in values and not has_default:
-                problems.append(f"{name}: missing")
+    words: list[Any] = [word for word in left if not word.startswith("--")]
+    for word in left:
+        if word.startswith("--"):
+            problems.append(f"{word}: unknown option{nearest(word, [f'--{name}' for name in fields])}")
+    positional = [name for name, field in fields.items() if not field.kw_only and name not in values]
+    if positional and words and takes_list(types_by_name[positional[0]]):
+        words = [words]
+    values |= check_values(dict(zip(positional, words, strict=False)), types_by_name, problems)
     raise_if_any(problems)
-    return cls(**{fields[name].name: value for name, value in values.items()})
+    problems += [f"{word}: unexpected argument" for word in words[len(positional) :]]
+    raise_if_any(problems)
+    try:
+        return cls(**{fields[name].name: value for name, value in values.items()})
+    except TypeError as error:  # a required one is missing
+        raise UserError(one_line(error).partition(" ")[2]) from None
 
 
 def check_values(

@@ -239,14 +239,6 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     is_offloaded = offload in ("cpu", "nvme")
     problems = []
 
-    composed = compose(zero_file, hpz_ranks=None if zero.endswith(".json") else machine.ranks_per_node)
-    hpz_ranks = min(get_value(composed, "zero_optimization.zero_hpz_partition_size") or 1, machine.world_size)
-    if zero_stage == 3 and machine.world_size % hpz_ranks:  # groups.py, _create_zero_param_parallel_group, asserts it
-        way_out = "take zero 3" if machine.num_ranks else f"use {machine.ranks_per_node}, the ranks of a node"
-        problems.append(
-            f"zero={zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size} ranks;"
-            f" {way_out}"
-        )
     if options.method == "qlora" and (zero_stage == 3 or offloads(zero_file)):
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
         problems.append(

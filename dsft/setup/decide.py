@@ -177,11 +177,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
 
     run.checkpoint, decisions, finished = distributed.on_rank_0(resume)
     if finished:
-        patience = ", or early_stopping_patience," if before.early_stopping_patience else ""
-        say(
-            f"training is already complete at {run.checkpoint}; raise max_steps or num_train_epochs{patience} to"
-            " continue"
-        )
+        say(f"training is already complete at {run.checkpoint}; raise max_steps or num_train_epochs to continue")
         return None
     # Each rank has read the options and the files that they name by itself.
     files = {f"content of {before.zero}": run.zero_file, **user_code.digests(before)}
@@ -195,11 +191,10 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
         saved = check_tokenizer(dataclasses.replace(options, tokenizer=None), [])
         saved_vocab = saved.get_vocab() if saved else {}
-        new_tokens = []
-        for token in run.new_tokens:
-            if saved_vocab.get(run.tokenizer.convert_ids_to_tokens(token)) != token:
-                new_tokens.append(token)
-        run.new_tokens = new_tokens
+        names = run.tokenizer.convert_ids_to_tokens(run.new_tokens)
+        run.new_tokens = [
+            token for token, name in zip(run.new_tokens, names, strict=True) if saved_vocab.get(name) != token
+        ]
     if run.weights_of:  # a checkpoint's model, or adapter, has its own shape
         run.model = measure_model(options, new_tokens=run.new_tokens)
     if (size := options.sequence_parallel) > 1:
@@ -630,6 +625,13 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, resumes=resumes, left_out=refused)
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
+    hpz_ranks = get_value(config, "zero_optimization.zero_hpz_partition_size") or 1
+    # groups.py, _create_zero_param_parallel_group, asserts it.
+    if machine.world_size % min(hpz_ranks, machine.world_size):
+        problems.append(
+            f"zero={choice.plan.zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size}"
+            f" ranks; use {machine.ranks_per_node}, the ranks of a node, or zero 3"
+        )
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None, samples=False), machine, left_out=refused).plan

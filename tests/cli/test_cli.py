@@ -65,7 +65,7 @@ def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeyp
         (["plan", "--model", "x", "--nodes", "0"], "--nodes 0: must be at least 1"),
         (["merge", "./nowhere", "out"], "./nowhere: is not a folder"),
         (["export", "./nowhere", "out"], "./nowhere: is not a folder"),
-        (["export", "./nowhere"], "out: missing"),
+        (["export", "./nowhere"], "missing 1 required positional argument: 'out'"),
         (["plan", "--model", "x", "--methd", "lora"], "methd: unknown key; did you mean 'method'?"),
         (["plan"], "model: missing"),
         (["doctor", "--num_nodes", "two"], "num_nodes: expected a whole number, got 'two'"),

@@ -162,7 +162,7 @@ def test_words_of_a_command_may_stand_before_between_and_after_its_flags():
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("a", ["out: missing"]),
+        ("a", ["missing 1 required positional argument: 'out'"]),
         ("a b c", ["c: unexpected argument"]),
         ("a b --dtyp float32", ["--dtyp: unknown option; did you mean '--dtype'?"]),
         (
