@@ -151,44 +151,6 @@ def test_the_notebook_starts_the_launcher_for_a_lora_run(trained, held_out, monk
     assert {model.kind for model in tools.find_models(str(folder))} == {"base", "adapter"}
 
 
-def _chat(text: str) -> dict:
-    user, assistant = {"role": "user", "content": f"about {text[:8]}"}, {"role": "assistant", "content": text}
-    return {"messages": [user, assistant]}
-
-
-TEMPLATES = {
-    "chats": (
-        _chat,
-        {"chat_template": "chatml", "too_long": "truncate"},
-        {"RANKS": 2},
-        "<|im_start|>assistant",
-    ),
-    "columns": (
-        lambda text: {"question": text[:8], "answer": text},
-        {"prompt_template": "Question: {question}\nAnswer:", "completion_template": " {answer}"},
-        {},
-        "Question: ",
-    ),
-}
-"""What the data is -> (a row of it, options of the run, the notebook's parameters, what its prompts hold)."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.launch
-@pytest.mark.parametrize("data", TEMPLATES)
-def test_the_notebook_takes_the_templates_of_a_run(trained, tmp_path, monkeypatch, data):
-    row, templates, parameters, in_prompt = TEMPLATES[data]
-    train, held = (
-        write_jsonl(tmp_path / f"{name}.jsonl", [row(text) for text in sentences(number, seed=seed, longest=20)])
-        for name, number, seed in (("train", 40, 0), ("held", 12, 1))
-    )
-    folder, logged = trained(data=str(train), eval_data=str(held), **templates)
-    outputs = execute(monkeypatch, folder, held, MODELS="base final", **parameters)
-    assert shown_perplexities(outputs) == pytest.approx({"base": logged[0], "final": logged[4]}, rel=1e-4)
-    generated = next(table for table in tables(outputs) if table[0][0] == "prompt")
-    assert len(generated) == 4 and all(in_prompt in prompt for prompt, *_ in generated[1:])
-
-
 @pytest.mark.parametrize("path", [NOTEBOOK], ids=lambda path: path.stem)
 def test_notebooks_are_kept_with_outputs_that_a_page_can_show(path):
     text = path.read_text()
@@ -212,33 +174,6 @@ def test_cells_import_of_dsft_its_public_api_alone(path):
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dsft"
     }
     assert used and used <= {*dir(dsft)}
-
-
-@pytest.mark.parametrize("text", ["a model learns\n\n  big & <small> shards ", "naïve 🙂 日本 token", "a"])
-def test_coloured_pieces_are_the_text_and_their_nats_its_loss(tiny, text):
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tiny / "model").eval(),
-        AutoTokenizer.from_pretrained(tiny / "model"),
-    )
-    pieces = tools.token_nats(model, tokenizer, text, seq_len=64)
-    assert "".join(piece for piece, _ in pieces) == text and all(piece for piece, _ in pieces)
-    assert texts_in(tools.coloured(pieces, title="x")) == [text]
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
-    if ids.shape[1] > 1:
-        with torch.no_grad():
-            mean = model(input_ids=ids, labels=ids).loss.item()
-        assert sum(nats for _, nats in pieces if nats is not None) == pytest.approx(mean * (ids.shape[1] - 1), rel=1e-5)
-
-
-def test_relative_paths_of_a_run_are_seen_from_where_training_was_started(tmp_path):
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    (tmp_path / "base").mkdir()
-    (tmp_path / "runs" / "first" / "run.json").write_text(
-        json.dumps({"config": {"model": "base", "adapter": None, "output_dir": "runs/first"}})
-    )
-    (base,) = tools.find_models(str(tmp_path / "runs" / "first"))
-    assert base.path == str(tmp_path / "base")
-    assert tools.path_of("some/hub-model", str(tmp_path / "runs" / "first")) == "some/hub-model"
 
 
 def test_best_and_worst_documents_leave_out_those_without_enough_tokens():
@@ -279,13 +214,6 @@ def test_pieces_are_the_text_and_their_losses_those_of_its_tokens(model, tokeniz
     expected = plain_nats(model, ids)
     assert sum(nats for _, nats in pieces[1:]) == pytest.approx(sum(expected), rel=1e-5)
     assert pieces[1][1] == pytest.approx(expected[0], rel=1e-5)
-
-
-def test_a_first_character_of_several_tokens_has_the_loss_of_all_but_its_first(model, tokenizer):
-    ids = tokenizer("😀 a")["input_ids"]
-    ((first, nats), *_) = tools.token_nats(model, tokenizer, "😀 a", seq_len=256)
-    shown = len(tokenizer("😀")["input_ids"])
-    assert first == "😀" and nats == pytest.approx(sum(plain_nats(model, ids)[: shown - 1]), rel=1e-5)
 
 
 def test_a_bos_token_is_context_and_no_piece(model, tokenizer):

@@ -12,7 +12,6 @@ from tiny import ARCHITECTURES, write_model, write_texts
 
 from dsft import errors
 from dsft.cli import quickstart
-from dsft.cli.commands import COMMANDS, Command, PlanOptions
 from dsft.cli.main import main, run_command
 from dsft.errors import UserError
 from dsft.runtime import distributed
@@ -46,15 +45,6 @@ def test_a_command_whose_output_nobody_reads_on_ends_without_a_traceback():
     done = subprocess.run([sys.executable, "-u", "-c", code], stdout=output, stderr=subprocess.PIPE, text=True)
     os.close(output)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def test_garbage_is_collected_again_once_a_command_is_imported(tmp_path, monkeypatch, capsys):
-    source = "import gc\nduring = gc.isenabled()\ndef run(options):\n    print(during, gc.isenabled())\n"
-    (tmp_path / "room_of_a_command.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(COMMANDS, "plan", Command("a test's", "room_of_a_command:run", PlanOptions))
-    main(["plan"])
-    assert capsys.readouterr().out == "False True\n"
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,3 @@ def test_the_usual_options_are_converted_and_the_others_named(trainer, tmp_path,
     left_out = {"axolotl": ["evals_per_epoch", "flash_attention"], "llamafactory": ["stage", "template"], "trl": []}
     for name in left_out[trainer]:
         assert f"# {name}: left out" in text and f"dsft: {name}: left out" in screen
-
-
-def test_an_existing_file_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "theirs.yaml").write_text("base_model: m")
-    (tmp_path / "run.yaml").write_text("mine")
-    with pytest.raises(SystemExit):
-        main(["convert", "theirs.yaml"])
-    assert "exists" in capsys.readouterr().err and (tmp_path / "run.yaml").read_text() == "mine"

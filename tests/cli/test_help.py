@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_groups, command_help, commands_help
 from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
-from dsft.config.reader import convert, field_types, takes_list
+from dsft.config.reader import field_types
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["doctor", "-h"]])
@@ -50,27 +50,6 @@ def test_the_help_of_train_has_every_option_that_its_reader_takes():
     names = {field.name for group in command_groups(COMMANDS["train"]) for field in group.fields}
     options = field_types(TrainConfig, TrainingArguments).keys()
     assert options - names == {*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"} & options
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_default_and_the_choices_that_help_shows_are_values_that_the_option_takes(name):
-    command = COMMANDS[name]
-    classes = [cls for cls in (command.options, command.run_options) if cls]
-    types = {key: hint for cls in classes for key, hint in field_types(cls).items()}
-    defaults = {
-        field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default
-        for cls in classes
-        for field in dataclasses.fields(cls)
-        if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    }
-    for field in (each for group in command_groups(command) for each in group.fields if each.name in types):
-        if field.default:
-            words = field.default.split() if takes_list(types[field.name]) else [field.default]
-            shown = words if len(words) > 1 else words[0]  # as a flag is read
-            assert convert(shown, types[field.name]) == defaults[field.name], field
-        if re.fullmatch(r"[\w.-]+(\|[\w.-]+)+", field.placeholder):
-            for choice in field.placeholder.split("|"):
-                assert convert(choice, types[field.name]) == choice or choice.isdigit(), field
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -172,13 +171,3 @@ def test_groupings_that_cannot_be_made_are_refused_before_weights_load(tiny, dat
             evaluate(**options_for(tiny, data, **options), progress=False)
     monkeypatch.setattr(documents, "MOST_GROUPS", 24)
     evaluate(**options_for(tiny, data, group_by=["text"]), progress=False)
-
-
-def test_sums_of_rounded_nats_depend_on_no_grouping():
-    drawn = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 12
-    values = (drawn * scoring.STEPS).round().div(scoring.STEPS).numpy()
-    total = math.fsum(values)
-    for seed in range(3):
-        order = np.random.default_rng(seed).permutation(len(values))
-        groups = np.bincount(order % 7, values[order])
-        assert values[order].sum() == total == math.fsum(groups) == groups.sum()

@@ -91,12 +91,6 @@ def test_a_comparison_is_that_of_scipy_over_pairs_of_documents():
     assert (comparison.gained_most, comparison.lost_most) == (tuple(order[:5]), tuple(order[::-1][:5]))
 
 
-def test_the_same_model_twice_differs_by_nothing():
-    comparison = comparison_of(evaluation("base", 0), evaluation("copy", 0))
-    assert (comparison.perplexity_ratio.low, comparison.perplexity_ratio.high) == (1.0, 1.0)
-    assert (comparison.better, comparison.worse, comparison.p_value, comparison.gained_most) == (0, 0, 1.0, ())
-
-
 def test_a_result_that_two_folders_hold_counts_once():
     """As of a base model that was evaluated beside each of its runs: p-values are corrected for two comparisons."""
     base, first, second = (evaluation(name, seed) for seed, name in enumerate(("base", "a", "b")))
@@ -202,13 +196,6 @@ def test_an_option_that_changes_no_window_does_not_keep_results_apart():
     other = evaluation("other", 1, mode="sliding", options=OPTIONS | {"mode": "sliding", "stride": 16, "bos": "off"})
     base = evaluation("base", 0, mode="sliding", options=OPTIONS | {"mode": "sliding"})
     assert comparison_of(base, other).units == "40 documents"
-
-
-def test_two_tokenizers_without_a_scored_byte_in_common_are_refused():
-    other = evaluation("other", 1, hashes=HASHES | {"tokens": "x"})
-    without = dataclasses.replace(other.perplexity, document_bytes=np.zeros(40, np.int64))
-    with pytest.raises(UserError, match="the bytes of the scored text are not known"):
-        comparison_of(evaluation("base", 0), dataclasses.replace(other, perplexity=without))
 
 
 def grouped(original: Evaluation) -> Evaluation:

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.data.sources import BATCH_ROWS
-from dsft.data.store import FACTS, prepare
+from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
 from dsft.errors import UserError
-from dsft.perplexity.documents import Answers, Texts, build_windows
+from dsft.perplexity.documents import Answers, build_windows
 
 
 @pytest.fixture(scope="module")
@@ -201,27 +201,3 @@ def test_bytes_of_reasoning_in_the_content_count_where_it_is_scored(tiny, tmp_pa
     tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
     assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == f"a node{answers[1]}"
     assert tokens.document_bytes.tolist() == [len("a node" + answers[1])]
-
-
-def test_bytes_of_empty_think_blocks_count_where_they_are_scored(tiny, tmp_path):
-    tokenizer, block = AutoTokenizer.from_pretrained(tiny / "chat"), "<think></think>"
-    content = f"{{{{ '{block}' if m['role'] == 'assistant' else '' }}}}{{{{ m['content'] }}}}"
-    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", content)
-    chat = [{"role": "user", "content": "a step"}, {"role": "assistant", "content": "a node"}]
-    data = str(write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}]))
-    for how, scored in (("auto", "a node"), ("all", f"{block}a node")):
-        source = source_of(EvalConfig(model=["unused"], data=[data], train_thinking=how), tokenizer)
-        tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
-        assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == scored
-        assert tokens.document_bytes.tolist() == [len(scored)]
-
-
-def test_training_and_evaluation_have_stores_of_their_own(tiny, tokenizer, tmp_path):
-    source = source_of(EvalConfig(model=["unused"], data=[str(tiny / "held_out.jsonl")]), tokenizer)
-    stores = [
-        prepare(source, tokenizer, tmp_path, show_progress=False, **options)
-        for options in ({}, {"preparation": Texts(bos="auto")}, {"preparation": Texts(bos="off")})
-    ]
-    assert len({store.folder for store in stores}) == 3
-    rows = [json.loads(line) for line in (tiny / "held_out.jsonl").open()]
-    assert [len(store.document_bytes) for store in stores] == [0, len(rows), len(rows)]

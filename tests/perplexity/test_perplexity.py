@@ -109,19 +109,6 @@ def test_windows_score_every_token_but_the_first_once_with_the_context_promised(
     assert all(scored - start >= 1 and end - start <= length + 1 for start, end, scored in spans)
 
 
-def test_rolling_windows_are_those_of_lm_evaluation_harness():
-    utils = pytest.importorskip("lm_eval.utils")
-    for total in range(1, 40):
-        tokens = list(range(100, 100 + total))
-        expected = [
-            utils.make_disjoint_window(pair)
-            for pair in utils.get_rolling_token_windows(tokens, prefix_token=7, max_seq_len=8, context_len=1)
-        ]
-        flat = [7, *tokens]
-        spans = [(flat[start:scored], flat[scored:end]) for start, end, scored in rolling_spans(0, len(flat), 8)]
-        assert spans == [(list(context), list(predicted)) for context, predicted in expected]
-
-
 @pytest.mark.exhaustive
 def test_rolling_agrees_with_lm_evaluation_harness(tiny):
     lm_eval_models = pytest.importorskip("lm_eval.models.huggingface")

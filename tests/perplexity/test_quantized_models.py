@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from quantized import as_fp8, describe, write_certain_model, write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -180,40 +179,3 @@ def test_the_formats_of_bitsandbytes_are_evaluated_in_layers_of_any_size(tiny, t
                 dequantize_4bit(*quantize_4bit(layer.weight, quant_type="nf4", compress_statistics=True))
             )
     assert nf4.perplexity.loss == pytest.approx(loss_of(rounded, tiny, nf4), rel=1e-6)
-
-
-@needs("compressed_tensors")
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_a_model_of_compressed_tensors_is_evaluated_as_it_lies(tiny, model, tmp_path):
-    """Four bits in groups of 32, packed as llm-compressor writes them."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    folder = tmp_path / "packed"
-    shutil.copytree(model, folder)
-    rounded, tensors = AutoModelForCausalLM.from_pretrained(model), load_file(folder / "model.safetensors")
-    for name, weight in rounded.named_parameters():
-        if name.endswith("proj.weight"):
-            del tensors[name]
-            groups = weight.reshape(len(weight), -1, 32)
-            scale = groups.abs().amax(dim=2, keepdim=True) / 7.5
-            steps = (groups / scale).round().clamp(-8, 7)
-            weight.copy_((steps * scale).reshape(weight.shape))
-            packed = {"packed": pack_to_int32(steps.reshape(weight.shape).to(torch.int8), 4), "scale": scale[:, :, 0]}
-            packed["shape"] = torch.tensor(weight.shape)
-            tensors |= {f"{name}_{part}": tensor.contiguous() for part, tensor in packed.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
-    describe(folder, section | {"config_groups": groups, "ignore": ["lm_head"]})
-    evaluation, plain = results(tiny, model=[str(folder), str(model)], reference=str(model))
-    assert (evaluation.options["quantization"], evaluation.zero) == ("compressed-tensors", "0")
-    assert evaluation.perplexity.loss == pytest.approx(loss_of(rounded, tiny, evaluation), rel=1e-5)
-    assert abs(plain.divergence.kl) < 1e-7 < evaluation.divergence.kl
-    torch.manual_seed(0)
-    adapter = get_peft_model(rounded, LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    adapter.peft_config["default"].base_model_name_or_path = str(folder)
-    adapter.save_pretrained(tmp_path / "adapter")
-    (adapted,) = results(tiny, model=[str(tmp_path / "adapter")], tokenizer=str(model))
-    assert adapted.perplexity.loss == pytest.approx(loss_of(adapter, tiny, adapted), rel=1e-5)

@@ -60,17 +60,3 @@ def test_an_evaluation_multiplies_exactly_and_training_goes_on_as_before(everywh
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision
-
-
-def test_products_follow_what_a_later_training_sets_everywhere():
-    model, windows = Looks(), windows_of_sequences([sequence(np.arange(8), np.ones(8, bool))])
-    products, before = torch.backends.cuda.matmul, torch.backends.fp32_precision
-    try:
-        torch.backends.fp32_precision = "tf32"  # as the option tf32 does
-        with pytest.raises(InterruptedError):
-            evaluated(model, windows)
-        assert products.fp32_precision == "tf32"
-        torch.backends.fp32_precision = "ieee"
-        assert products.fp32_precision == "ieee"
-    finally:
-        torch.backends.fp32_precision, products.fp32_precision = before, "none"

@@ -18,14 +18,6 @@ def test_of_documents_of_one_length_it_is_the_interval_of_students_t():
     assert interval(per_token * 50, np.full(7, 50)) == pytest.approx(theirs, rel=1e-12)
 
 
-def test_a_long_document_among_short_ones_makes_it_as_wide_as_few_documents_do():
-    generator = np.random.default_rng(2)
-    per_token, tokens = generator.normal(3, 0.4, 40), np.full(40, 20)
-    even = interval(per_token * tokens, tokens)
-    tokens[0] = 20_000
-    assert np.ptp(interval(per_token * tokens, tokens)) > np.ptp(even)
-
-
 LENGTHS = {
     "of one length": lambda generator, number: np.full(number, 400),
     "geometric": lambda generator, number: generator.geometric(0.02, number) + 1,
