@@ -41,10 +41,10 @@ from dsft.data.store import StoreWriter, fingerprint
 from dsft.data.tokens import Tokens
 from dsft.perplexity import documents, scoring
 from dsft.perplexity.compare import compare_pair
+from dsft.perplexity.modes import Windows
 from dsft.perplexity.results import COLUMNS, Evaluation
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import Perplexity
-from dsft.perplexity.windows import Windows
 
 BYTES_PER_TOKEN = 4
 """Of English text with a vocabulary of today."""

@@ -90,9 +90,8 @@ from transformers import (
     set_seed,
 )
 
-from dsft.perplexity.modes import rolling_spans
+from dsft.perplexity.modes import Windows, rolling_spans
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import Windows
 from dsft.units import IGNORED
 
 WINDOW = 512

@@ -20,8 +20,7 @@ from dsft.data.sources import Batch, Row
 from dsft.data.store import Preparation, Store, cache_folder, prepare
 from dsft.data.tokens import Tokens, bytes_of_tokens, closes_texts, encode, end_of, opens_texts, tokenise
 from dsft.errors import UserError
-from dsft.perplexity.modes import MODES, find_mode
-from dsft.perplexity.windows import Windows, pieces_of
+from dsft.perplexity.modes import MODES, Windows, find_mode, pieces_of
 from dsft.units import one_of, plural
 
 MOST_GROUPS = 1_000

@@ -35,10 +35,9 @@ from dsft.models.model_folder import described_in, has_only_shards, is_bare_conf
 from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.perplexity.documents import build_windows, group_documents
-from dsft.perplexity.modes import WINDOW_OPTIONS, protocol_config
+from dsft.perplexity.modes import WINDOW_OPTIONS, Windows, pieces_of, protocol_config
 from dsft.perplexity.results import REPORTS, Evaluation, Perplexity, Recorder, Results, on_data
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import Windows, pieces_of
 from dsft.planner.activations import attention_of
 from dsft.planner.choose import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed

@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
-from dsft.perplexity.modes import find_mode
+from dsft.perplexity.modes import Windows, find_mode
 from dsft.perplexity.sums import (
     LONG_SHARE,
     Interval,
@@ -36,7 +36,6 @@ from dsft.perplexity.sums import (
     ratio_interval,
     result_intervals,
 )
-from dsft.perplexity.windows import Windows
 from dsft.runtime import distributed
 from dsft.units import GiB, plural, write_json
 

@@ -33,9 +33,9 @@ from dsft.job import beat as watchdog
 from dsft.models.chunked_head import ChunkedHead, scored_rows
 from dsft.models.probes import RowRules, row_rules
 from dsft.models.sequence_parallel import ALONE, Team
+from dsft.perplexity.modes import Windows, pieces_of
 from dsft.perplexity.results import COLUMNS, Recorder
 from dsft.perplexity.sums import Perplexity, add_up, exp
-from dsft.perplexity.windows import Windows, pieces_of
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits

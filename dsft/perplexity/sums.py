@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
-from dsft.perplexity.windows import Pieces, Windows
+from dsft.perplexity.modes import Pieces, Windows
 from dsft.units import in_digits
 
 FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them

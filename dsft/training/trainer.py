@@ -52,9 +52,9 @@ from dsft.errors import TrainingStopped
 from dsft.job import beat as watchdog
 from dsft.models.adapters import learning_rates, rate_factors
 from dsft.models.sequence_parallel import team_of
+from dsft.perplexity.modes import windows_of_held_out
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.perplexity.sums import result_intervals
-from dsft.perplexity.windows import windows_of_held_out
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.setup.decide import TrainingRun

@@ -19,8 +19,8 @@ from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules, architecture_problems, small_model, trains_in_tiles
+from dsft.perplexity.modes import windows_of_sequences
 from dsft.perplexity.scoring import evaluate_windows, form_batches
-from dsft.perplexity.windows import windows_of_sequences
 from dsft.runtime.hardware import this_machine
 from dsft.setup.decide import TrainingRun, decide_run
 from dsft.units import IGNORED

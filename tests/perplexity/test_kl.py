@@ -19,7 +19,7 @@ from dsft.errors import UserError
 from dsft.models import chunked_head
 from dsft.models.probes import RowRules
 from dsft.perplexity import scoring
-from dsft.perplexity.windows import windows_of_sequences
+from dsft.perplexity.modes import windows_of_sequences
 from dsft.units import IGNORED
 
 OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}

@@ -30,11 +30,10 @@ from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
 from dsft.perplexity.evaluation import fingerprint, model_identity
-from dsft.perplexity.modes import rolling_spans, sliding_spans
+from dsft.perplexity.modes import rolling_spans, sliding_spans, windows_of_sequences
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import windows_of_sequences
 from dsft.runtime.software import versions
 from dsft.units import IGNORED
 

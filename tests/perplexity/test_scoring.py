@@ -9,9 +9,9 @@ from transformers import LlamaForCausalLM
 from dsft.data.epoch import sequence
 from dsft.models.chunked_head import ChunkedHead
 from dsft.perplexity import scoring
+from dsft.perplexity.modes import Windows, windows_of_sequences
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.perplexity.windows import Windows, windows_of_sequences
 from dsft.units import IGNORED
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsft.data.epoch import form_batches
 from dsft.models.probes import RowRules
-from dsft.perplexity.windows import Windows, pieces_of
+from dsft.perplexity.modes import Windows, pieces_of
 
 
 def windows_over(scorable: np.ndarray, ends: list[int], spans: list[tuple[int, int, int]]) -> Windows:
