@@ -35,6 +35,8 @@ RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all rank
 class UserError(ValueError):
     """One or more problems of the user's input, each a full sentence that names the key or file and the way out."""
 
+    exit_code = EXIT_USER_ERROR
+
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(dict.fromkeys(problems))
         super().__init__("\n".join(self.problems))
@@ -75,28 +77,25 @@ def limited_time(doing: str) -> Iterator[None]:
 class TrainingStopped(RuntimeError):
     """Training cannot continue (NaN loss); the message names the step and what is left on disk."""
 
+    exit_code = EXIT_STOPPED
+
 
 class Requeue(TrainingStopped):
     """Training was asked to stop (SIGUSR1) and has saved; the message has the way to resume."""
+
+    exit_code = EXIT_REQUEUE
 
 
 class Unsaved(TrainingStopped):
     """Training is done, but its final model or a checkpoint could not be saved; the message names what is left."""
 
+    exit_code = EXIT_UNSAVED
+
 
 class NotStarted(RuntimeError):
     """The rendezvous timed out (`start_timeout`); the message names the rank, and what to look at."""
 
-
-EXIT_CODES = {
-    UserError: EXIT_USER_ERROR,
-    NotStarted: EXIT_NOT_STARTED,
-    KeyboardInterrupt: EXIT_INTERRUPTED,
-    Requeue: EXIT_REQUEUE,
-    Unsaved: EXIT_UNSAVED,
-    TrainingStopped: EXIT_STOPPED,
-}
-"""A subclass before its base."""
+    exit_code = EXIT_NOT_STARTED
 
 
 def raise_if_any(problems: list[str]) -> None:
@@ -124,13 +123,13 @@ def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list
     return [problem for problem in problems if not re.search(rf"(?<!\w)(?:{words})(?!\w)", problem)]
 
 
-_exit_hooks: list[Callable[[int, list[str]], bool]] = []
+_exit_hook: Callable[[int, list[str]], bool] | None = None
 
 
 def on_exit(hook: Callable[[int, list[str]], bool]) -> None:
     """Call `hook(exit code, lines)` before a rank ends with an error; it returns whether it will print the lines."""
-    if hook not in _exit_hooks:
-        _exit_hooks.append(hook)
+    global _exit_hook
+    _exit_hook = hook
 
 
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -151,14 +150,12 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
                 if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):  # a path that no file can have
                     raise
                 raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
-        except tuple(EXIT_CODES) as error:
-            code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-            lines = error.problems if isinstance(error, UserError) else [str(error)]
-            if isinstance(error, KeyboardInterrupt):
-                lines = ["interrupted (Ctrl-C)"]
+        except (UserError, NotStarted, TrainingStopped, KeyboardInterrupt) as error:
+            code = getattr(error, "exit_code", EXIT_INTERRUPTED)
+            lines = error.problems if isinstance(error, UserError) else [str(error) or "interrupted (Ctrl-C)"]
             is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
             passed_on = [f"error: {line}" if is_error else line for line in lines]
-            is_passed_on = any([hook(code, passed_on) for hook in _exit_hooks])
+            is_passed_on = bool(_exit_hook and _exit_hook(code, passed_on))
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
                 head = plain = "dsft: error: " if is_error else "dsft: "

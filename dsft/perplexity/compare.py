@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from dsft.errors import UserError, nearest, raise_if_any
-from dsft.perplexity.modes import find_mode
+from dsft.perplexity.modes import WINDOW_OPTIONS, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Key, Results, frame, on_data
 from dsft.perplexity.sums import exp, ratio_interval, sign_test, units_of
 from dsft.runtime.console import say, show_table
@@ -224,9 +224,7 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     if same_tokens and base.hashes["windows"] == other.hashes["windows"] and base.protocol == other.protocol:
         return ""  # options may be named or left out, and BOS be there or not: these tokens are in these windows
     names = f"{other.model} and {base.model} on {base.data}"
-    decisive = dict.fromkeys(
-        ["protocol", "seq_len", *find_mode(base.mode).options, *find_mode(other.mode).options, "mode"]
-    )
+    decisive = ("protocol", "mode", "seq_len", *WINDOW_OPTIONS)
     differing = [name for name in decisive if base.options.get(name) != other.options.get(name)]
     if differing or same_tokens:
         values = [f"{name} {other.options.get(name)} and {base.options.get(name)}" for name in differing]

@@ -324,17 +324,10 @@ class Results:
         Collective. Args: `about`: what is known of it before it is scored.
         """
         same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
-        evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
+        has_tokens = tokens is None or tokens.is_dir()
+        evaluation = distributed.on_rank_0(lambda: same[0] if same and has_tokens else None)
         if evaluation is None:
             return None
-        if tokens:
-            rows = {}
-            for part in tokens.glob("*.parquet"):
-                with contextlib.suppress(OSError, pyarrow.ArrowException):  # a part that was cut off has no tokens
-                    rows[part.name] = pyarrow.parquet.read_metadata(part).num_rows
-            rows = dict(distributed.from_all([*rows.items()]))  # nodes that share no folder keep their own parts
-            if sum(rows.values()) != evaluation.perplexity.tokens:
-                return None
         # A copy of a model or of its data has the same result, and output_dir may have been moved.
         names = {"model": about["model"], "data": about["data"], "tokens_folder": tokens and str(tokens)}
         return replace(evaluation, **names)

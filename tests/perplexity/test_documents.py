@@ -1,16 +1,11 @@
 """Documents that are scored come from a store on disk: prepared once, whole, and mapped."""
 
-import copy
-import gzip
-import json
 import re
 import shutil
 import tracemalloc
 from itertools import pairwise
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from conftest import grid
@@ -23,7 +18,6 @@ from dsft.config.options import EvalConfig
 from dsft.data.sources import BATCH_ROWS
 from dsft.data.store import FACTS
 from dsft.data.training_data import check_sources
-from dsft.errors import UserError
 from dsft.perplexity.documents import Answers, build_windows
 
 
@@ -88,14 +82,6 @@ def test_joined_texts_are_tokenised_once(tokenizer, tmp_path):
     assert few.tokens.tolist() == tokenizer("\n\n".join(texts[:3]))["input_ids"]
 
 
-@pytest.mark.parametrize("options", [{"mode": "rolling"}, {"protocol": "lm-eval"}], ids=str)
-def test_a_tokenizer_without_a_token_for_the_prefix_is_named(tiny, tokenizer, options):
-    neither = copy.deepcopy(tokenizer)
-    neither.eos_token = None
-    with pytest.raises(UserError, match="has neither a BOS nor an EOS token"):
-        windows_of(tiny / "held_out.jsonl", neither, **options)
-
-
 def test_a_text_file_is_one_document(tokenizer, tmp_path):
     text = "\n\n \n".join(f"{sentence}  é" for sentence in sentences(1500))
     path = tmp_path / "long.txt"
@@ -146,21 +132,6 @@ def test_an_answer_of_which_nothing_is_scored_has_no_bytes_and_no_words(tokenize
     path = write_jsonl(tmp_path / "pairs.jsonl", rows)
     windows = windows_of(path, tokenizer, mode="answers", too_long="drop")
     assert (windows.document_bytes > 0).tolist() == (windows.document_words > 0).tolist() == [True, False, False, True]
-
-
-@pytest.mark.parametrize("mode", ["rolling", "answers"])
-def test_rows_give_the_same_bits_from_every_kind_of_file(tiny, tmp_path, mode):
-    path = tiny / ("pairs.jsonl" if mode == "answers" else "held_out.jsonl")
-    rows = [json.loads(line) for line in path.open()]
-    table = pyarrow.Table.from_pylist(rows)
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as file:
-        file.write_table(table)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    options = {"model": [str(tiny / "model")], "seq_len": 32, "mode": mode, "zero": "0"}
-    expected = _nats(options | {"data": [str(path)]})
-    for name in ("a.parquet", "a.arrow", "a.jsonl.gz"):
-        assert _nats(options | {"data": [str(tmp_path / name)]}) == expected, name
 
 
 @torch.no_grad()

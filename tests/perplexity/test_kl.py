@@ -17,7 +17,6 @@ from dsft.config.options import EvalConfig
 from dsft.data.epoch import sequence
 from dsft.errors import UserError
 from dsft.models import chunked_head
-from dsft.models.probes import RowRules
 from dsft.perplexity import scoring
 from dsft.perplexity.modes import windows_of_sequences
 from dsft.units import IGNORED
@@ -185,8 +184,3 @@ def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
     ):
         with pytest.raises(UserError, match=part):
             evaluate(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)
-
-
-def test_batches_keep_the_rules_of_both_models():
-    joined = RowRules(limits=(8, 64)).joined(RowRules(limits=(32, 64)))
-    assert joined == RowRules(limits=(8, 32, 64)) and RowRules().joined(RowRules(alone=True)).alone

@@ -182,24 +182,6 @@ def test_one_model_under_a_tokenizer_that_adds_bos_differs_by_nothing(tiny, tmp_
         assert ("mode rolling compares the texts alone" in comparison.note) != alike
 
 
-def test_answers_that_two_tokenizers_cut_at_other_places_are_refused_with_the_way_out(tiny, tmp_path):
-    """They are answers to the same texts."""
-    model = shutil.copytree(tiny / "model", tmp_path / "with_bos")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    bos = (tokenizer.eos_token, tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
-    tokenizer.save_pretrained(model)
-    options = {"data": str(write_pairs(tmp_path / "pairs.jsonl", 6)), "progress": False}
-    for length, is_cut in ((24, True), (200, False)):
-        results = [evaluate(model=str(name), seq_len=length, **options) for name in (tiny / "model", model)]
-        assert any(result.truncated_documents for result in results) == is_cut
-        if is_cut:
-            with pytest.raises(UserError, match="cut to seq_len at other places, .* evaluate both with a larger"):
-                compare(*results)
-        else:
-            assert compare(*results)[0].bits_per_byte is not None
-
-
 def test_a_protocol_takes_its_own_length_unless_one_is_named():
     def lengths(positions, **options):
         configs = [evaluation_config({"model": "m", "data": "d", "protocol": name} | options, []) for name in PROTOCOLS]

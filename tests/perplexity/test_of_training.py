@@ -55,19 +55,6 @@ def test_a_file_of_a_training_is_read_by_the_evaluation(runs, tmp_path):
     assert report["model"] == str(runs / "share" / "final") and not (runs / "share" / "perplexity.json").exists()
 
 
-def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run = tmp_path / "runs" / "first"
-    write_run(str(run), config={"model": "m", "data": ["d.jsonl"], "eval_data": ["e.jsonl"], "output_dir": str(run)})
-    (run / FINAL).mkdir()
-    file = tmp_path / "run.yaml"
-    file.write_text("model: m\ndata: d.jsonl\neval_data: e.jsonl\noutput_dir: ~/runs/first\nmax_steps: 1\n")
-    for words in (["--config", str(file)], ["--run", "~/runs/first"]):
-        problems: list[str] = []
-        config = read_evaluation(words, problems)
-        assert (config.model, config.data, problems) == ([str(run)], ["e.jsonl"], []), "not the base model"
-
-
 def test_a_protocol_keeps_its_own_length_beside_that_of_a_training(tmp_path):
     """By the training's file as by its run; what is named for the evaluation counts."""
     run = tmp_path / "run"

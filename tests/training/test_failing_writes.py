@@ -11,7 +11,7 @@ from failing_writes import Disk
 from ranks import on_ranks, run_entry, train
 
 from dsft.checkpoints.manifest import checkpoints, integrity_errors
-from dsft.errors import EXIT_CODES, Unsaved
+from dsft.errors import Unsaved
 
 ERRORS = {"full": errno.ENOSPC, "broken": errno.EIO, "read-only": errno.EROFS}
 STAGES = ("0", "1", "2", "3")
@@ -64,7 +64,7 @@ def test_every_write_of_a_save_may_fail(options, tmp_path, zero, fault, every):
     # Folders are made by several, a copy goes on without the kernel's, an empty `.saving` goes at the next save.
     needed = [each for each in failed if not each[0].startswith(("mkdir", "sendfile")) and each[0][-8:] != "/.saving"]
     assert all(outcome.startswith("checkpoint-2 could not be saved") for _, outcome in needed), needed
-    assert EXIT_CODES[Unsaved] == 4
+    assert Unsaved.exit_code == 4
     assert integrity_errors(tmp_path / "run" / "final", hashes="all") == []
 
 
