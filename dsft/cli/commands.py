@@ -10,9 +10,6 @@ from dsft.config.options import EvalConfig, HostFields, LaunchOptions, TrainConf
 class QuestionFields:
     """Question: what is asked of the run that the options of a training describe. No weights are read."""
 
-    attention: Literal["flash", "sdpa", "eager"] | None = None
-    """flash: flash_attention_2, or sdpa on sequences without padding; sdpa: with a mask; by default what a training
-    takes, without padding where no data is named."""
     perplexity: bool = False
     """Plan evaluation instead of training."""
     longest: bool = False

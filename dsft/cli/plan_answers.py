@@ -41,7 +41,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
     """
     runs = []
     for machine in machines:
-        run = resolve_offline(training, machine, attention=options.attention, scored=options.perplexity)
+        run = resolve_offline(training, machine, scored=options.perplexity)
         for note in run.notes:
             show_text(f"dsft: note: {note}", file=sys.stderr)
         runs.append(run)
@@ -77,7 +77,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
     machine = run.machine
     choice = choose_plan(run)
     plan = run.plan = choice.plan
-    ways = [] if plan.fits else ways_to_fit(training, machine, attention=options.attention)
+    ways = [] if plan.fits else ways_to_fit(training, machine)
     seconds = training_seconds(options.tokens, run, plan)
     if options.out:
         write_plan(Path(options.out), plan, run)
@@ -100,7 +100,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
         if plan.has_time_estimate:
             lines.append(describe_time(run, plan, seconds))
         lines.append(train_command(words))
-        lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine, options.attention)]
+        lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine)]
         if smaller := smaller_plan(run):
             lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
@@ -279,7 +279,6 @@ def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
         run.machine,
         dtype=run.options.dtype,
         seq_len=run.options.seq_len,
-        attention=options.attention,
         sequence_parallel=run.options.sequence_parallel,
         zero=run.options.zero,
     )

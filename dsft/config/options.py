@@ -89,6 +89,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "slurm": "sbatch scripts/slurm/torchrun.sbatch --config run.yaml",
     "accelerate": "accelerate launch --config_file FILE dsft/train.py --config run.yaml",
     "write": "dsft plan --out FOLDER",
+    "attention": "dsft plan follows attn_implementation",
     "all": "dsft plan --explain lists every candidate",
     "streaming": "data is tokenised once, on disk, and kept there (data_cache)",
     "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",

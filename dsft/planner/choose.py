@@ -15,7 +15,7 @@ from dsft.errors import UserError
 from dsft.models.chunked_head import scored_rows
 from dsft.models.measure import ModelFacts, ModelSize
 from dsft.models.sequence_parallel import refused_ranks
-from dsft.planner.activations import LIGER_MODELS, Attention, attention_of
+from dsft.planner.activations import LIGER_MODELS, attention_of
 from dsft.planner.memory import (
     OPTIMIZERS,
     PLANNED_AS,
@@ -509,7 +509,6 @@ def plan_evaluation(
     *,
     dtype: str,
     seq_len: int,
-    attention: Attention | None = None,
     batch_tokens: int | None = None,
     sequence_parallel: int = 1,
     zero: str = "auto",
@@ -518,7 +517,6 @@ def plan_evaluation(
 
     Args:
         seq_len: of the longest window.
-        attention: that is planned, whatever the model would take; scoring feeds no mask.
         batch_tokens: of all the ranks that share a batch; None for the default.
         sequence_parallel: ranks that share the tokens of a batch.
         zero: "auto" for all ways, else the one that is asked for.
@@ -534,7 +532,7 @@ def plan_evaluation(
         adapters=facts.adapters,
         dtype=dtype,
         seq_len=seq_len,
-        attention=attention or attention_of(facts, seq_len=seq_len, masked=False),
+        attention=attention_of(facts, seq_len=seq_len, masked=False),  # scoring feeds no mask
         sequence_parallel=sequence_parallel,
     )
     if zero != "auto":
@@ -545,7 +543,7 @@ def plan_evaluation(
         names = [name for name in EVALUATION_NAMES if name != "3-offload" or machine.has_gpu]
 
     def fits_alone(window: int) -> bool:
-        taken = attention or attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
+        taken = attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
         longer = dataclasses.replace(job, attention=taken, seq_len=window)
         return any(_plan_scoring(name, window, longer, machine).fits for name in names)
 

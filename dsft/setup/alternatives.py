@@ -8,7 +8,7 @@ from typing import Any
 from dsft.config.deepspeed import offloads
 from dsft.config.options import Decision, TrainConfig, decide
 from dsft.errors import UserError
-from dsft.planner.activations import Attention, attention_of
+from dsft.planner.activations import attention_of
 from dsft.planner.choose import Plan, longest_length
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.hardware import Machine
@@ -28,9 +28,9 @@ class Alternative:
     plan: Plan
 
 
-def ways_to_fit(options: TrainConfig, machine: Machine, *, attention: Attention | None) -> list[Alternative]:
+def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
     """Find changes that make a training fit which does not: of each kind the smallest that is enough. One that changes
-    nothing does not fit either. `attention` is planned, whatever the model would take.
+    nothing does not fit either.
     """
     nodes = [] if machine.host_names else NODES  # a host file names all there are
     lengths = [options.seq_len // 2**power for power in range(1, 8)]
@@ -47,31 +47,29 @@ def ways_to_fit(options: TrainConfig, machine: Machine, *, attention: Attention 
     alternatives = []
     for name, values in kinds.items():
         for value in values:
-            way = _tried(options, {name: value}, machine, attention)
+            way = _tried(options, {name: value}, machine)
             if way:
                 alternatives.append(way)
                 break
     return alternatives
 
 
-def faster_ways(options: TrainConfig, plan: Plan, machine: Machine, attention: Attention | None) -> list[Alternative]:
+def faster_ways(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alternative]:
     """Find another precision with which a training that fits is clearly faster, if there is one."""
     changes = []
     if machine.has_gpu and not CARDS[card_of(machine)].has_bf16 and options.dtype == "auto":
         changes.append({"dtype": "float16"})
     if options.method == "full" and offloads(plan.deepspeed_config):
         changes.append({"states": "bfloat16"})
-    ways = [_tried(options, change, machine, attention) for change in changes]
+    ways = [_tried(options, change, machine) for change in changes]
     return [way for way in ways if way and way.plan.tokens_per_second > CLEARLY_FASTER * plan.tokens_per_second]
 
 
-def _tried(
-    options: TrainConfig, change: dict[str, Any], machine: Machine, attention: Attention | None
-) -> Alternative | None:
+def _tried(options: TrainConfig, change: dict[str, Any], machine: Machine) -> Alternative | None:
     decisions = [Decision(name, value, "it is tried") for name, value in change.items() if name != "nodes"]
     machine = dataclasses.replace(machine, nodes=change.get("nodes", machine.nodes))
     with contextlib.suppress(UserError):  # a training would be refused
-        run = resolve_offline(decide(options, decisions), machine, attention=attention)
+        run = resolve_offline(decide(options, decisions), machine)
         plan = plan_run(run, must_fit=False).plan
         return Alternative(change, plan) if plan.fits else None
     return None

@@ -59,7 +59,7 @@ from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond, save_problems
 from dsft.models.weight_files import safe_unpickling
-from dsft.planner.activations import Attention, attention_of
+from dsft.planner.activations import attention_of
 from dsft.planner.choose import NAMES, Plan, all_plans, best_of_each, choose, reason, unmodelled, wants_fp32_sums
 from dsft.planner.memory import DEFAULT_OPTIMIZER, Job, sums_in_fp32
 from dsft.planner.speed import CARDS, card_of
@@ -225,7 +225,6 @@ def resolve_offline(
     options: TrainConfig,
     machine: Machine,
     *,
-    attention: Attention | None = None,
     scored: bool = False,
     problems: Sequence[str] = (),
 ) -> TrainingRun:
@@ -233,7 +232,6 @@ def resolve_offline(
     itself: its folder, the weights, and a checkpoint that it resumes from.
 
     Args:
-        attention: that is planned, whatever the model and its data would take.
         scored, problems: as `check_run` takes them.
 
     Raises:
@@ -247,13 +245,11 @@ def resolve_offline(
         run.notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
     on_paper = machine.has_gpu and not machine.measured and run.job.dtype != "float32"
     has_flex = getattr(run.model.architecture, "_supports_flex_attn", False)
-    if run.job.attention == "eager" and not options.attn_implementation and has_flex and on_paper and not attention:
-        attention = "flash"
+    if run.job.attention == "eager" and not options.attn_implementation and has_flex and on_paper:
+        run.job = dataclasses.replace(run.job, attention="flash")
         run.notes.append(
             f"attention: planned as flex_attention on the GPU, since {run.model.size.model_type} has no sdpa"
         )
-    if attention:
-        run.job = dataclasses.replace(run.job, attention=attention)
     return run
 
 

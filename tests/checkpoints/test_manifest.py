@@ -225,7 +225,7 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
     alone = publish(staged, {"step": 15, "world_size": 1, "files": {}})
     main(["checkpoints", str(tmp_path)])
     out = capsys.readouterr().out
-    assert f"{alone} holds weights alone" in out and "auto" not in out and "--resume_weights_only" in out
+    assert f"to resume from {alone}" in out and "auto" not in out and "--resume_weights_only" in out
     shutil.rmtree(alone)
     shutil.copytree(checkpoint_folder(tmp_path, 5), tmp_path / "final")
     main(["verify", str(tmp_path)])

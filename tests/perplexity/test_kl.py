@@ -178,8 +178,8 @@ def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
     tokenizer.save_pretrained(other)
     wider = write_model(tmp_path / "wider", vocab_size=392)
     for reference, part in (
-        (other, "has another tokenizer than .* KL needs the same tokens; .* dsft compare"),
-        (wider, "predicts 392 tokens and .* 384; KL needs the same number"),
+        (other, "has another tokenizer than .* dsft compare"),
+        (wider, "predicts another number of tokens .392 and 384.; KL needs"),
         (tmp_path / "nowhere", "^reference=.*nowhere: there is no such folder or file$"),
     ):
         with pytest.raises(UserError, match=part):
