@@ -125,7 +125,7 @@ def prepare(folder: Path, rows: list[Row]) -> None:
 
     from dsft.config.options import TrainConfig
     from dsft.config.reader import make_config
-    from dsft.data.epoch import EpochSampler, PaddedToFullSteps
+    from dsft.data.epoch import EpochSampler
     from dsft.data.training_data import load_training_data
     from dsft.models.measure import usual_config
     from dsft.runtime.hardware import this_machine
@@ -163,7 +163,7 @@ def prepare(folder: Path, rows: list[Row]) -> None:
             data = load_training_data(packed, list(checked.data), [], checked.tokenizer)
             order = range(row.steps * (row.batch if row.shape else 2 * 4 * BATCH))
             if pack:  # dsft draws the order of packed rows itself
-                order = list(EpochSampler(PaddedToFullSteps(data.items, BATCH), seed=SEED, step=lambda: 0))
+                order = list(EpochSampler(data.items, per_step=BATCH, seed=SEED, step=lambda: 0))
                 order = order[: STEPS * BATCH]
             items = [data.items[i] for i in order]
             made = [joined(item) if pack else {key: values.tolist() for key, values in item.items()} for item in items]

@@ -103,9 +103,10 @@ def run_chat(options: ChatOptions) -> str | None:
         from transformers import TextStreamer
 
         from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
+        from dsft.data.tokens import encode_open
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.measure import max_positions
-        from dsft.models.tokenizer import generate_ids, load_tokenizer, text_ids
+        from dsft.models.tokenizer import generate_ids, load_tokenizer
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
         model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
@@ -126,7 +127,10 @@ def run_chat(options: ChatOptions) -> str | None:
     def answer(messages: list[dict]) -> dict:
         """Prints an answer; returns it as the message that the next turn is asked with."""
         try:
-            ids = text_ids(tokenizer, messages[-1]["content"]) if options.raw else chat_ids(tokenizer, messages)
+            if options.raw:
+                (ids,) = encode_open(tokenizer, [messages[-1]["content"]])
+            else:
+                ids = chat_ids(tokenizer, messages)
         except TEMPLATE_ERRORS as error:
             raise UserError(f"the chat template raised: {error}") from None
         if positions and len(ids) >= positions:

@@ -39,13 +39,18 @@ def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
 
 
 class Items(torch.utils.data.Dataset):
-    """What an epoch is made of: sequences, or lists of sequences that share a row."""
+    """What an epoch is made of: sequences, or lists of sequences that share a row. Beyond the last one are blank ones,
+    which fill an epoch's last step.
+    """
 
     lengths: np.ndarray  # tokens of each
     stores: list[Store]  # that they are read from
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -80,6 +85,8 @@ class Sequences(Items):
         return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
 
     def __getitem__(self, index: int) -> Sequence:
+        if index >= len(self):
+            return BLANK
         place = self.places[index]
         start = self.starts[index]
         end = self.ends[index]
@@ -100,6 +107,8 @@ class PackedRows(Items):
         self.lengths = np.array([lengths[group].sum() for group in groups])
 
     def __getitem__(self, index: int) -> list[Sequence]:
+        if index >= len(self):
+            return [BLANK]
         return [self.sequences[i] for i in self.groups[index]]
 
 
@@ -208,19 +217,6 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
 # Order
 
 
-class PaddedToFullSteps(Items):
-    """`items` (sequences, or groups of them) and after them blank ones up to a multiple of `per_step`."""
-
-    def __init__(self, items: Items, per_step: int):
-        self.items = items
-        self.per_step = per_step
-        self.blank = [BLANK] if isinstance(items, PackedRows) else BLANK
-        self.lengths = np.append(items.lengths, np.zeros(-len(items) % per_step, np.int64))
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index] if index < len(self.items) else self.blank
-
-
 def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any]:
     """Yields each `micro_batch` of `items` that follow `ranks` times: accelerate gives a batch to each rank in turn,
     and so many neighbours share one.
@@ -235,8 +231,9 @@ def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any
 class EpochSampler(torch.utils.data.Sampler):
     """Yields a permutation of the items for each epoch, then the blank ones."""
 
-    data: PaddedToFullSteps
+    items: Items
     _: KW_ONLY
+    per_step: int
     seed: int
     step: Callable[[], int]
     """The optimizer steps already done; asked at the beginning of each epoch, also of one resumed in its middle."""
@@ -252,12 +249,10 @@ class EpochSampler(torch.utils.data.Sampler):
     @property
     def steps(self) -> int:
         """Of an epoch."""
-        items = len(self.data.items)
-        per_step = self.data.per_step
-        return items // per_step if self.drop_last else -(-items // per_step)
+        return len(self.items) // self.per_step if self.drop_last else -(-len(self.items) // self.per_step)
 
     def __len__(self) -> int:
-        return self.steps * self.data.per_step * self.shared_by
+        return self.steps * self.per_step * self.shared_by
 
     def __iter__(self) -> Iterator[int]:
         order = self.order(self.step() // max(1, self.steps))
@@ -265,9 +260,9 @@ class EpochSampler(torch.utils.data.Sampler):
 
     def order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        real = torch.randperm(len(self.data.items), generator=generator).numpy()
-        lengths = self.data.items.lengths
-        per_step = self.data.per_step
+        real = torch.randperm(len(self.items), generator=generator).numpy()
+        lengths = self.items.lengths
+        per_step = self.per_step
 
         def longest_first(size: int) -> np.ndarray:  # of each `size` items that follow each other
             return real[np.lexsort((-lengths[real], np.arange(len(real)) // size))]
@@ -284,7 +279,8 @@ class EpochSampler(torch.utils.data.Sampler):
             steps = by_length[: num_full * per_step].reshape(num_full, per_step)
             steps = steps[torch.randperm(num_full, generator=generator).numpy()]
             real = np.concatenate([steps.reshape(-1), rest])
-        return [*real.tolist(), *range(len(real), len(self.data))][: self.steps * per_step]
+        num_items = self.steps * per_step
+        return [*real.tolist(), *range(len(real), num_items)][:num_items]
 
 
 # Tensors

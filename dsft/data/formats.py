@@ -9,6 +9,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -24,11 +25,11 @@ COLUMNS = {
 }
 """Format -> the columns that show it, tried in this order; then the text column, see `_needed_columns`."""
 CHAT_PARTS = {
-    "messages": {"messages": "messages"},
-    "sharegpt": {"messages": "conversations"},
-    "alpaca": {"user": ["instruction", "input"], "assistant": "output", "history": "history"},
+    "messages": {"messages": ["messages"]},
+    "sharegpt": {"messages": ["conversations"]},
+    "alpaca": {"user": ["instruction", "input"], "assistant": ["output"], "history": ["history"]},
 }
-"""Format -> part of a chat -> its column, as the option `columns` names them for other tables."""
+"""Format -> part of a chat -> its columns, as the option `columns` names them for other tables."""
 PARTS = ("messages", "system", "history", "user", "assistant")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions", "tool_defs", "available_tools")
@@ -122,8 +123,8 @@ class FormatRules:
     drop_unrendered: bool = False
     drop_keys: tuple[str, ...] = ()
     chat_date: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Part of a chat -> its column, or columns."""
+    columns: Mapping[str, list[str]] = field(default_factory=dict)
+    """Part of a chat -> its columns, one but for the user's."""
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
     keep_all: bool = False
     """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
@@ -143,7 +144,7 @@ class FormatRules:
     @cached_property
     def read(self) -> set[str]:
         """The columns that are read of a row."""
-        read = _needed_columns(self.format, self) | _named_columns(self.columns)
+        read = _needed_columns(self.format, self).union(*self.columns.values())
         return read.union(CHAT_COLUMNS) if self.form is Chat else read
 
 
@@ -165,20 +166,10 @@ class FormattedSource:
         return f"{self.source.name} ({self.rules.format})"
 
 
-def _named_columns(parts: Mapping[str, Any]) -> set[str]:
-    """Lists the columns that the values of `columns` name."""
-    names: set[str] = set()
-    for column in parts.values():
-        names.update([column] if isinstance(column, str) else column)
-    return names
-
-
 def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
     """Lists the columns that a source of a format must have."""
     if name == "template":
         return template_columns(config)
-    if name == "columns":
-        return _named_columns(config.columns)
     return {*COLUMNS.get(name, (config.text_column,))}
 
 
@@ -190,22 +181,23 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     name = config.data_format
     if name == "auto" and config.completion_template:  # the user's own, whatever other columns there are
         name = "template"
-    if config.columns:
+    columns = {part: [names] if isinstance(names, str) else [*names] for part, names in config.columns.items()}
+    if columns:
         name = "columns"
-        parts = config.columns.keys()
-        if not parts <= {*PARTS} or not ("messages" in parts or {"user", "assistant"} <= parts):
+        if not columns.keys() <= {*PARTS} or not ("messages" in columns or {"user", "assistant"} <= columns.keys()):
             raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
-        lists = [part for part, column in config.columns.items() if part != "user" and not isinstance(column, str)]
-        if lists or not config.columns.get("user", True):
-            raise ValueError(f"columns={config.columns}: {' and '.join(lists) or 'user'} must name one column")
+        wrong = [part for part, names in columns.items() if len(names) != 1 and (part != "user" or not names)]
+        if wrong:
+            raise ValueError(f"columns={config.columns}: {' and '.join(wrong)} must name one column")
     if name == "auto":
         name = _find_format(present, config)
-    elif missing := _needed_columns(name, config).difference(*(row.values for row in rows)):
+    needed = {*chain(*columns.values())} if columns else _needed_columns(name, config)
+    if missing := needed.difference(*(row.values for row in rows)):
         option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")
         raise ValueError(f"{option} the column {', '.join(sorted(missing))}; there are {', '.join(present)}")
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
     values = {option: getattr(config, option) for option in options}
-    values["columns"] = config.columns or CHAT_PARTS.get(name, {})
+    values["columns"] = columns or CHAT_PARTS.get(name, {})
     values["drop_keys"] = (*config.drop_keys, *columns_of_groups(config))
     is_pair = name == "prompt_completion"
     rules = FormatRules(
@@ -295,7 +287,7 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
     if rules.format == "text":
         return Text(text=_column(row, rules.text_column, empty=True))
     if "messages" in rules.columns:
-        return _chat(row.get(rules.columns["messages"]), row, rules)
+        return _chat(row.get(rules.columns["messages"][0]), row, rules)
     if rules.columns:
         return _from_table(row, rules)
     if rules.has_chat_pairs:
@@ -375,14 +367,14 @@ def template_columns(config: DataFields | FormatRules) -> set[str]:
 def _from_table(row: dict[str, Any], rules: FormatRules) -> Chat:
     """Makes a chat of a question and an answer, each of which may be a number."""
     names = rules.columns["user"]
-    names = [names] if isinstance(names, str) else names
     questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
     if not questions:
         raise ValueError(f"column {names[0]!r} is empty")
-    answer = _cell(row, rules.columns["assistant"])
-    history = row.get(rules.columns.get("history")) or []
+    answer = _cell(row, rules.columns["assistant"][0])
+    (earlier,) = rules.columns.get("history", ["history"])
+    history = row.get(earlier) or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise ValueError(f"column {rules.columns['history']!r} must be a list of [question, answer]")
+        raise ValueError(f"column {earlier!r} must be a list of [question, answer]")
     messages = []
     for earlier_question, earlier_answer in history:
         messages += _turns(earlier_question, earlier_answer)
@@ -400,8 +392,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 def _system(row: dict[str, Any], rules: FormatRules) -> str:
     """Reads the column of the system message; empty if there is none."""
-    names = [rules.columns["system"]] if "system" in rules.columns else SYSTEM_COLUMNS
-    names = [name for name in names if row.get(name)]
+    names = [name for name in rules.columns.get("system", SYSTEM_COLUMNS) if row.get(name)]
     return _column(row, names[0]) if names else ""
 
 

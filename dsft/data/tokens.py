@@ -57,8 +57,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
     texts = [sample.text for _, sample in samples if isinstance(sample, Text)]
     pairs = [sample for _, sample in samples if isinstance(sample, Pair)]
     if texts or pairs:  # many at once
-        closes = closes_texts(tokenizer)
-        beginnings = encode(tokenizer, texts + [pair.prompt for pair in pairs])
+        beginnings = encode_open(tokenizer, texts + [pair.prompt for pair in pairs])
         completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
     for row, sample in samples:
         builder.is_too_long = False
@@ -66,14 +65,14 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
             case None:
                 builder.put(np.zeros(1, np.int32), np.zeros(1, np.float32))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
-                ids = next(beginnings)[: -1 if closes else None]
+                ids = next(beginnings)
                 if not sample.text:
                     builder.counts["dropped_empty"] += 1
                     continue
                 ids = np.asarray(ids + end_of(sample.text, tokenizer), np.int32)
                 builder.put(ids, np.ones(len(ids), np.float32))
             case Pair():  # prompt and completion as they stand
-                prompt = next(beginnings)[: -1 if closes else None]
+                prompt = next(beginnings)
                 ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
                 builder.add(ids, [(trained_from, len(ids), 1)], partial(batch.where, row))
@@ -286,6 +285,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
     for ids in encoded:
         has_second = special and bos is not None and ids[:2] == [bos, bos]
         yield ids[1:] if has_second else ids
+
+
+def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
+    """Encodes texts that something follows: without the end token that the tokenizer may put after each."""
+    closes = closes_texts(tokenizer)
+    for ids in encode(tokenizer, texts):
+        yield ids[:-1] if closes else ids
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:

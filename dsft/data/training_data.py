@@ -22,9 +22,9 @@ from dsft.data.epoch import (
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
 from dsft.data.sources import HeldOut, ending, find_sources
 from dsft.data.store import Store, cache_folder, prepare
-from dsft.data.tokens import stop_tokens, tokenise
+from dsft.data.tokens import encode_open, stop_tokens, tokenise
 from dsft.errors import UserError, one_line
-from dsft.models.tokenizer import split_tokens, text_ids
+from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import IGNORED, Batch
@@ -113,7 +113,7 @@ def sample_prompts(
         texts = config.generate_samples
         if tokenizer.chat_template and any(each.rules.form is Chat for each in data):
             return [Prompt(text, chat_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
-        return [Prompt(text, text_ids(tokenizer, text)) for text in texts]
+        return [Prompt(*each) for each in zip(texts, encode_open(tokenizer, texts), strict=True)]
     # The last window of a text may be of a single token, before which there is no prompt.
     prompts = []
     usable = np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
@@ -248,12 +248,6 @@ def load_training_data(
     are_chats = tokenizer.chat_template and all(each.rules.form is Chat for each in data)
     if tokenizer.chat_template and not are_chats:
         notes.append(UNUSED_TEMPLATE)
-    if tokenizer.eos_token_id is None and not are_chats:
-        notes.append(
-            f"the tokenizer {tokenizer.name_or_path} has no end token, so nothing that is trained ends a completion or"
-            " a text, and the model will not stop by itself; add one to its files (tokenizer.eos_token = ...,"
-            " save_pretrained)"
-        )
     for store in stores:
         for name, text in ROW_NOTES.items():
             number = store.counts[name]

@@ -4,7 +4,6 @@ Also which of the adapters that peft saves dsft can score and merge.
 
 import copy
 import dataclasses
-import difflib
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -399,13 +398,12 @@ def select_trained(
 
 def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> list[str]:
     all_names = [name for aliases in names.values() for name in aliases]
-    problems = []
-    for pattern in patterns:
-        if not _is_found(pattern, all_names):  # the parameter whose name is most alike is named, else the first
-            alike = difflib.get_close_matches(pattern, all_names, n=1, cutoff=0.3) or all_names[:1]
-            like = f"; such as {alike[0]}" if alike else ""
-            problems.append(f"{option}: {pattern!r} finds no parameter that is trained{like}")
-    return problems
+    such_as = f"; such as {all_names[0]}" if all_names else ""
+    return [
+        f"{option}: {pattern!r} finds no parameter that is trained{such_as}"
+        for pattern in patterns
+        if not _is_found(pattern, all_names)
+    ]
 
 
 def learning_rates(options: TrainConfig) -> dict[str, float]:

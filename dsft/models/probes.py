@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
-from dsft.models.chunked_head import next_tokens, sums_of_nats, tile_loss
+from dsft.models.chunked_head import distance, next_tokens, sums_of_nats, tile_loss
 from dsft.models.measure import empty_model, max_positions, without_zero_init
 from dsft.models.package import auto_class, from_config
 from dsft.runtime import distributed
@@ -239,11 +239,6 @@ def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -
     return ids_BT.to(next(model.parameters()).device)
 
 
-def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest difference, as a part of the largest that is expected."""
-    return ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
-
-
 @torch.no_grad()
 def _differences(model: nn.Module) -> tuple[float, float]:
     """By how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
@@ -263,18 +258,6 @@ NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Of loss and gradients: by another kernel those of grouped keys are added in another order."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Whether and how samples share rows."""
-
-    problem: str | None  # why they cannot, in this architecture
-    attn_implementation: str | None  # that can keep them apart; None for what transformers picks
-
-    @property
-    def flash(self) -> bool:
-        return "flash" in (self.attn_implementation or "")
-
-
 KERNELS = ("flash_attention_2", "flex_attention")
 """Attention of GPUs that keeps samples of a row apart without a matrix of all tokens, fastest first: flash-attn where
 it is installed, else from the hub by the package kernels (transformers 5.23, modeling_flash_attention_utils.py,
@@ -289,9 +272,9 @@ def try_packing(
     dtype: str,
     kernels: tuple[str, ...] = KERNELS,
     trust_remote_code: bool = False,
-) -> Packing:
-    """Picks the first of `kernels` that computes here and keeps samples apart, else what was `asked` for, or what
-    transformers picks. Collective.
+) -> tuple[str | None, str | None]:
+    """Returns (the attention for packed rows: the first of `kernels` that computes here and keeps samples apart, else
+    what was `asked` for, or None for what transformers picks; why samples cannot share rows). Collective.
     """
     picks = asked is None and has_gpu() and dtype != "float32"
     for implementation in [*kernels, None] if picks else [asked]:
@@ -308,7 +291,7 @@ def try_packing(
         problems = distributed.from_all([try_it()]) if on_gpu else [distributed.on_rank_0(try_it)]
         if (problem := next(filter(None, problems), None)) is None:
             break
-    return Packing(problem=problem, attn_implementation=implementation)
+    return implementation, problem
 
 
 @one_thread()

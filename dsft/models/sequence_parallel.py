@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dsft.models.chunked_head import distance
 from dsft.models.measure import ModelFacts, ModelSize
-from dsft.models.probes import distance, random_tokens, rope_types, small_model
+from dsft.models.probes import random_tokens, rope_types, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
-from dsft.units import IGNORED, one_of
+from dsft.units import IGNORED
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective within a team, whose ranks do the same work."""
@@ -158,21 +159,14 @@ MOVING_ROPES = ("longrope", "dynamic")
 
 def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
     """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty where they can."""
-    numbers = [number for number in range(1, world + 1) if world % number == 0]
-    if size > 1 and size not in numbers:  # what is below 1 is a problem of the options
-        return f"must divide the number of ranks, which is {world}; use {one_of(numbers)}"
+    if size > 1 and world % size:  # what is below 1 is a problem of the options
+        return f"must divide the number of ranks, which is {world}"
     if model is None:
         return ""
-    heads = model.num_heads
     key_heads = model.num_key_heads
-
-    def shares(number: int) -> bool:  # key heads may also be repeated
-        return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
-
-    if shares(size):
-        return ""
-    works = one_of(filter(shares, numbers))
-    return f"its {heads} heads and {key_heads} key heads cannot be shared by {size} ranks; use {works}"
+    if model.num_heads % size or (key_heads % size and size % key_heads):  # key heads may also be repeated
+        return f"its {model.num_heads} heads and {key_heads} key heads cannot be shared by {size} ranks"
+    return ""
 
 
 def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:

@@ -169,12 +169,6 @@ def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
     return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Returns the tokens of a text that is to be continued: a tokenizer that closes each text does not close it."""
-    ids = tokenizer(text)["input_ids"]
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-
-
 def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], **how: Any) -> str:
     """Returns the text of `generate_ids`, without special tokens."""
     made = generate_ids(model, tokenizer, ids, **how)

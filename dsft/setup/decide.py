@@ -50,7 +50,6 @@ from dsft.models.measure import USUAL_MODELS, ModelFacts, check_positions, check
 from dsft.models.model_folder import is_bare_config, step_folder
 from dsft.models.probes import (
     KERNELS,
-    Packing,
     architecture_problems,
     attention_like_eager,
     try_packing,
@@ -107,7 +106,6 @@ class TrainingRun:
 
     # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing, attention, loss.
     job: Job | None = None
-    packing: Packing | None = None
     """Whether and how samples can share rows, where that was asked for."""
     masked: bool | None = None
     """Whether padded batches have an attention mask."""
@@ -262,9 +260,7 @@ def decide_run(run: TrainingRun) -> None:
     if options.sequence_parallel > 1:  # Ulysses replaces the mask of flex attention by a causal one
         trial["kernels"] = KERNELS[:1]
     if options.packing:
-        run.packing = try_packing(model.config, asked=options.attn_implementation, **trial)
-        kernel = run.packing.attn_implementation
-        problem = run.packing.problem
+        kernel, problem = try_packing(model.config, asked=options.attn_implementation, **trial)
         run.apply(
             [
                 Decision("packing", problem is None, problem or "samples in one row are kept apart"),

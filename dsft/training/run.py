@@ -108,7 +108,7 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
                 run.data,
                 run.held_out,
                 run.tokenizer,
-                flash=run.options.packing and run.packing.flash,
+                flash=run.options.packing and "flash" in run.model.attn_implementation,
                 masked=run.masked,
                 place=team.position()[1],
                 shared_by=team.size,

@@ -46,7 +46,7 @@ from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.config import user_code
 from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.data.epoch import EpochSampler, PaddedToFullSteps, Sequences
+from dsft.data.epoch import EpochSampler, Items, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.job import beat as watchdog
@@ -108,13 +108,12 @@ class PerplexityTrainer(Trainer):
         options = run.options
         team = team_of(run.options.sequence_parallel)
         micro_batch = args.per_device_train_batch_size
-        per_step = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size).sequences
-        items = PaddedToFullSteps(data.items, per_step)
+        batch = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size)
         self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
         super().__init__(
             model=model,
             args=args,
-            train_dataset=items,
+            train_dataset=data.items,
             eval_dataset=data.held_out,
             processing_class=run.tokenizer,
             data_collator=data.collator,
@@ -123,7 +122,7 @@ class PerplexityTrainer(Trainer):
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
         self.data = data
         self.team = team
-        self.sequences_per_step = per_step
+        self.sequences_per_step = batch.sequences
         self.compute = Compute.of_run(run)
         self.token_loss = TokenLoss(
             model,
@@ -246,10 +245,11 @@ class PerplexityTrainer(Trainer):
         optimizer.param_groups[:] = groups
         return optimizer
 
-    def _get_train_sampler(self, train_dataset: PaddedToFullSteps | None = None) -> torch.utils.data.Sampler | None:
+    def _get_train_sampler(self, train_dataset: Items | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
         return EpochSampler(
             train_dataset if train_dataset is not None else self.train_dataset,
+            per_step=self.sequences_per_step,
             seed=shuffle_seed(vars(self.args)),
             step=lambda: self.state.global_step,
             drop_last=self.args.dataloader_drop_last,

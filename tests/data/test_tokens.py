@@ -155,7 +155,7 @@ def test_columns_and_as_chat_are_checked(tokenizer):
         ({"user": "q"}, "name user and assistant, or messages"),
         ({"user": "q", "answer": "a"}, "name user and assistant"),
         ({"user": "q", "assistant": "b"}, "columns names the column b; there are q, a"),
-        ({"user": "q", "assistant": ["a"]}, "assistant must name one column"),
+        ({"user": "q", "assistant": ["a", "q"]}, "assistant must name one column"),
     ):
         with pytest.raises(ValueError, match=message):
             made([{"q": "big", "a": "small"}], tokenizer, columns=columns)

@@ -192,7 +192,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     import transformers
 
     from dsft.config.options import TrainConfig
-    from dsft.data.epoch import EpochSampler, PaddedToFullSteps
+    from dsft.data.epoch import EpochSampler
     from dsft.data.training_data import check_sources, load_training_data
     from dsft.models.tokenizer import load_tokenizer
 
@@ -206,7 +206,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
         [],
         tokenizer,
     )
-    order = EpochSampler(PaddedToFullSteps(data.items, 8), seed=42, step=lambda: 0, strategy=data.strategy).order(0)
+    order = EpochSampler(data.items, per_step=8, seed=42, step=lambda: 0, strategy=data.strategy).order(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))
     nats = tokens = 0
     for index in order[:8]:

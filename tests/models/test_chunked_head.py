@@ -30,10 +30,10 @@ def test_roundings_are_no_other_logits_and_another_scale_is(dtype):
     logits_NV = 5 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
     # two steps at the largest logit, as sums in another order differ: far beyond 1 % of a logit near 0
     noise_NV = 2 * torch.finfo(dtype).eps * logits_NV.abs().amax(dim=1, keepdim=True) * torch.linspace(-1, 1, 1000)
-    assert are_same_logits(logits_NV.to(dtype), (logits_NV + noise_NV).to(dtype))
-    assert not are_same_logits(logits_NV.to(dtype), (1.1 * logits_NV).to(dtype))
-    assert not are_same_logits(logits_NV.to(dtype), logits_NV.to(dtype)[:, 1:])
-    assert not are_same_logits(logits_NV.to(dtype), torch.full_like(logits_NV, torch.nan).to(dtype))
+    assert are_same_logits((logits_NV + noise_NV).to(dtype), logits_NV.to(dtype))
+    assert not are_same_logits((1.1 * logits_NV).to(dtype), logits_NV.to(dtype))
+    assert not are_same_logits(logits_NV.to(dtype)[:, 1:], logits_NV.to(dtype))
+    assert not are_same_logits(torch.full_like(logits_NV, torch.nan).to(dtype), logits_NV.to(dtype))
 
 
 @pytest.mark.parametrize("config", grid([FalconH1Config, Llama4TextConfig, OPTConfig], [Llama4TextConfig]))

@@ -24,7 +24,6 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model
 from dsft.models.measure import measure_model
-from dsft.models.probes import Packing
 from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
 from dsft.runtime.hardware import Machine
@@ -69,7 +68,7 @@ def test_every_decision_is_in_the_options_and_says_why(resolved):
         == "global_batch_size=64 / (per_device_train_batch_size=2 x 8 ranks)"
     )
     assert (run.plan.micro_batch, run.plan.accumulation) == (2, 4)
-    assert run.model.attn_implementation == "sdpa" and run.packing.attn_implementation is None
+    assert run.model.attn_implementation == "sdpa"
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.options.packing = False
 
@@ -82,11 +81,11 @@ def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unl
 
     assert tf32_of(resolved(dtype="float32")) == []
     monkeypatch.setattr(decide, "is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr(decide, "try_packing", lambda *_, **__: Packing(attn_implementation=None, problem="they mix"))
+    monkeypatch.setattr(decide, "try_packing", lambda *_, **__: (None, "they mix"))
     run = resolved(dtype="float32", packing=True)
     assert tf32_of(run) == [True]
     assert run.options.packing is False and "they mix" in [decision.reason for decision in run.decisions]
-    monkeypatch.setattr(decide, "try_packing", lambda *_, **__: Packing(attn_implementation="sdpa", problem=None))
+    monkeypatch.setattr(decide, "try_packing", lambda *_, **__: ("sdpa", None))
     run = resolved(dtype="bfloat16", packing=True)
     assert (run.options.packing, run.options.attn_implementation) == (True, "sdpa") and tf32_of(run) == []
     assert tf32_of(resolved(dtype="float32", tf32=False)) == []

@@ -164,7 +164,7 @@ def test_what_cannot_share_sequences_is_refused_before_weights_load(options, tin
     transformers.MambaConfig(vocab_size=384, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
     write_tokenizer(tmp_path / "mamba")
     cases = {
-        "must divide the number of ranks, which is 2; use 1 or 2": {"sequence_parallel": 3},
+        "must divide the number of ranks, which is 2": {"sequence_parallel": 3},
         "use sdpa or flash_attention_2": {"attn_implementation": "eager"},
         "torch_compile cannot be combined": {"torch_compile": True},
         "neftune_noise_alpha cannot be combined": {"neftune_noise_alpha": 5.0},
