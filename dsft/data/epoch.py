@@ -145,8 +145,6 @@ def describe_counts(counts: dict[str, Any]) -> str:
             words.append(f"{name} {describe_value(value)}")
         elif value:
             words.append(f"{describe_value(value)} {name}")
-        if name == "dropped long" and value:
-            words[-1] += f" ({value / counts['rows']:.1%})"
     return ", ".join(words)
 
 

@@ -13,7 +13,6 @@ import functools
 import glob
 import gzip
 import io
-import itertools
 import json
 import lzma
 import math
@@ -150,29 +149,22 @@ class HeldOut:
     seed: int
     wanted: bool  # True for what is held out, False for the rest
 
-    def numbers(self) -> Iterator[int]:
-        """Yields the numbers of the rows that are held out, from 0, without end."""
+    def is_held_out(self, number: int) -> bool:
+        """Whether the row of this number, from 0, is the one that is drawn from its block."""
         share = Fraction(str(self.fraction))
-        generator = random.Random(self.seed)
-        for block in itertools.count():
-            yield generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
+        block = math.floor(number * share)
+        generator = random.Random(f"{self.seed} {block}")
+        return number == generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Leaves out the rows that are not wanted."""
-        numbers = self.numbers()
         first = 0
-        following = next(numbers)
         for batch in batches:
-            rows = []
             if ending(batch.place) == ".txt":
                 rows = [row._replace(values=self._part_of_text(row.values)) for row in batch.rows]
             else:
-                for number, row in enumerate(batch.rows, start=first):
-                    is_held_out = number == following
-                    if is_held_out:
-                        following = next(numbers)
-                    if is_held_out == self.wanted:
-                        rows.append(row)
+                numbered = enumerate(batch.rows, start=first)
+                rows = [row for number, row in numbered if self.is_held_out(number) == self.wanted]
                 first += len(batch.rows)
             yield replace(batch, left_out=0 if self.wanted else batch.left_out, rows=rows)
 

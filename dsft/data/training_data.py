@@ -46,7 +46,6 @@ UNUSED_TEMPLATE = (
     "the tokenizer has a chat template, and rows do not use it: a server that sends chats asks the model in another"
     " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
 )
-WARNED_SHARE = 0.01  # of the rows: a note warns if more are too long and dropped
 MOST_PROMPT = 1 << 20  # tokens, where the model has no limit
 LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
 CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
@@ -251,7 +250,7 @@ def load_training_data(
     for store in stores:
         for name, text in ROW_NOTES.items():
             number = store.counts[name]
-            if number > (WARNED_SHARE * store.counts["rows"] if name == "dropped_long" else 0):
+            if number:
                 note = f"{store.facts['source']}: {number:,} {text}"
                 if first := store.facts["first"].get(name):
                     note += f"; the first: {first}"

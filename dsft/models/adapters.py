@@ -242,10 +242,6 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     if start not in starts:
         choices = ", ".join(map(str, starts))
         problems.append(f"lora_options: init_lora_weights={start} is not supported here; choose from {choices}")
-    if "layers_to_transform" in options.lora_options and options.lora_target_modules == [ALL_LINEAR]:
-        problems.append(
-            "lora_options: layers_to_transform needs names in lora_target_modules, such as [q_proj, v_proj]"
-        )
     if options.add_tokens:
         whole = [name for name in options.lora_modules_to_save if any(_is_meant(end, [name]) for end in _ends(model))]
         if whole or "trainable_token_indices" in options.lora_options:

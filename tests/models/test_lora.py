@@ -84,7 +84,7 @@ REFUSED = {
     "lora_options: init_lora_weights=pissa_niter_4 is not supported here; choose from": {
         "lora_options": {"init_lora_weights": "pissa_niter_4"}
     },
-    "lora_options: layers_to_transform needs names in lora_target_modules": {
+    "lora_options: `layers_to_transform` cannot be used when `target_modules` is a str": {
         "lora_options": {"layers_to_transform": [1]}
     },
     "lora_options: The argument lora_bias=True is not supported for DoRA": {
