@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import functools
 import importlib.util
+import json
 import os
 import typing
 from collections.abc import Iterable, Mapping
@@ -530,17 +531,11 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     evaluation, and in a training without checkpoints.
     """
     values = as_dict(options)
-    home = os.path.expanduser("~/")
     left_out = {"data_cache", "local_rank"}  # places on one machine
     if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
         left_out.add("output_dir")
-
-    def at_home(value: Any) -> Any:
-        if isinstance(value, list):
-            return [at_home(each) for each in value]
-        return f"~/{value[len(home) :]}" if isinstance(value, str) and value.startswith(home) else value
-
-    return {name: at_home(value) for name, value in values.items() if name not in left_out}
+    kept = {name: value for name, value in values.items() if name not in left_out}
+    return json.loads(json.dumps(kept, ensure_ascii=False).replace(f'"{os.path.expanduser("~/")}', '"~/'))
 
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:

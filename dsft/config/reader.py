@@ -82,6 +82,7 @@ _BOUNDS = {
         "be at least 0 and less than 1",
     ),
     "seed data_seed": (0, 2**32 - 1, f"be at least 0 and less than {2**32}"),
+    "seq_len": (2, math.inf, "be at least 2: one token of context and one to predict"),
     "max_steps": (-1, math.inf, "be at least 1, or -1 to go by num_train_epochs"),
     " ".join(timeout.name for timeout in dataclasses.fields(TimeoutFields)): (
         MORE_THAN_0,
@@ -490,10 +491,6 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    if options.seq_len < 2:
-        problems.append(
-            f"seq_len={options.seq_len}: a window needs at least 2 tokens, one of context and one to predict"
-        )
     batch_tokens = options.value("batch_tokens")  # of an evaluation, whose protocol has a length of its own
     if batch_tokens is not None and batch_tokens < options.seq_len and not options.value("protocol"):
         problems.append(

@@ -412,15 +412,14 @@ def needed(plan: Needs, machine: Machine) -> str:
     return f"{in_gib(plan.device_bytes)} per {machine.place} and {in_gib(plan.host_bytes)} per host"
 
 
-def reason(chosen: Plan, machine: Machine, *, zero: str = "auto", resumes: bool = False) -> str:
+def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
     """Say in one sentence why this plan."""
     if not chosen.fits:
         problem = "nothing fits;" if zero == "auto" else f"zero={zero} cannot fit:"
         needs = needed(chosen, machine)
         return f"{problem} the closest is {chosen.label}, which needs {needs}; {available(machine)}."
     if zero != "auto":
-        why = "as the resumed run began" if resumes else "requested"
-        return f"zero={zero} ({why}): {chosen.label} fits; {available(machine)}."
+        return f"zero={zero}: {chosen.label} fits; {available(machine)}."
     speed = ""
     if chosen.has_time_estimate:
         per_gpu = chosen.tokens_per_second / machine.world_size
@@ -549,7 +548,7 @@ def plan_evaluation(
 
     tokens = tokens_at_once(batch_tokens, seq_len, has_gpu=machine.has_gpu)
     plans = [_plan_scoring(name, tokens, job, machine) for name in names]
-    asked = f"zero={zero} (requested): " if zero != "auto" else ""
+    asked = f"zero={zero}: " if zero != "auto" else ""
     chosen = next((plan for plan in plans if plan.fits), None)
     if chosen:
         way = "one copy of the model per rank" if chosen.zero == "0" else f"shards over all ranks (zero {chosen.zero})"

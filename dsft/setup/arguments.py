@@ -323,19 +323,6 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     return problems
 
 
-def check_reporters(options: TrainConfig) -> list[str]:
-    """Returns transformers' own refusal of `report_to`: an unknown tracker, or one whose package is missing."""
-    report_to = options.training.get("report_to") or "none"
-    if isinstance(report_to, list) and len(report_to) == 1:
-        report_to = report_to[0]
-    try:
-        for reporter in get_reporting_integration_callbacks(report_to):
-            reporter()
-    except (ValueError, RuntimeError, ImportError) as error:
-        return [f"report_to={report_to}: {one_line(error)}"]
-    return []
-
-
 class WithoutDevice(TrainingArguments):
     """transformers' rules alone. To find its device the original joins the process group that RANK and its like name:
     `dsft plan` would wait for the other ranks wherever those variables are set."""
@@ -359,27 +346,30 @@ def check_hub(options: TrainConfig) -> list[str]:
 
 
 def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list[str]:
-    """Returns transformers' own refusal of its options, from an object that is thrown away.
+    """Returns transformers' own refusal of its options, from an object that is thrown away, and of `report_to`.
 
     Args:
-        here: whether the run is to take place on this machine, whose devices transformers looks at.
+        here: whether the run is to take place on this machine, whose devices and packages transformers looks at.
     """
-    values = with_defaults(options) | {"report_to": "none"}
-    values["output_dir"] = values.get("output_dir") or "unused"
-    left_out = ["deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"]
-    if not here:
-        left_out += ["tf32", *HALF_PRECISION]
-    for name in left_out:
+    values = with_defaults(options)
+    report_to = values.pop("report_to") or "none"
+    if isinstance(report_to, list) and len(report_to) == 1:
+        report_to = report_to[0]
+    for name in () if here else ("tf32", *HALF_PRECISION):
         values.pop(name, None)
+    where = "TrainingArguments of transformers"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
-            WithoutDevice(**values)
+            WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": "none"})
         checkpointing_kwargs(options)
+        where = f"report_to={report_to}"
+        for reporter in get_reporting_integration_callbacks(report_to) if here else ():
+            reporter()
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         text = one_line(error)
         has_name = any(name in text for name in options.training)
-        return [text if has_name else f"TrainingArguments of transformers: {text}"]
+        return [text if has_name else f"{where}: {text}"]
     return []
 
 

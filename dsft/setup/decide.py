@@ -9,7 +9,6 @@
 import copy
 import dataclasses
 import os
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -350,8 +349,6 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
     run.problems += user_code.problems(run.options)
     run.problems += arguments.check_machine(run.options, machine)
-    if machine.measured:
-        run.problems += arguments.check_reporters(run.options)
     evaluating = [name for name, values in EVALUATES.items() if run.options.training.get(name) in values]
     if starts and evaluating and not run.options.has_held_out:
         run.problems.append(f"{evaluating[0]} needs held-out data; give eval_data or eval_fraction")
@@ -418,11 +415,6 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
         run.problems += check_sequence_parallel(options, model, machine)
     if run.zero_file:  # before the plan
         run.problems += check_sharding(size, stage=stage(run.zero_file), model=options.model)
-    # The disk of a model of wrong sizes is not reported too.
-    is_named = any(re.match("output_dir|model=", problem) for problem in run.problems)
-    if starts and options.training.get("output_dir") and not is_named:
-        disk = arguments.checkpoint_size(options, size, run.zero_file)
-        run.problems += arguments.check_room(options.training["output_dir"], disk)
 
 
 def _check_data(run: TrainingRun, *, starts: bool) -> None:
@@ -562,14 +554,10 @@ def choose_plan(
     *,
     zero: str = "auto",
     zero_file: dict[str, Any] | None = None,
-    resumes: bool = False,
     left_out: Collection[str] = (),
 ) -> Choice:
-    """Chooses the fastest plan that fits.
-
-    Args:
-        zero: "auto" for all candidates but those left out, else one of that name, or the path of a DeepSpeed JSON.
-        resumes: whether `zero` is an earlier run's and not the user's word.
+    """Chooses the fastest plan that fits. `zero`: "auto" for all candidates but those left out, else one of that name,
+    or the path of a DeepSpeed JSON.
     """
     own_file = zero_file if zero.endswith(".json") else None
     plans = all_plans(job, machine, zero=zero, zero_file=own_file)
@@ -584,7 +572,7 @@ def choose_plan(
     return Choice(
         plan=plan,
         candidates=tuple(best_of_each(plans, machine)),
-        reason=reason(plan, machine, zero=zero, resumes=resumes),
+        reason=reason(plan, machine, zero=zero),
         notes=tuple(notes),
     )
 
@@ -613,8 +601,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         if zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     refused = refused_candidates(run)
-    resumes = zero != options.zero
-    choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, resumes=resumes, left_out=refused)
+    choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
     hpz_ranks = get_value(config, "zero_optimization.zero_hpz_partition_size") or 1
@@ -626,11 +613,10 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         )
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
-        other = choose_plan(dataclasses.replace(job, checkpointing=None, samples=False), machine, left_out=refused).plan
-        without = " without generate_samples" if job.samples else ""
+        other = choose_plan(dataclasses.replace(job, checkpointing=None), machine, left_out=refused).plan
         way_out = "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
         if other.fits:
-            way_out = f"{other.label}{without} would fit"
+            way_out = f"{other.label} would fit"
         raise UserError([f"{choice.text} {way_out}; memory_check=false starts it all the same"])
     return choice
 

@@ -12,7 +12,7 @@ from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.runtime.hardware import this_machine
 from dsft.setup.arguments import check_hub
-from dsft.setup.decide import check_run, resume_decisions
+from dsft.setup.decide import check_run, resolve_run, resume_decisions
 
 
 @pytest.fixture
@@ -252,9 +252,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_too_small_or_full_is_refused(problems_of, small_disk):
-    problems = problems_of(output_dir=str(small_disk / "run"))
-    assert len(problems) == 1 and "the final model (" in problems[0] and "GB free" in problems[0]
+def test_a_disk_too_small_or_full_is_refused(problems_of, options, small_disk):
+    config = make_config(TrainConfig, options(small_disk / "run"), [])
+    with pytest.raises(UserError, match="the final model .* GB free"):
+        resolve_run(config, machine=this_machine(ranks_per_node=1))
     (small_disk / "filler").write_bytes(b"x" * 98 * 1024)
     assert any(
         "cannot be written (No space left on device)" in problem
