@@ -531,7 +531,7 @@ def plan_evaluation(
         adapters=facts.adapters,
         dtype=dtype,
         seq_len=seq_len,
-        attention=attention_of(facts, seq_len=seq_len, masked=False),  # scoring feeds no mask
+        attention=attention_of(facts, seq_len=seq_len, masked=False),
         sequence_parallel=sequence_parallel,
     )
     if zero != "auto":
@@ -542,8 +542,8 @@ def plan_evaluation(
         names = [name for name in EVALUATION_NAMES if name != "3-offload" or machine.has_gpu]
 
     def fits_alone(window: int) -> bool:
-        taken = attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
-        longer = dataclasses.replace(job, attention=taken, seq_len=window)
+        attention = attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
+        longer = dataclasses.replace(job, attention=attention, seq_len=window)
         return any(_plan_scoring(name, window, longer, machine).fits for name in names)
 
     tokens = tokens_at_once(batch_tokens, seq_len, has_gpu=machine.has_gpu)
