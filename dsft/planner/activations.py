@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from peft import PeftConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from dsft.models.adapters import adapted_for_a_look, select_trained
@@ -105,70 +104,44 @@ def measure_or_assume(job: Job) -> Activations:
     is_fp32_mixture = job.dtype == "float32" and size.fused_expert_params > 0  # torch has its products in bf16 alone
     if not is_fp32_mixture:
         with contextlib.suppress(*UNMEASURABLE):
-            return measure_activations(
-                job.model_config,
-                dtype=job.dtype,
-                seq_len=job.seq_len,
-                attention=job.attention,
-                adapters=job.adapters,
-                trainable=job.trainable,
-                frozen=job.frozen,
-                liger=job.liger and size.model_type in LIGER_MODELS,
-            )
+            return measure_activations(job)
     width = 11 * size.hidden_size + 4 * size.ffn_size
     if job.attention == "eager":
         width += 3 * size.num_heads * job.seq_len
     layers = (float(job.weight_bytes * width),) * size.num_layers
-    return Activations(
-        layers=layers,
-        layers_zero_3=layers,
-        layers_fixed=(0.0,) * size.num_layers,
-        is_measured=False,
-    )
+    fixed = (0.0,) * size.num_layers
+    return Activations(layers=layers, layers_zero_3=layers, layers_fixed=fixed, is_measured=False)
 
 
-def measure_activations(
-    config: PreTrainedConfig,
-    *,
-    dtype: str,
-    seq_len: int,
-    attention: Attention,
-    adapters: PeftConfig | None = None,
-    trainable: tuple[str, ...] = (),
-    frozen: tuple[str, ...] = (),
-    liger: bool = False,
-) -> Activations:
-    """Run one forward of the model without weights and count what its backward would need.
-
-    Args:
-        trainable, frozen: patterns of the parameters that are trained, and of those that are not.
-        liger: with Liger's norms and feed-forwards, which keep their inputs alone.
-    """
-    model = empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[attention])
-    if adapters is not None:
+def measure_activations(job: Job) -> Activations:
+    """Run one forward of the model without weights and count what its backward would need."""
+    config = job.model_config
+    model = empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[job.attention])
+    if job.adapters is not None:
         with torch.device("meta"):
-            model = adapted_for_a_look(model, adapters)
-    select_trained(model, trainable, frozen)
+            model = adapted_for_a_look(model, job.adapters)
+    select_trained(model, job.trainable, job.frozen)
     for parameter in model.parameters():  # DeepSpeed gives adapters the model's dtype
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+        parameter.data = parameter.data.to(getattr(torch, job.dtype))
     if not model.get_input_embeddings().weight.requires_grad:
         model.enable_input_require_grads()
 
     layers = decoder_layers(model)
     first_alike = _first_alike(model, layers)
-    tokens = seq_len
-    if attention == "flash":
-        tokens = min(seq_len, SCANNED_TOKENS if config.get_text_config().model_type in SCANNED else MEASURED_TOKENS)
+    tokens = job.seq_len
+    if job.attention == "flash":
+        is_scanned = config.get_text_config().model_type in SCANNED
+        tokens = min(tokens, SCANNED_TOKENS if is_scanned else MEASURED_TOKENS)
     counter = _SavedBytes(layers, first_alike)
     runs = []
     # transformers asks no fake tensor for its values, and they have a CPU's operators.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
-        counter.attach(model, liger=liger)
+        counter.attach(model, liger=job.liger and job.size.model_type in LIGER_MODELS)
         for batch in MEASURED_BATCHES:
             counter.start([*model.parameters(), *model.buffers()])
             ids_BT = torch.zeros(batch, tokens, dtype=torch.long)
-            mask = {} if attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)}
+            mask = {} if job.attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)}
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 model(input_ids=ids_BT, use_cache=False, logits_to_keep=1, **mask)
             runs.append((counter.layer_bytes, counter.linear_bytes()))

@@ -435,8 +435,6 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
         notes.append(f"optimizer {optimizer} is planned with the memory of {PLANNED_AS}.")
     if job.liger and job.size.model_type not in LIGER_MODELS:
         notes.append(f"use_liger_kernel changes nothing: Liger has no kernels for {job.size.model_type}.")
-    if job.compiled:
-        notes.append("torch.compile is not modelled: a compiled model is faster and holds less than planned.")
     if left := job.size.plain_expert_params:
         notes.append(f"{left / 1e9:,.1f} B parameters of experts are not quantised: only linear layers are.")
     if offloads(deepspeed_config, to=("nvme",)):

@@ -191,7 +191,6 @@ class Job:
     """Whether gradients are sent in fp32."""
     bf16_states: bool = False
     """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
-    compiled: bool = False
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
 

@@ -47,7 +47,7 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
     alternatives = []
     for name, values in kinds.items():
         for value in values:
-            way = _tried(options, {name: value}, machine)
+            way = _tried(options, name, value, machine)
             if way:
                 alternatives.append(way)
                 break
@@ -56,22 +56,23 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
 
 def faster_ways(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alternative]:
     """Find another precision with which a training that fits is clearly faster, if there is one."""
-    changes = []
+    changes = {}
     if machine.has_gpu and not CARDS[card_of(machine)].has_bf16 and options.dtype == "auto":
-        changes.append({"dtype": "float16"})
+        changes["dtype"] = "float16"
     if options.method == "full" and offloads(plan.deepspeed_config):
-        changes.append({"states": "bfloat16"})
-    ways = [_tried(options, change, machine) for change in changes]
+        changes["states"] = "bfloat16"
+    ways = [_tried(options, name, value, machine) for name, value in changes.items()]
     return [way for way in ways if way and way.plan.tokens_per_second > CLEARLY_FASTER * plan.tokens_per_second]
 
 
-def _tried(options: TrainConfig, change: dict[str, Any], machine: Machine) -> Alternative | None:
-    decisions = [Decision(name, value, "it is tried") for name, value in change.items() if name != "nodes"]
-    machine = dataclasses.replace(machine, nodes=change.get("nodes", machine.nodes))
+def _tried(options: TrainConfig, name: str, value: Any, machine: Machine) -> Alternative | None:
+    if name == "nodes":
+        machine = dataclasses.replace(machine, nodes=value)
+    else:
+        options = decide(options, [Decision(name, value, "it is tried")])
     with contextlib.suppress(UserError):  # a training would be refused
-        run = resolve_offline(decide(options, decisions), machine)
-        plan = plan_run(run, must_fit=False).plan
-        return Alternative(change, plan) if plan.fits else None
+        plan = plan_run(resolve_offline(options, machine), must_fit=False).plan
+        return Alternative({name: value}, plan) if plan.fits else None
     return None
 
 

@@ -412,7 +412,19 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
         run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
     run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     if options.sequence_parallel > 1 and not scored:
-        run.problems += check_sequence_parallel(options, model, machine)
+        parallel = options.sequence_parallel
+        for name, why in NOT_SPREAD.items():
+            if options.training.get(name):
+                run.problems.append(f"sequence_parallel={parallel} and {name} cannot be combined: {why}; keep one")
+        refusal = refused_model(
+            model,
+            size=parallel,
+            world=machine.world_size,
+            model=options.model,
+            seq_len=options.seq_len,
+            attention=attention_of(model, seq_len=options.seq_len, masked=False),
+        )
+        run.problems += [refusal] if refusal else []
     if run.zero_file:  # before the plan
         run.problems += check_sharding(size, stage=stage(run.zero_file), model=options.model)
 
@@ -453,24 +465,6 @@ def _first_day(options: TrainConfig) -> Decision:
         if run_folder.is_run(folder):
             day = run_folder.read_options_of_run(str(folder)).get("chat_date")
     return Decision("chat_date", day or date.today().isoformat(), "the chat template prints the day of the first start")
-
-
-def check_sequence_parallel(options: TrainConfig, facts: ModelFacts, machine: Machine) -> list[str]:
-    """Lists why ranks cannot share the sequences of a training, as far as options and the model's config show it."""
-    size = options.sequence_parallel
-    problems = []
-    for name, why in NOT_SPREAD.items():
-        if options.training.get(name):
-            problems.append(f"sequence_parallel={size} and {name} cannot be combined: {why}; keep one")
-    refusal = refused_model(
-        facts,
-        size=size,
-        world=machine.world_size,
-        model=options.model,
-        seq_len=options.seq_len,
-        attention=attention_of(facts, seq_len=options.seq_len, masked=False),
-    )
-    return [*problems, refusal] if refusal else problems
 
 
 def auto_dtype(machine: Machine) -> str:
@@ -543,7 +537,6 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
         fp32_reduction=options.fp32_reduction,
         bf16_states=options.states == "bfloat16",
-        compiled=bool(training.get("torch_compile")),
         samples=bool(options.generate_samples),
     )
 
@@ -567,8 +560,6 @@ def choose_plan(
     notes = unmodelled(job, plan.deepspeed_config)
     if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(plan.deepspeed_config):
         notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: float32 does not fit.")
-    if job.size.quantization and not plan.fits:
-        notes.append("Every GPU holds the whole quantised base: ZeRO-3 would shard it only once it is loaded.")
     return Choice(
         plan=plan,
         candidates=tuple(best_of_each(plans, machine)),
@@ -595,7 +586,16 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         ranks = machine.world_size
         if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
             zero = earlier["plan"]["zero"]
-            job = as_planned_before(job, earlier["plan"], machine)
+            plan = earlier["plan"]
+            per_step = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
+            if not job.accumulation and job.sequences_per_step in (None, per_step):  # it follows
+                micro = job.micro_batch or plan["micro_batch"]
+                job = dataclasses.replace(job, micro_batch=micro, sequences_per_step=per_step)
+            job = dataclasses.replace(
+                job,
+                checkpointing=plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing,
+                checkpoint_every=job.checkpoint_every or plan["checkpoint_every"],
+            )
             if zero.endswith(".json"):  # its numbers become options before a plan is made
                 raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={zero}; give that again"])
         if zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
@@ -627,19 +627,6 @@ def refused_candidates(run: TrainingRun) -> set[str]:
     if learning_rates(run.options):  # DeepSpeed's own optimizers have one rate
         refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
     return refused
-
-
-def as_planned_before(job: Job, plan: dict[str, Any], machine: Machine) -> Job:
-    """Takes over what an earlier plan of the run has, if no option names it now."""
-    earlier = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
-    if not job.accumulation and job.sequences_per_step in (None, earlier):  # it follows
-        micro = job.micro_batch or plan["micro_batch"]
-        job = dataclasses.replace(job, micro_batch=micro, sequences_per_step=earlier)
-    return dataclasses.replace(
-        job,
-        checkpointing=plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing,
-        checkpoint_every=job.checkpoint_every or plan["checkpoint_every"],
-    )
 
 
 def smaller_plan(run: TrainingRun) -> Plan | None:

@@ -132,19 +132,17 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
     model = candidate.config.model
     size = candidate.facts.size
     if size.quantization or not formats:
-        formats = [None]  # as it lies on disk
+        formats = [UNQUANTISED]  # as it lies on disk
     candidates = []
     for name in formats:
-        quantization = size.quantization
-        if name not in (UNQUANTISED, None, *FORMATS):
+        quantization = size.quantization or FORMATS.get(name)
+        if name not in (UNQUANTISED, *FORMATS):
             problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
         elif name in FORMATS and (is_bare_config(model) or has_only_shards(model)):
             problems.append(
                 f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
                 " none; name a folder or hub id (dsft export makes one of a checkpoint)"
             )
-        elif name in FORMATS:
-            quantization = FORMATS[name]
         facts = replace(candidate.facts, size=replace(size, quantization=quantization))
         candidates.append(replace(candidate, facts=facts))
         if quantization:
