@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import Group, command_groups, usage
-from dsft.config.elsewhere import HINTS, OURS
+from dsft.config.options import HINTS, OURS
 
 HEAD = """# Options of every command
 

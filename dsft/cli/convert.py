@@ -1,6 +1,6 @@
 """`dsft convert`: a YAML file of axolotl, LLaMA-Factory or TRL becomes a run.yaml.
 
-Options are renamed by `config/elsewhere.py`; what has no counterpart is named in the file and on the screen. No model,
+Options are renamed by `config/options.py`; what has no counterpart is named in the file and on the screen. No model,
 data or GPU is needed.
 
 dsft convert axolotl.yaml --out run.yaml
@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from dsft.cli.commands import ConvertOptions
-from dsft.config.elsewhere import HINTS
-from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
+from dsft.config.options import HINTS, IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_values, make_config, own_names, read_yaml, training_types
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import show_text

@@ -22,12 +22,14 @@ from typing import Any
 
 import yaml
 
-from dsft.config.elsewhere import HINTS, OURS, SAME_VALUES
 from dsft.config.options import (
     HALF_PRECISION,
+    HINTS,
+    OURS,
     REFUSED_ARGUMENTS,
     REFUSED_OPTIMIZERS,
     REMOVED_OPTIONS,
+    SAME_VALUES,
     EvalConfig,
     TimeoutFields,
     TrainConfig,

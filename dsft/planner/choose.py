@@ -135,7 +135,6 @@ class Plan(Needs):
     step_seconds: float
     tokens_per_step: int
     """Over all ranks."""
-    ranks_per_node: int
     has_time_estimate: bool
     """Whether the time is good for more than an order: of a GPU that is known by name."""
 
@@ -361,7 +360,6 @@ def _first_that_fits(
         deepspeed_config=config,
         step_seconds=step_seconds(layout, speeds, batch, recomputed=1 / every if every else 0.0),
         tokens_per_step=job.seq_len * batch.sequences,
-        ranks_per_node=machine.ranks_per_node,
         has_time_estimate=machine.has_gpu and bool(not machine.gpu_type or cards_named(machine.gpu_type)),
     )
 

@@ -238,8 +238,6 @@ def resolve_offline(
     run = check_run(options, machine, problems, starts=False, scored=scored)
     raise_if_any(run.problems)
     decide_run(run)
-    if run.options.training.get("resume_from_checkpoint"):
-        run.notes.append("resume_from_checkpoint: this is the plan of a new run; one that resumes keeps its own")
     on_paper = machine.has_gpu and not machine.measured and run.job.dtype != "float32"
     has_flex = getattr(run.model.architecture, "_supports_flex_attn", False)
     if run.job.attention == "eager" and not options.attn_implementation and has_flex and on_paper:

@@ -84,10 +84,6 @@ def check_evaluation(
                 " per byte with dsft compare"
             )
     distributed.raise_together(problems)
-    if {*config.quantization} - {UNQUANTISED}:
-        for model in models:
-            if on_disk := model.facts.size.quantization:
-                say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
     return candidates, reference, data_sets
 
 

@@ -9,7 +9,6 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.formats import format_rules
 from dsft.data.sources import find_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.models.chat_template import load_template
 from dsft.models.model_folder import missing
 from dsft.runtime.distributed import ranks_per_node, world_size
 
@@ -25,7 +24,7 @@ def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: list[st
 
 def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
     """Lists models, tokenizers, adapters and data that are not there, and files that cannot be read: the DeepSpeed
-    JSON, the user's own code, the chat template, the first rows of the data. What may be on the hub is left out.
+    JSON, the user's own code, the first rows of the data. What may be on the hub is left out.
     """
     problems: list[str] = []
     models = [options.model] if isinstance(options, TrainConfig) else options.model
@@ -40,11 +39,6 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
         named.append(("reference", options.reference))
     problems += user_code.problems(options)
     problems += filter(None, (missing(key, name) for key, name in named if name))
-    if options.chat_template:
-        try:
-            load_template(options.chat_template)
-        except ValueError as error:
-            problems.append(f"chat_template: {error}")
     for key, names in entries.items():
         for source in find_sources(names, options, key=key, problems=problems):
             if source.hub:

@@ -138,7 +138,7 @@ def describe_plan(run: TrainingRun) -> None:
         f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
         + (f"; {plan.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
     )
-    free = free_host_bytes() + plan.ranks_per_node * peak_resident_bytes()  # what ranks hold already is planned
+    free = free_host_bytes() + run.machine.ranks_per_node * peak_resident_bytes()  # what ranks hold already is planned
     if plan.host_bytes > free:
         say(
             f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
@@ -300,7 +300,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
         else:
             place = f"rank's {memory} memory"
             peak_bytes = peak_memory_bytes()["host"]
-            predicted_bytes = plan.host_bytes / plan.ranks_per_node
+            predicted_bytes = plan.host_bytes / machine.ranks_per_node
             available_bytes = machine.host_bytes / machine.ranks_per_node
         try:
             smaller = smaller_plan(run)

@@ -14,8 +14,7 @@ from transformers import TrainingArguments
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
 from dsft.config.deepspeed import read_zero_file
-from dsft.config.elsewhere import HINTS, OURS
-from dsft.config.options import EvalConfig, LaunchOptions, TrainConfig
+from dsft.config.options import HINTS, OURS, EvalConfig, LaunchOptions, TrainConfig
 from dsft.config.reader import (
     BOUNDS,
     DuplicateKey,

@@ -23,7 +23,6 @@ print(json.dumps(sorted({"torch", "transformers", "deepspeed", "datasets"} & sys
 
 def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_loaded(tmp_path):
     files = {
-        "template.jinja": "{% for message in messages %}\n{{ message.content }\n",
         "rows.jsonl": '{"text": "a"}\n{"text": \n',
         "columns.jsonl": '{"title": "a", "body": "b"}\n',
         "good.jsonl": '{"text": "a"}\n',
@@ -36,7 +35,6 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
     wrong = {
         "model": "./none/config.json",
         "tokenizer": "./none",
-        "chat_template": "template.jinja",
         "zero": "zero.json",
         "eval_data": "rows.jsonl",
         "output_dir": "run",
@@ -63,7 +61,6 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
         "zero=zero.json: not valid JSON",
         "model=./none/config.json: there is no such folder or file",
         "tokenizer=./none: there is no such folder",
-        "chat_template: template.jinja, line 2: not valid Jinja",
         "data: nowhere.jsonl does not exist",
         "data: columns.jsonl: ",
         "eval_data: rows.jsonl, line 2: not valid JSON",

@@ -194,9 +194,10 @@ def test_where_no_bar_is_seen_lines_say_how_far_the_work_is(monkeypatch, capsys)
 def test_host_memory_that_other_programs_hold_is_a_warning(monkeypatch, capsys, free, is_warned):
     monkeypatch.setattr(run_module, "free_host_bytes", lambda: free)
     monkeypatch.setattr(run_module, "peak_resident_bytes", lambda: GiB)
-    plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, ranks_per_node=2, has_time_estimate=False)
+    plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, has_time_estimate=False)
     model = SimpleNamespace(size=SimpleNamespace(num_params=1, num_trainable=1))
-    machine, options = SimpleNamespace(has_gpu=True, place="GPU"), SimpleNamespace(dtype="bfloat16")
+    machine = SimpleNamespace(has_gpu=True, place="GPU", ranks_per_node=2)
+    options = SimpleNamespace(dtype="bfloat16")
     run_module.describe_plan(
         SimpleNamespace(model=model, plan=plan, machine=machine, options=options, reason="asked for", notes=())
     )
