@@ -106,7 +106,6 @@ REMOVED_OPTIONS: dict[str, str] = {
         "dsft plan compares machines: --gpus 1x4090,8xH100",
     ),
     **dict.fromkeys(("record", "calibrate", "machine"), "a run prints its own memory and time beside the plan's"),
-    "attention": "attn_implementation, as dsft train takes it",
     "nvme": "NVMe offload is not planned; name a DeepSpeed JSON with it as zero",
     "gpu_type": "--gpus names the card: 8xH100",
     "tokens_per_step": "use global_batch_size",
