@@ -222,16 +222,16 @@ def show_results(folder: Path, *, base: Path, start: float) -> None:
     rows = [json.loads(line) for line in (folder / "orders" / "held_out.jsonl").open(encoding="utf-8")]
     models = {"before": base, "after": folder / "merged"}
     answers = {when: answer_orders(model, rows) for when, model in models.items()}
-    show_text("")
+    lines = [""]
     for number, row in enumerate(rows[:NUM_SHOWN]):
-        show_text(f"dsft: {row['messages'][0]['content'].splitlines()[-1]}")
+        lines.append(f"dsft: {row['messages'][0]['content'].splitlines()[-1]}")
         for when, texts in answers.items():
-            show_text(f"dsft:   {when + ':':<8}{' '.join(texts[number].split())}")
+            lines.append(f"dsft:   {when + ':':<8}{' '.join(texts[number].split())}")
     for when, texts in answers.items():
         num_right = sum(is_right(text, row) for text, row in zip(texts, rows, strict=True))
-        show_text(f"dsft: {when} LoRA: {num_right} of {len(rows)} unseen orders answered right")
-    show_text(f"dsft: done in {time.perf_counter() - start:.0f} s; open {folder}/report.html in a browser")
-    show_text("dsft: next:")
+        lines.append(f"dsft: {when} LoRA: {num_right} of {len(rows)} unseen orders answered right")
+    lines.append(f"dsft: done in {time.perf_counter() - start:.0f} s; open {folder}/report.html in a browser; next:")
+    show_text("\n".join(lines))
     if sys.prefix != sys.base_prefix:
         show_text(f"  . {os.path.relpath(sys.prefix)}/bin/activate", is_command=True)
     show_text(f"  dsft chat {folder}/merged", is_command=True)

@@ -31,7 +31,7 @@ from dsft.errors import UserError, one_line, raise_if_any
 from dsft.job import beat as watchdog
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
 from dsft.models.measure import ModelSize, check_sharding
-from dsft.models.model_folder import described_in, has_only_shards, is_bare_config, is_step_folder, located
+from dsft.models.model_folder import described_in, is_bare_config, located
 from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.perplexity.documents import build_windows, group_documents
@@ -328,16 +328,10 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
             commit = Path(cached.removesuffix(file)).name if isinstance(cached, str) else revision
             content.update(f"{name} {commit}".encode())
             continue
-        if path.is_file():
-            files = [path]
-        else:
-            folder = Path(described_in(name))
-            files = [file for file in folder.iterdir() if file.suffix in READ_ENDINGS and file.name != REPORTS]
-            if is_step_folder(name):
-                files += path.rglob("*.pt")
-            elif has_only_shards(name):
-                files += [*folder.glob("global_step*/*"), *folder.glob("latest")]
-        for file in sorted(file for file in files if file.is_file()):
+        files = [path]
+        for folder in {path, Path(described_in(name))} if path.is_dir() else ():
+            files += [file for file in folder.rglob("*") if file.suffix in READ_ENDINGS or file.name == "latest"]
+        for file in sorted(file for file in set(files) if file.is_file() and file.name != REPORTS):
             size = file.stat().st_size
             content.update(f"{file.name} {size}".encode())
             changed.update(f"{file.name} {file.stat().st_mtime_ns}".encode())

@@ -142,11 +142,8 @@ def charts(runs: list[Run]) -> list[dict[str, Any]]:
     """Return title, SVG and legend of each chart that the runs have numbers for."""
     logged = dict.fromkeys(name for run in runs for entry in run.log for name in entry)
     titles = {"Loss, nats per token": {"loss": "training", "eval_loss": "held out"}}
-    losses = {name: match[1] for name in logged if (match := re.fullmatch("eval_(.+)_loss", name))}
-    titles["Loss of each held-out set"] = losses
+    titles["Loss of each held-out set"] = {name: name for name in logged if re.fullmatch("eval_.+_loss", name)}
     titles |= {title: {metric: ""} for metric, title in CHARTS.items()}
-    if "peak_gpu_gib" in logged:
-        del titles[CHARTS["peak_host_gib"]]
     charts = []
     for title, metrics in titles.items():
         curves = curves_of(runs, metrics)

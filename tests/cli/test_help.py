@@ -79,10 +79,6 @@ def test_the_help_of_eval_lists_its_modes_and_protocols():
     assert "--protocol gptq|llama.cpp|lm-eval|hf" in text
 
 
-def test_an_option_has_the_text_of_the_class_that_declares_it_last():
-    assert "One or more of: hub id" in command_help("eval", everything=False)
-
-
 def test_the_reference_is_up_to_date():
     made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
     assert (ROOT / "docs/reference.md").read_text() == made["reference"]() + "\n", (

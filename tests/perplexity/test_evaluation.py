@@ -13,7 +13,7 @@ from dsft.api import evaluate, evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
-from dsft.runtime import console, hardware
+from dsft.runtime import console
 from dsft.units import in_digits
 
 
@@ -42,14 +42,6 @@ def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evalu
     assert 0 <= report["verified_difference"] < 1e-5
     assert report["tokens_per_second"] == result.fed_tokens / report["seconds"] > 0
     assert report["peak_memory_bytes"]["host"] > 0 and len(report["model_hash"]) == 64
-
-
-def test_peaks_are_those_of_the_model_and_not_of_what_this_process_did_before(evaluated):
-    """As of a larger model that was evaluated by the same command, or trained in the same notebook."""
-    block = bytearray(b"1") * 2**29
-    del block
-    peak = hardware.peak_resident_bytes()
-    assert 0 < evaluated().peak_memory_bytes["host"] < peak
 
 
 def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeypatch):

@@ -129,16 +129,6 @@ def test_a_result_has_one_perplexity(measured):
     assert comparison.perplexity_ratio.value == pytest.approx(ratio, rel=1e-12)
 
 
-def test_a_result_is_valid_json_where_bytes_and_interval_are_unknown(measured):
-    *_, evaluations = measured
-    for evaluation in evaluations:
-        json.dumps(evaluation.report(), allow_nan=False)
-    (by_gptq,) = [evaluation for evaluation in evaluations if evaluation.protocol == "gptq"]
-    assert by_gptq.report()["bits_per_byte"] is None
-    assert "perplexity=" in repr(by_gptq)
-    assert len(repr(by_gptq)) < 500
-
-
 def test_bytes_are_counted_only_where_the_whole_text_is_scored(measured):
     *_, evaluations = measured
     bytes_of = {evaluation.protocol: evaluation.perplexity.bytes for evaluation in evaluations}

@@ -307,15 +307,6 @@ def test_a_document_of_one_token_is_counted_as_unscored_and_a_long_one_is_not_cu
     assert report["unscored_documents"] == 2 and report["documents"] == 3
 
 
-def test_truncated_answers_are_counted(tiny, tmp_path):
-    data = write_jsonl(
-        tmp_path / "long.jsonl",
-        [{"prompt": "the ", "completion": "big small " * 40}, {"prompt": "the ", "completion": "loss"}],
-    )
-    evaluation = evaluate(model=str(tiny / "model"), data=str(data), seq_len=32, progress=False)
-    assert evaluation.truncated_documents == 1 and evaluation.perplexity.documents == 2
-
-
 def test_nan_weights_stop_the_evaluation_and_name_the_document(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     with torch.no_grad():

@@ -23,14 +23,6 @@ from dsft.setup.evaluation import candidate_of
 ON_DISK = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4),
     "awq": ({"quant_method": "awq", "bits": 4}, 4),
-    "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
-        },
-        4,
-    ),
 }
 
 
@@ -93,8 +85,8 @@ def test_formats_on_disk_that_cannot_be_computed_here_are_one_line_before_loadin
     model = describe(shutil.copytree(tiny / "model", tmp_path / "model"), section)
     candidate = candidate_of(EvalConfig(**options_for(tiny)), model, [])
     quantization = candidate.facts.size.quantization
-    assert quantization.format == name and quantization.bits in (bits, 8)  # of compressed-tensors it is not read
-    if importlib.util.find_spec("compressed_tensors" if name == "compressed-tensors" else "gptqmodel"):
+    assert quantization.format == name and quantization.bits == bits
+    if importlib.util.find_spec("gptqmodel"):
         return
     (problem,) = refusals(tiny, model=[model])
     assert f"is quantised as {name}, which cannot be computed here" in problem and "pip install" in problem
