@@ -106,7 +106,7 @@ def write_small_model(folder: Path, texts: list[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from dsft.models.chat_template import load_template
+    from dsft.models.model_folder import load_template
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,5 @@
-"""Finds what a model's name points to: a folder, a hub id, a config, an adapter, DeepSpeed's shards, a GGUF file.
-Imports no torch, so that a wrong path is an error at once.
+"""Finds what a model's name points to: a folder, a hub id, a config, an adapter, DeepSpeed's shards, a GGUF file; and
+the chat template of a name. Imports no torch, so that a wrong path is an error at once.
 """
 
 import functools
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from dsft.config.reader import read_text
 from dsft.errors import UserError, nearest, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
@@ -19,6 +20,9 @@ MODEL_FILES = "*_model_states.pt"
 """What DeepSpeed writes into a `global_step` folder."""
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
+PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+"""Chat templates: name -> file. Nothing else lists them."""
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 FINAL = "final"
 CHECKPOINT = "checkpoint"
 """Folders of models inside a run's: the final one, and the beginning of checkpoint-N's name (PREFIX_CHECKPOINT_DIR of
@@ -188,3 +192,29 @@ def no_model(model: str, error: BaseException) -> str:
     return misnamed("model", model, "model") or (
         f"model={model}: no causal language model can be built from what is there ({one_line(error)}){way_out}"
     )
+
+
+def load_template(name: str) -> str:
+    """Returns the text of a preset or a file; of a JSON file, as older packages with images have one, that of its key
+    chat_template. Raises ValueError where it is neither, or is no Jinja.
+    """
+    try:
+        template = read_text(PRESETS.get(name, name))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
+        ) from None
+    if name.endswith(".json"):  # as it stands it would be Jinja too, whose text is written around each chat
+        try:
+            template = json.loads(template)["chat_template"]
+        except (ValueError, LookupError, TypeError):
+            template = None
+        if not isinstance(template, str):
+            raise ValueError(f"{name} holds no text under the key chat_template")
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:  # {% generation %}, with which transformers marks what an assistant writes, is not Jinja's
+        Environment(extensions=["jinja2.ext.loopcontrols"]).compile(GENERATION.sub("", template))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{name}, line {error.lineno}: not valid Jinja ({error.message})") from None
+    return template

@@ -14,9 +14,8 @@ from transformers.utils.hub import cached_file
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.adapters import TOKEN_FIELDS, adapter_folder
-from dsft.models.chat_template import load_template
 from dsft.models.measure import CONFIG_ERRORS, max_positions
-from dsft.models.model_folder import adapter_base, adapter_description, described_in, located, misnamed
+from dsft.models.model_folder import adapter_base, adapter_description, described_in, load_template, located, misnamed
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"

@@ -32,7 +32,7 @@ from dsft.config.reader import (
     unique_keys,
 )
 from dsft.errors import UserError
-from dsft.models.chat_template import load_template
+from dsft.models.model_folder import load_template
 
 
 def test_every_training_argument_can_be_set_by_its_own_name_and_default():

@@ -1,13 +1,11 @@
 """The registry of data formats: which one rows are of, and what a reader of the manual finds about it."""
 
 import json
-from typing import get_args
 
 import pytest
 from conftest import ROOT
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.config.reader import field_types
 from dsft.data.formats import CHAT_COLUMNS, COLUMNS, Chat, Pair, canonical, format_rules, unused_columns
 from dsft.data.sources import Row
 
@@ -40,17 +38,6 @@ def test_missing_columns_list_those_present():
     with pytest.raises(ValueError, match="completion, prompt; there are body, title"):
         find_format(["body", "title"], TrainConfig(data_format="prompt_completion"))
     assert find_format(["body", "title"], TrainConfig(text_column="body")) == "text"
-
-
-def test_every_format_is_a_choice_of_the_option():
-    """So that the help lists it, and a mistyped one is refused before any file is read."""
-    assert {*get_args(field_types(TrainConfig)["data_format"])} == {"auto", *COLUMNS, "text", "template"}
-
-
-def test_columns_of_a_template_are_those_of_both_its_parts():
-    assert find_format(["q", "a"], TrainConfig(prompt_template="{q}", completion_template="{a}")) == "template"
-    with pytest.raises(ValueError, match="columns of no known format"):  # and no crash: half a template is reported
-        find_format(["q", "a"], TrainConfig(prompt_template="{q}"))
 
 
 TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

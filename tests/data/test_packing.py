@@ -20,7 +20,6 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 from dsft.data.epoch import (
     Collator,
     EpochSampler,
-    Sequences,
     best_fit,
     form_batches,
     repeated,
@@ -223,13 +222,6 @@ def test_an_order_by_length_has_everything_once_and_pads_little():
 
 class Tokens:
     tokens, trained, weights = np.arange(6, dtype=np.int32), np.ones(6, bool), None
-
-
-def test_items_are_fetched_without_the_lengths_of_all_others(monkeypatch):
-    sequences = Sequences([Tokens()], np.zeros(3, np.int64), np.array([0, 2, 4]), np.array([2, 4, 6]))
-    monkeypatch.setattr(Sequences, "lengths", property(lambda _: pytest.fail("a pass over all sequences")))
-    assert [sequences[index]["input_ids"].tolist() for index in range(4)] == [[0, 1], [2, 3], [4, 5], [0]]
-    assert len(sequences) == 3
 
 
 def test_weights_lie_where_their_tokens_do():

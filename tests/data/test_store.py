@@ -400,18 +400,6 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, 
     assert loaded(config(data=[str(path)]), tokenizer).counts["rows"] == 5000
 
 
-def test_packed_rows_hold_the_tokens_of_all_samples(tokenizer, tmp_path, config):
-    write_jsonl(
-        tmp_path / "a.jsonl", [{"prompt": f"{text} ", "completion": text} for text in sentences(300, longest=6)]
-    )
-    data = loaded(config(data=[str(tmp_path / "a.jsonl")], seq_len=64), tokenizer, pack=True)
-    assert data.counts["fill_rate"] > 0.9 and data.collator.packed
-    assert sum(len(item["input_ids"]) for row in data.items for item in row) == data.counts["tokens"]
-    texts = loaded(config(data=[str(write_texts(tmp_path / "t.jsonl", 100))], seq_len=16), tokenizer, pack=True)
-    documents = [item for row in texts.items for item in row]
-    assert texts.counts["rows"] == 100 < len(documents) and max(len(item["input_ids"]) for item in documents) <= 16
-
-
 PREPARES_TRAINS_AND_PREPARES = """
 import json, sys
 if __name__ == "__main__":  # processes that tokenise read this file too

@@ -15,7 +15,7 @@ from dsft.data.formats import format_rules
 from dsft.data.sources import Batch, Row
 from dsft.data.tokens import Tokens, bytes_of_tokens, encode, tokenise
 from dsft.errors import UserError
-from dsft.models.chat_template import load_template
+from dsft.models.model_folder import load_template
 from dsft.models.tokenizer import load_tokenizer
 
 CHAT = [

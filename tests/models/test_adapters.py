@@ -126,12 +126,6 @@ def test_a_pattern_that_is_none_and_a_factor_that_is_none_are_refused(options, t
     assert len(problems) == 1 and problems[0].startswith(next(iter(changes)))
 
 
-def test_a_factor_is_read_as_yaml_writes_it(options, tmp_path):
-    problems = []
-    made = make_config(TrainConfig, options(tmp_path, learning_rates={"norm": "1e-1"}), problems)
-    assert made.learning_rates == {"norm": 0.1} and not problems
-
-
 def _rates(cases: list[dict]) -> list[list[float]]:
     return [[group["initial_lr"] for group in trained(case).model_wrapped.optimizer.param_groups] for case in cases]
 

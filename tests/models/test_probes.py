@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from dsft.errors import UserError
 from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules, architecture_problems, small_model, trains_in_tiles
 from dsft.perplexity.modes import windows_of_sequences
-from dsft.perplexity.scoring import evaluate_windows, form_batches
+from dsft.perplexity.scoring import evaluate_windows
 from dsft.runtime.hardware import this_machine
 from dsft.setup.decide import TrainingRun, decide_run
 from dsft.units import IGNORED
@@ -121,16 +120,6 @@ def test_the_same_architecture_as_a_decoder_is_taken():
     (problem,) = architecture_problems("bert", config(**values))
     assert "its tokens see later ones" in problem
     assert not architecture_problems("bert", config(**values, is_decoder=True))
-
-
-def test_batches_keep_to_one_side_of_a_limit_with_their_padding():
-    rules = RowRules(limits=(100, 200))
-    lengths = np.array([205, 199, 150, 101, 100, 97, 96, 3])
-    batches = form_batches(lengths, 10_000, rules)
-    assert [[lengths[index] for index in batch] for batch in batches] == [[205], [199, 150, 101], [100, 97, 96, 3]]
-    assert [rules.width(length) for length in (205, 199, 101, 97, 96, 0)] == [208, 200, 104, 97, 96, 8]
-    alone = RowRules(alone=True)
-    assert form_batches(lengths, 10_000, alone) == [[index] for index in range(8)] and alone.width(97) == 97
 
 
 def test_rows_that_change_each_others_logits_are_scored_alone(capfd):

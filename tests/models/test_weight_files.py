@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import flags
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from ranks import run_entry, train_all
+from ranks import train_all
 from safetensors.torch import load_file
 from tiny import write_model
 from transformers import AutoModelForCausalLM
@@ -113,19 +112,6 @@ def test_export_of_a_poisoned_shard_names_the_class_and_runs_nothing_unless_trus
     with pytest.raises(UserError, match="mmap") if old_format and "optim" in name else nullcontext():
         export(str(run / "checkpoint-2"), str(tmp_path / "out"), trust_checkpoint=True)
     assert trace.exists()
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", SHARDS)
-def test_eval_of_a_poisoned_shard_names_the_class_and_runs_nothing(copy, tiny, tmp_path, name):
-    run, trace = copy("2"), tmp_path / "trace"
-    poison(run / STEP / name, trace)
-    words = {"model": run / STEP, "data": tiny / "held_out.jsonl", "seq_len": 64}
-    shutil.copy(tiny / "model" / "config.json", run / "checkpoint-2")
-    (run / "checkpoint-2" / MANIFEST).unlink()
-    refused = run_entry("dsft.eval_ppl", flags(words))
-    assert refused.returncode == 2 and "holds" in refused.stderr and "makedirs" in refused.stderr, refused.stderr
-    assert "Traceback" not in refused.stderr and not trace.exists()
 
 
 def test_a_start_is_checked_with_the_trust_that_its_training_has(options, tmp_path):
