@@ -157,29 +157,15 @@ def build_model(
         # transformers rounds it to bfloat16, but zero.Init makes such buffers of the model's dtype.
         normalizer = unwrapped(model).model.normalizer
         normalizer.copy_(normalizer.bfloat16())
-    for name, module in model.named_modules():
-        # Every rank takes part in what ranks do with each expert, whichever its tokens reach. Experts in fused
-        # parameters are all reached anyhow.
-        if name.endswith("experts") and isinstance(module, nn.ModuleList):
-            block = model.get_submodule(name.rpartition(".")[0])
-            if is_deepspeed_zero3_enabled():
-                from deepspeed.utils import set_z3_leaf_module
-
-                set_z3_leaf_module(block, True)  # gathered together, else others would wait for this rank for ever
-            elif distributed.world_size() > 1:
-                block.register_forward_pre_hook(partial(_add_zeros, module))
+    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    is_listed = any(name.endswith("experts") for name in lists)
+    if is_listed and distributed.world_size() > 1 and (isinstance(config, TrainConfig) or is_deepspeed_zero3_enabled()):
+        # Of code of a repository: ranks would wait for each other, or add up gradients of different experts.
+        raise UserError(
+            f"model={config.model}: its experts are a list of modules, of which each rank reaches others; use one rank,"
+            " or a class of transformers, which has the experts of a layer in one parameter"
+        )
     return model
-
-
-def _add_zeros(experts: nn.ModuleList, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Adds a zero of each expert to a block's inputs. ZeRO 1 and 2 add up gradients in the order in which they come:
-    those of an expert that only some ranks reach would be added to another's. Made before the block, the zeros are the
-    last that is differentiated.
-    """
-    if not args or not torch.is_grad_enabled():
-        return None
-    firsts = [weight.flatten()[0] for weight in experts.parameters() if weight.requires_grad]
-    return (args[0] + 0 * torch.stack(firsts).sum().to(args[0].dtype), *args[1:]) if firsts else None
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:

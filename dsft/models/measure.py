@@ -85,9 +85,7 @@ class ModelSize:
     active_expert_params: int
     """Of these, the routed experts that one token passes."""
     looped_experts: int
-    """Routed experts of all layers that Python computes one after the other: lists of modules, and fused ones without
-    grouped products.
-    """
+    """Routed experts of all layers that Python computes one after the other, without grouped products."""
     num_modules: int
     """Modules with parameters of their own, adapters included: ZeRO-3 hooks each of them."""
     other_params: int
@@ -95,9 +93,7 @@ class ModelSize:
     fused_expert_params: int
     """Of experts that are one parameter in each layer, which no linear layer holds."""
     largest_gathered_params: int
-    """Parameters held directly by one module, or of a block of experts in a list: the most that ZeRO-3 gathers at once
-    in any case.
-    """
+    """Parameters held directly by one module: the most that ZeRO-3 gathers at once in any case."""
     numels: tuple[tuple[int, int], ...]
     """(elements of a parameter, how many parameters have so many), adapters included."""
     trainable_numels: tuple[tuple[int, int], ...]
@@ -340,8 +336,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    # In three-dimensional parameters of one module called `experts`, or in one module each of a list with that name.
-    # bitsandbytes does not quantise the former.
+    # In parameters of one module, which bitsandbytes does not quantise, or (code of repositories) in one module each.
     reached = {name: p for name, p in model.named_parameters() if p.requires_grad}
     expert_params = sum(p.numel() for name, p in reached.items() if ".experts." in name)
     fused_expert_params = 0
@@ -353,16 +348,11 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
     active_experts = int(expert_params * active_share)
-    lists = [module for name, module in model.named_modules() if name.endswith(".experts") and expert_params]
-    is_looped = any(isinstance(module, nn.ModuleList) for module in lists)
-    looped = is_looped or getattr(text, "_experts_implementation", None) == "eager"
+    blocks = [name for name, _ in model.named_modules() if name.endswith(".experts") and expert_params]
+    is_looped = getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # In a step ZeRO-3 gathers experts in a list with their block at once (models/build.py, build_model).
-    largest_gathered = 0
-    for module in model.modules():
-        is_block = any(name.endswith("experts") and isinstance(m, nn.ModuleList) for name, m in module.named_children())
-        largest_gathered = max(largest_gathered, sum(p.numel() for p in module.parameters(recurse=is_block)))
+    largest_gathered = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
@@ -388,7 +378,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         expert_params=expert_params,
         active_params=base_params - (0 if tied else embedding.numel()) - expert_params + active_experts,
         active_expert_params=active_experts,
-        looped_experts=len(lists) * num_experts if looped and isinstance(num_experts, int) else 0,
+        looped_experts=len(blocks) * num_experts if is_looped and isinstance(num_experts, int) else 0,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
         fused_expert_params=fused_expert_params,
         largest_gathered_params=largest_gathered,

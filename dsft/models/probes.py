@@ -1,6 +1,6 @@
 """Asks how an architecture computes, by running a small model of it with random weights; no weight is loaded.
 
-    architecture_problems  can it be computed from text alone, and is it causal?
+    architecture_problems  is it causal?
     row_rules              which rows may share a batch? (of the loaded model itself)
     try_packing            can samples that share a row be kept apart, and with which attention?
     attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
@@ -11,7 +11,6 @@ Where the architecture's own code fails on small sizes, each answer is the cauti
 
 import contextlib
 import copy
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import UserError, one_line
 from dsft.models.build import DTYPES
 from dsft.models.chunked_head import distance, next_tokens, sums_of_nats, tile_loss
 from dsft.models.measure import empty_model, max_positions, without_zero_init
-from dsft.models.package import auto_class, from_config
+from dsft.models.package import from_config
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu
@@ -216,19 +215,11 @@ def row_rules(model: nn.Module) -> RowRules:
 
 @one_thread()
 def architecture_problems(model: str, config: PreTrainedConfig, **options) -> list[str]:
-    """Explain why text can neither train nor be scored by an architecture; nothing where no small one can be tried."""
+    """Explain why an architecture predicts nothing; nothing where no small one can be tried."""
     try:
         later, _ = _differences(small_model(config, **options).eval())
-    except Exception as error:  # also what an architecture's own code makes of sizes that it was not made for
-        # Only a class for images or sound loads it, and text is not enough.
-        asks_for_more = re.search("required|pixel_values|image_embeds|input_features", str(error))
-        is_for_text = auto_class(config) is AutoModelForCausalLM
-        if is_for_text or not (asks_for_more or isinstance(error, (ImportError, UserError))):
-            return []
-        return [
-            f"model={model}: its architecture {config.model_type} cannot be computed from text alone"
-            f" ({one_line(error)[:200]}), and no class of transformers loads its language model"
-        ]
+    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+        return []
     return [f"model={model}: {NOT_CAUSAL}"] if later > 1e-5 else []
 
 

@@ -189,11 +189,7 @@ def generate_ids(
         ids: of the prompt; the model must have positions for one token more.
         temperature: of the distribution that tokens are drawn from; 0 is greedy decoding.
         streamer: gets the tokens as they come.
-
-    Raises UserError where the model's class is not made to generate.
     """
-    if not model.can_generate():  # code of a repository, of before transformers 4.50
-        raise UserError(f"model={model.config.name_or_path}: {NO_ANSWERS.format(type(model).__name__)}")
     positions = max_positions(model.config.get_text_config())
     prompt_BT = torch.tensor([ids], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature}

@@ -83,7 +83,6 @@ def test_a_weight_of_another_model_is_no_tower(tmp_path):
     [
         ("t5", "no causal language model, which dsft trains"),
         ("florence2", "no causal language model, which dsft trains"),
-        ("kosmos-2", "cannot be computed from text alone"),
         ("blip", "has no language model with a head"),
         *(
             pytest.param(

@@ -10,7 +10,8 @@ from tiny import write_jsonl, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.config.options import TrainConfig
-from dsft.models.measure import measure_model
+from dsft.errors import UserError
+from dsft.models.build import build_model
 
 pytestmark = pytest.mark.launch
 LISTED = """
@@ -59,21 +60,17 @@ def write_listed(folder):
 
 @pytest.fixture(scope="module")
 def losses(options, tmp_path_factory):
-    """(experts, ranks, stage) -> losses; each rank has one short row of few tokens in a micro batch."""
+    """(ranks, stage) -> losses; each rank has one short row of few tokens in a micro batch."""
     folder = tmp_path_factory.mktemp("experts")
     rows = [{"prompt": word * 2, "completion": f" {word}"} for word in ("a", "of", "the", "big", "node", "fast")]
     data = str(write_jsonl(folder / "rows.jsonl", rows))
-    models = {
-        "listed": str(write_listed(folder / "listed")),
-        "fused": str(write_model(folder / "fused", "mixtral", num_local_experts=8, num_experts_per_tok=1)),
-    }
+    model = str(write_model(folder / "model", "mixtral", num_local_experts=8, num_experts_per_tok=1))
     losses_of = {}
     for world, zeros in ((1, ["2"]), (2, ["2", "3"])):
         cases = {
-            (name, world, zero): options(
-                folder / f"{name}-{world}-{zero}",
+            (world, zero): options(
+                folder / f"{world}-{zero}",
                 model=model,
-                trust_remote_code=True,
                 data=data,
                 zero=zero,
                 max_steps=4,
@@ -82,7 +79,6 @@ def losses(options, tmp_path_factory):
                 gradient_accumulation_steps=2 // world,
                 dtype="float32",
             )
-            for name, model in models.items()
             for zero in zeros
         }
         output = train_all(world, list(cases.values()), folder / f"log-{world}")
@@ -94,17 +90,17 @@ def losses(options, tmp_path_factory):
 
 
 @pytest.mark.parametrize("zero", ["2", "3"])
-@pytest.mark.parametrize("experts", ["listed", "fused"])
-def test_ranks_that_reach_other_experts_train_to_the_losses_of_one_rank(losses, experts, zero):
-    assert losses[experts, 2, zero] == pytest.approx(losses[experts, 1, "2"], rel=1e-4)
+def test_ranks_that_reach_other_experts_train_to_the_losses_of_one_rank(losses, zero):
+    assert losses[2, zero] == pytest.approx(losses[1, "2"], rel=1e-4)
 
 
-def test_a_block_of_listed_experts_is_gathered_at_once(tmp_path):
-    folder = write_listed(tmp_path / "listed")
-    size = measure_model(TrainConfig(model=str(folder), trust_remote_code=True)).size
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    block, embedding = model.model.layers[0].mlp, model.get_input_embeddings().weight.numel()
-    assert size.largest_gathered_params == sum(p.numel() for p in block.parameters()) > embedding
+def test_experts_in_a_list_are_refused_on_several_ranks(tmp_path, monkeypatch):
+    """Ranks that reach different ones would wait for each other, or add up their gradients."""
+    options = TrainConfig(model=str(write_listed(tmp_path / "listed")), trust_remote_code=True)
+    assert build_model(options, dtype="float32")
+    monkeypatch.setattr("dsft.models.build.distributed.world_size", lambda: 2)
+    with pytest.raises(UserError, match="its experts are a list of modules, of which each rank reaches others"):
+        build_model(options, dtype="float32")
 
 
 def test_the_loss_of_the_router_is_logged(options, tiny, tmp_path):
