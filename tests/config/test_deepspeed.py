@@ -52,8 +52,6 @@ def test_a_file_with_all_that_users_write_has_no_problem():
     ("place", "content", "expected"),
     [
         ("", {"zero_optimizaton": {"stage": 2}}, ["zero_optimizaton: unknown key", "'zero_optimization'"]),
-        ("", {"zero_optimizaton": "auto"}, ["zero_optimizaton: unknown key", "'zero_optimization'"]),
-        ("", {"_comment": "mine"}, ["_comment: unknown key"]),
         ("zero_optimization", {"reduce_bucket_sise": 1}, ["zero_optimization.reduce_bucket_sise", "_size'"]),
         (
             "zero_optimization.offload_optimizer",
@@ -62,30 +60,19 @@ def test_a_file_with_all_that_users_write_has_no_problem():
         ),
         ("zero_optimization", {"stage": 4}, ["zero_optimization.stage"]),
         ("zero_optimization", {"overlap_comm": "perhaps"}, ["zero_optimization.overlap_comm"]),
-        ("", {"zero_optimization": 3}, ["zero_optimization=3", "JSON object"]),
         ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "JSON object"]),
-        ("", {"zero_optimization": None}, ["zero_optimization=null", "JSON object"]),
         ("", {"bf16": True}, ["bf16=true", "JSON object"]),
-        ("", {"timers": []}, ["timers=[]", "JSON object"]),
-        ("zero_optimization", {"zero_hpz_partition_size": "auto"}, ['zero_hpz_partition_size="auto"', "nothing fills"]),
         ("bf16", {"enbled": True}, ["bf16.enbled: unknown key", "'enabled'"]),
         ("fp16", {"enabled": 7}, ["fp16.enabled"]),
         ("", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["cannot be simultaneously enabled"]),
         ("tensorboard", {"enabeld": True}, ["tensorboard.enabeld", "'enabled'"]),
         ("optimizer", {"parms": {"lr": 1}}, ["optimizer.parms: unknown key", "'params'"]),
         ("optimizer", {"type": "Adom"}, ["optimizer.type", "'Adom'", "'Adam'"]),
-        ("optimizer", {"type": "OneBitAdam"}, ["optimizer.type"]),
         ("optimizer", {"type": 5}, ["optimizer.type: 5; name its class"]),
-        ("scheduler", {"type": [5]}, ["scheduler.type: [5]; name its class"]),
         ("scheduler", {"type": "WarmupRL"}, ["scheduler.type", "'WarmupRL'", "'WarmupLR'"]),
-        (
-            "",
-            {"train_micro_batch_size_per_gpu": "four"},
-            ["train_micro_batch_size_per_gpu: must be a number"],
-        ),
         ("", {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
+        ("scheduler", {"params": {"total_num_steps": 0}}, ["total_num_steps=0: must be at least 1"]),
         ("", {"train_batch_size": 2.5}, ["train_batch_size: expected a whole number"]),
-        ("", {"gradient_clipping": "much"}, ["gradient_clipping: must be a number"]),
         ("", {"gradient_clipping": -1}, ["gradient_clipping=-1.0: must not be negative"]),
         ("optimizer.params", {"lr": -1e-4}, ["optimizer.params.lr=-0.0001: must not be negative"]),
         ("", {"pipeline": {"stages": 2}}, ["pipeline: it is for DeepSpeed's PipelineModule"]),
@@ -106,19 +93,15 @@ def test_each_fault_is_named_once_with_its_place(place, content, expected):
 
 
 def test_all_faults_of_a_section_come_at_once():
-    config = {"zero_optimization": {"stage": 2, "a_key": 1, "b_key": 2}}
-    problems = check_deepspeed_json(config, "ds.json")
-    assert [problem.partition("ds.json: ")[2].partition(":")[0] for problem in problems] == [
-        "zero_optimization.a_key",
-        "zero_optimization.b_key",
-    ]
+    problems = check_deepspeed_json({"zero_optimization": {"stage": 2, "a_key": 1, "b_key": 2}}, "ds.json")
+    assert [problem.split(": ")[1] for problem in problems] == ["zero_optimization.a_key", "zero_optimization.b_key"]
 
 
 @pytest.mark.parametrize(
     "content",
     [
         {"communication_data_type": "auto"},
-        {"steps_per_print": "auto"},
+        {"zero_optimization": {"zero_hpz_partition_size": "auto"}},
         {"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}},
         {"fp16": {"loss_scale": "auto"}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "auto"}}},

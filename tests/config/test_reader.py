@@ -1,7 +1,6 @@
 """Options from YAML and flags; what no run can mean is refused, by name and once."""
 
 import enum
-import json
 import random
 import typing
 from collections.abc import Sequence
@@ -17,8 +16,6 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import HINTS, OURS, EvalConfig, LaunchOptions, TrainConfig
 from dsft.config.reader import (
     BOUNDS,
-    DuplicateKey,
-    check_config,
     check_values,
     convert,
     field_types,
@@ -29,7 +26,6 @@ from dsft.config.reader import (
     read_yaml,
     split_flags,
     training_types,
-    unique_keys,
 )
 from dsft.errors import UserError
 from dsft.models.model_folder import load_template
@@ -67,21 +63,10 @@ def test_a_name_of_another_trainer_is_taken_with_a_note_and_not_beside_ours():
     assert problems == ["cutoff_len: unknown key; seq_len is set too, and has the same meaning: keep one"]
 
 
-def test_flags_come_as_words_pairs_lists_and_switches():
-    problems: list[str] = []
-    flags = read_flags(
-        ["stray", "--a", "1", "--b=2", "--c", "x", "y", "--d", "--local_rank=0", "--lora-r", "4"], problems
-    )
-    assert flags == {"a": "1", "b": "2", "c": ["x", "y"], "d": True, "lora_r": "4"}
-    assert len(problems) == 1 and "'stray'" in problems[0]
-
-
 def test_a_flag_given_twice_is_one_list_where_its_field_is_a_list_and_a_problem_elsewhere():
     problems: list[str] = []
-    flags = read_flags(
-        ["--data", "a", "b", "--seq_len", "8", "--data=c", "--seq-len", "9", "--packing", "--packing", "false"],
-        problems,
-    )
+    words = "--data a b --seq_len 8 --data=c --seq-len 9 --packing --packing false --local_rank=0"
+    flags = read_flags(words.split(), problems)
     checked = check_values(flags, field_types(TrainConfig), problems)
     assert checked == {"data": ["a", "b", "c"]}
     assert problems == [
@@ -106,33 +91,12 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
 
 def test_a_command_takes_its_own_options_from_among_the_others():
     """A switch takes no word but true or false, so that the word behind it stays where it is."""
-    taken, left = split_flags(
-        [
-            "train",
-            "--no_preflight",
-            "--num-gpus",
-            "2",
-            "--packing",
-            "--bind_cores_to_rank",
-            "false",
-            "--data",
-            "a",
-            "b",
-            "--dry_run=true",
-            "--hostfile",
-        ],
-        field_types(LaunchOptions),
+    words = (
+        "train --no_preflight --num-gpus 2 --packing --bind_cores_to_rank false --data a b --dry_run=true --hostfile"
     )
-    assert taken == [
-        "--no_preflight",
-        "--num-gpus",
-        "2",
-        "--bind_cores_to_rank",
-        "false",
-        "--dry_run=true",
-        "--hostfile",
-    ]
-    assert left == ["train", "--packing", "--data", "a", "b"]
+    taken, left = split_flags(words.split(), field_types(LaunchOptions))
+    assert " ".join(taken) == "--no_preflight --num-gpus 2 --bind_cores_to_rank false --dry_run=true --hostfile"
+    assert " ".join(left) == "train --packing --data a b"
 
 
 @dataclass
@@ -227,7 +191,6 @@ def test_an_unreadable_file_is_the_only_problem(tmp_path, content, expected):
         ('{"a": 1}', dict | str, {"a": 1}),
         (4, Literal[4, 8], 4),
         ("8", Literal[4, 8], 8),
-        ("3", str, "3"),
         (3, str, "3"),
     ],
 )
@@ -294,12 +257,6 @@ def test_a_file_and_flags_with_the_same_options_are_the_same_run_or_the_same_pro
     assert [problem.replace("'", "") for problem in of_file] == [problem.replace("'", "") for problem in of_flags]
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "b": {"c": 2, "c": 3}}', '{"a": 1, "b": 2, "a": 1}'])
-def test_a_key_that_stands_twice_in_json_is_named_however_deep(text):
-    with pytest.raises(DuplicateKey, match=f"'{'c' if 'c' in text else 'a'}'"):
-        json.loads(text, object_pairs_hook=unique_keys)
-
-
 TRAIN = {"model": "m", "data": "d.jsonl", "output_dir": "run"}
 EVAL = {"model": "m", "data": "d.jsonl"}
 
@@ -313,20 +270,15 @@ def problems_of(cls: type, **changes) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("lora_alpha", 0, "must be at least 1"),
         ("max_steps", 0, "must be at least 1, or -1"),
-        ("learning_rate", "nan", "expected a finite number"),
-        ("learning_rate", -1e-4, "must not be negative"),
-        ("num_train_epochs", 0, "must be more than 0"),
+        ("max_steps", "0", "must be at least 1, or -1"),
+        ("lora_options", "{" * 3000, "neither JSON nor YAML"),
         ("adam_beta1", 1.0, "must be at least 0 and less than 1"),
-        ("save_steps", 0, "must be more than 0"),
         ("dataloader_num_workers", 100_000, "must be at least 0 and at most 256"),
         ("num_train_epochs", 1e300, "at most 1,000,000"),
         ("global_batch_size", 10**12, "at most 10,000,000"),
         ("load_timeout", 1e300, "at most 1,000,000 seconds"),
         ("data_seed", 2**32, "must be at least 0 and less than 4294967296"),
-        ("eval_fraction", 1, "must be at least 0 and less than 1"),
-        ("step_timeout", 0, "must be more than 0"),
     ],
 )
 def test_a_number_out_of_bounds_is_named_once_with_its_bounds(name, value, expected):
@@ -346,11 +298,6 @@ def test_no_whole_number_is_beyond_what_libraries_count(cls):
         assert named == names, f"{value}: {sorted(set(names) ^ set(named))}"
 
 
-def test_what_is_not_given_is_no_problem():
-    assert check_config(TrainConfig(model="m", data=["d"], training={"output_dir": "run"})) == []
-    assert problems_of(TrainConfig, max_steps=-1, save_steps=0.5, weight_decay=0, data_seed=0, seed=0) == []
-
-
 @pytest.mark.parametrize("name", ["model", "data", "quantization", "group_by"])
 def test_what_an_evaluation_is_to_do_twice_is_refused(name):
     assert problems_of(EvalConfig, **{name: ["none", "nf4", "none"]}) == [f"{name}: none is named twice; name it once"]
@@ -363,6 +310,7 @@ def test_every_bound_is_of_an_option_and_lets_its_default_through():
     names = [*BOUNDS]
     assert len(set(names)) == len(names) and set(names) <= types.keys()
     assert problems_of(TrainConfig) == problems_of(EvalConfig) == []
+    assert problems_of(TrainConfig, max_steps=-1, save_steps=0.5, weight_decay=0, data_seed=0, seed=0) == []
 
 
 CONTRADICTIONS = [

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from dsft.config.options import TrainConfig
 from dsft.models.adapters import adapters_of
-from dsft.models.measure import empty_model, model_size
+from dsft.models.measure import empty_model, model_size, usual_config
 from dsft.planner.choose import HOST_SHARE, add_up
 from dsft.planner.memory import FRAGMENTATION, Job, Term, ZeroLayout, activation_terms, peak_bytes, training_terms
 from dsft.runtime.hardware import CONTEXT_BYTES, Machine
@@ -27,36 +27,6 @@ LLAMA2_7B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "vocab_size": 32000,
-}
-LLAMA3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-LLAMA3_70B = LLAMA3_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-LLAMA32_3B = {
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-}
-LLAMA32_1B = LLAMA32_3B | {
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "head_dim": 64,
 }
 LLAMA_33B = {
     "hidden_size": 6656,
@@ -74,15 +44,6 @@ QWEN_7B = {
     "num_key_value_heads": 4,
     "vocab_size": 152064,
 }
-QWEN_14B = {
-    "hidden_size": 5120,
-    "intermediate_size": 13824,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 152064,
-}
-QWEN_32B = QWEN_14B | {"intermediate_size": 27648, "num_hidden_layers": 64}
 AUTO = {
     "stage": 3,
     "overlap_comm": False,
@@ -167,7 +128,7 @@ RUNS = {
     ),
     "litgpt-8b-lora": Published(
         source="Lightning-AI/litgpt, config_hub/finetune/README.md",
-        model=LlamaConfig(**LLAMA3_8B),
+        model=usual_config("meta-llama/Llama-3.1-8B"),
         lora={"lora_r": 32} | QUERY_AND_VALUE,
         seq_len=512,
         checkpointing=False,
@@ -176,7 +137,7 @@ RUNS = {
     ),
     "torchtune-3b-full": Published(
         source="pytorch/torchtune 0.6, single-device full finetuning of Llama 3.2 3B, packed",
-        model=LlamaConfig(**LLAMA32_3B),
+        model=usual_config("meta-llama/Llama-3.2-3B"),
         micro_batch=2,
         seq_len=4096,
         checkpointing=False,
@@ -184,7 +145,7 @@ RUNS = {
     ),
     "arctic-8b-offload-65k": Published(
         source="snowflakedb/ArcticTraining, long sequences on one H200",
-        model=LlamaConfig(**LLAMA3_8B),
+        model=usual_config("meta-llama/Llama-3.1-8B"),
         seq_len=65000,
         logits_kept=2,
         measured=137.36 * GiB,
@@ -197,7 +158,7 @@ RUNS = {
     ),
     "arctic-8b-offload-liger-300k": Published(
         source="snowflakedb/ArcticTraining, projects/sequence-parallelism/run-h200-sp1-llama-8b-liger.yml",
-        model=LlamaConfig(**LLAMA3_8B),
+        model=usual_config("meta-llama/Llama-3.1-8B"),
         seq_len=300_000,
         liger=True,
         measured=134.96 * GiB,
@@ -210,7 +171,7 @@ RUNS = {
     ),
     "swift-14b-zero3": Published(
         source="modelscope/ms-swift, examples of sequence packing on 8 A800",
-        model=Qwen2Config(**QWEN_14B),
+        model=usual_config("Qwen/Qwen2.5-14B"),
         zero=AUTO,
         gpus=8,
         seq_len=8192,
@@ -234,7 +195,7 @@ RUNS = {
     ),
     "own-8b-lora-h200": Published(
         source="benchmarks/gpus.md, one H200",
-        model=LlamaConfig(**LLAMA3_8B),
+        model=usual_config("meta-llama/Llama-3.1-8B"),
         zero={"stage": 1},
         lora={"lora_r": 16},
         micro_batch=2,
@@ -245,7 +206,7 @@ RUNS = {
     ),
     "own-8b-qlora-h200": Published(
         source="benchmarks/gpus.md, one H200",
-        model=LlamaConfig(**LLAMA3_8B),
+        model=usual_config("meta-llama/Llama-3.1-8B"),
         zero={"stage": 1},
         method="qlora",
         lora={"lora_r": 16},
@@ -257,7 +218,7 @@ RUNS = {
     ),
     "own-3b-full-h200": Published(
         source="benchmarks/gpus.md, one H200",
-        model=LlamaConfig(**LLAMA32_3B),
+        model=usual_config("meta-llama/Llama-3.2-3B"),
         zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000},
         micro_batch=2,
         seq_len=4096,
@@ -267,7 +228,7 @@ RUNS = {
     ),
     "own-1b-full-h200": Published(
         source="benchmarks/gpus.md, one H200",
-        model=LlamaConfig(**LLAMA32_1B),
+        model=usual_config("meta-llama/Llama-3.2-1B"),
         zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000},
         micro_batch=4,
         seq_len=4096,
@@ -277,7 +238,7 @@ RUNS = {
     ),
     "own-1b-offload-h200": Published(
         source="benchmarks/gpus.md, one H200",
-        model=LlamaConfig(**LLAMA32_1B),
+        model=usual_config("meta-llama/Llama-3.2-1B"),
         zero={"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 200_000_000},
         micro_batch=4,
         seq_len=4096,
@@ -347,7 +308,7 @@ def test_published_peaks_are_met_within_10_percent(name):
         (
             Published(
                 source="modelscope/ms-swift, Qwen2.5 32B",
-                model=Qwen2Config(**QWEN_32B),
+                model=usual_config("Qwen/Qwen2.5-32B"),
                 zero=AUTO,
                 gpus=8,
                 seq_len=8192,
@@ -362,7 +323,7 @@ def test_published_peaks_are_met_within_10_percent(name):
         (
             Published(
                 source="hiyouga/LlamaFactory issue 7282: out of memory on 8 H200",
-                model=LlamaConfig(**LLAMA3_70B),
+                model=usual_config("meta-llama/Llama-3.1-70B"),
                 zero=AUTO | {"overlap_comm": True},
                 gpus=8,
                 seq_len=1024,

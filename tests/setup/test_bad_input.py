@@ -33,12 +33,6 @@ def test_a_good_configuration_has_no_problems(problems_of):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"leraning_rate": 1e-4}, ["leraning_rate", "did you mean 'learning_rate'"]),
-        ({"max_steps": "many"}, ["max_steps", "expected a whole number, got 'many'"]),
-        ({"model": None}, ["model: missing"]),
-        ({"model": "./nowhere"}, ["model=./nowhere"]),
-        ({"output_dir": None}, ["output_dir: missing"]),
-        ({"data": "nowhere.jsonl"}, ["data: nowhere.jsonl does not exist"]),
         ({"data": "no/such/set", "data_split": "train"}, ["data: no/such/set"]),
         (
             {"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]},
@@ -46,27 +40,10 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ),
         ({"method": "lora", "lora_modules_to_save": ["nothing"]}, ["lora_modules_to_save: 'nothing'"]),
         (
-            {"global_batch_size": 7},
-            ["global_batch_size=7 is not divisible by per_device_train_batch_size=2 x 2 ranks", "try 4 or 8"],
-        ),
-        (
-            {"global_batch_size": 8, "gradient_accumulation_steps": 3},
-            ["global_batch_size and gradient_accumulation_steps are both set"],
-        ),
-        ({"seq_len": 300}, ["seq_len=300 is beyond the 256 positions"]),
-        ({"zero": "4"}, ["zero=4: unknown", "3-offload"]),
-        (
             {"resume_from_checkpoint": "/nowhere/checkpoint-2"},
             ["resume_from_checkpoint=/nowhere/checkpoint-2: holds no trainer_state.json"],
         ),
-        ({"zero": "nowhere.json"}, ["zero=nowhere.json: cannot be read"]),
-        ({"deepspeed": "x.json"}, ["deepspeed: dsft sets up sharding itself; use zero"]),
-        ({"bf16": True, "fp16": True}, ["bf16 and fp16 are both true"]),
-        ({"bf16": True, "dtype": "float32"}, ["dtype=float32 contradicts bf16=true"]),
         ({"eval_strategy": "epoch"}, ["eval_strategy needs held-out data"]),
-        ({"load_best_model_at_end": True}, ["load_best_model_at_end needs held-out data"]),
-        ({"eval_on_start": True}, ["eval_on_start needs held-out data"]),
-        ({"save_strategy": "best"}, ["save_strategy needs held-out data"]),
         (
             {
                 "load_best_model_at_end": True,
@@ -78,21 +55,9 @@ def test_a_good_configuration_has_no_problems(problems_of):
             },
             ["round multiple"],
         ),
-        ({"report_to": "wandb"}, ["report_to=wandb", "pip install wandb"]),
-        ({"adapter": "somewhere"}, ["adapter=somewhere needs method lora"]),
         ({"adapter": "./nowhere", "method": "lora"}, ["adapter=./nowhere"]),
-        ({"attn_implementation": "flash"}, ["flash", "sdpa"]),
-        ({"report_to": "tensorbord"}, ["report_to=tensorbord", "tensorboard"]),
-        ({"report_to": "mlflow"}, ["report_to=mlflow", "pip install mlflow"]),
         ({"report_to": ["tensorboard", "none"]}, ["report_to=", "none is not supported"]),
         ({"optim": "adamw_bnb_8bit"}, ["bitsandbytes"]),
-        ({"learning_rate": -1}, ["learning_rate=-1.0: must not be negative"]),
-        ({"logging_steps": 0}, ["logging_steps=0.0: must be more than 0"]),
-        ({"metric_for_best_model": "accuracy"}, ["metric_for_best_model=accuracy"]),
-        (
-            {"method": "lora", "lora_target_modules": ["self_attn"]},
-            ["lora_target_modules: 'self_attn' matches no layer", "q_proj"],
-        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -264,8 +229,6 @@ def test_a_disk_too_small_or_full_is_refused(problems_of, options, small_disk):
 
 
 def test_a_folder_without_weights_and_a_foreign_tokenizer_are_refused(problems_of, tiny, tmp_path):
-    import shutil
-
     folder = shutil.copytree(tiny / "model", tmp_path / "bare")
     (folder / "model.safetensors").unlink()
     assert "holds a config but no weights" in problems_of(model=str(folder))[0]
@@ -281,8 +244,6 @@ def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
 
 
 def test_overwrite_never_deletes_what_the_run_starts_from(problems_of, tiny, tmp_path):
-    import shutil
-
     shutil.copytree(tiny / "model", tmp_path / "run" / "final")
     problems = problems_of(model=str(tmp_path / "run" / "final"), overwrite=True)
     assert len(problems) == 1 and "lies inside output_dir" in problems[0]

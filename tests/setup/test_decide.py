@@ -28,7 +28,6 @@ from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
 from dsft.runtime.hardware import Machine
 from dsft.setup import decide
-from dsft.setup.arguments import keep_global_batch
 from dsft.setup.decide import TrainingRun, check_start, resolve_run, resume_decisions
 from dsft.units import GB
 
@@ -91,19 +90,6 @@ def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unl
     assert tf32_of(resolved(dtype="float32", tf32=False)) == []
     # CPU ranks beside GPUs (DS_ACCELERATOR=cpu).
     assert tf32_of(resolved(machine=dataclasses.replace(EIGHT_GPUS, has_gpu=False), dtype="float32")) == []
-
-
-def test_a_decision_that_gives_back_what_an_earlier_one_took_away_is_kept(options, tmp_path):
-    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    config = make_config(TrainConfig, options(tmp_path / "run", **changes), [])
-    checkpoint = tmp_path / "checkpoint-1"
-    checkpoint.mkdir()
-    manifest = {"world_size": 8, "run_identity": {"sequences per step": 32}}
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    run = TrainingRun(options=config, machine=EIGHT_GPUS)
-    run.apply(keep_global_batch(config, str(checkpoint), 4))
-    assert run.options.value("global_batch_size") == 32
-    assert run.options.value("gradient_accumulation_steps") == 4
 
 
 def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
@@ -170,17 +156,6 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
     assert resumed() == (str(tmp_path / "run" / "checkpoint-5"), [], False)
     with pytest.raises(UserError, match=r"is of another run \(trained elements"):
         resumed(another=(3,))
-
-
-def test_a_resume_keeps_its_plan(resolved, monkeypatch, tmp_path):
-    plan = {"zero": "3", "activation_checkpointing": True, "micro_batch": 2, "accumulation": 4, "checkpoint_every": 1}
-    checkpoint = tmp_path / "run" / "checkpoint-1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / MANIFEST).write_text(json.dumps({"world_size": 8, "zero_stage": 3}))
-    run = {"world_size": 8, "plan": plan, "config": {"sequence_parallel": 1}}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
-    monkeypatch.setattr(decide, "resume_decisions", lambda *_: (str(checkpoint), [], False))
-    assert resolved(resume_from_checkpoint="auto").plan.zero == "3"
 
 
 @pytest.mark.parametrize(
