@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dsft.config.deepspeed import (
-    adopt,
     check_deepspeed_json,
     follow_options,
     known_names,
@@ -227,14 +226,3 @@ def test_what_a_json_leaves_out_of_its_warm_up_follows_the_option_that_is_given(
     assert follow_options(content, TrainConfig()) == content
     followed = follow_options(content, TrainConfig(training={"warmup_steps": 50, "learning_rate": 1e-4}))
     assert followed["scheduler"]["params"] == {"warmup_num_steps": "auto", "total_num_steps": "auto"}
-
-
-@pytest.mark.parametrize(
-    ("enabled", "dtype", "contradicts"),
-    [(False, "bfloat16", True), (True, "float32", True), (True, "bfloat16", False), (False, "auto", False)],
-)
-def test_a_json_whose_precision_contradicts_dtype_is_refused(enabled, dtype, contradicts):
-    content = {"bf16": {"enabled": enabled}}
-    decisions, problems = adopt(content, TrainConfig(zero="ds.json", dtype=dtype))
-    assert [decision.value for decision in decisions] == ([enabled] if dtype == "auto" else [])
-    assert bool(problems) == contradicts and all(f"enabled={json.dumps(enabled)}" in each for each in problems)

@@ -158,6 +158,7 @@ def test_all_problems_come_at_once(problems_of):
             ["train_micro_batch_size_per_gpu=4", "per_device_train_batch_size=2"],
         ),
         ({"bf16": {"enabled": True}}, {"dtype": "float32"}, ["bf16.enabled=true", "dtype=float32"]),
+        ({"bf16": {"enabled": False}}, {"dtype": "bfloat16"}, ["bf16.enabled=false", "dtype=bfloat16"]),
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
@@ -174,21 +175,16 @@ def test_a_deepspeed_json_that_contradicts_flags_names_both_values(problems_of, 
     assert all(part in problems[0] for part in expected), problems[0]
 
 
-def test_a_deepspeed_json_sets_what_no_flag_says(options, tmp_path):
+def test_a_deepspeed_json_sets_what_no_flag_says_and_its_optimizer_gets_the_learning_rate(options, tmp_path):
+    content = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdamW"}}
     path = tmp_path / "ds.json"
-    path.write_text(
-        json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5})
-    )
-    problems: list[str] = []
-    config = make_config(
-        TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), problems
-    )
-    checked = check_run(config, this_machine(ranks_per_node=2), problems)
-    assert checked.problems == []
-    assert checked.options.value("per_device_train_batch_size") == 3 and checked.options.value("max_grad_norm") == 0.5
+    path.write_text(json.dumps(content))
+    config = make_config(TrainConfig, options(tmp_path / "run", zero=str(path), per_device_train_batch_size=None), [])
+    checked = check_run(config, this_machine(ranks_per_node=2))
+    assert checked.problems == [] and checked.options.value("per_device_train_batch_size") == 3
     reasons = {decision.name: decision.reason for decision in checked.decisions}
     assert reasons["per_device_train_batch_size"] == f"{path} has train_micro_batch_size_per_gpu=3"
-    assert "max_grad_norm" not in config.training, "the options that were given stay as they are"
+    assert checked.zero_file["optimizer"]["params"]["lr"] == "auto", "DeepSpeed's own would be 1e-3"
 
 
 def test_the_folder_of_another_run_is_refused_and_stays_as_it_was(problems_of, tmp_path):

@@ -154,6 +154,8 @@ def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path)
     smaller = smaller_plan(run)
     assert smaller.device_bytes <= 0.9 * plan.device_bytes
     assert smaller.micro_batch * smaller.accumulation == plan.micro_batch * plan.accumulation
+    resumed = dataclasses.replace(run, checkpoint="checkpoint-5")
+    assert (smaller.zero, smaller_plan(resumed).zero) == ("0", "1"), "ZeRO 0 takes no checkpoint of other stages"
     run.plan = dataclasses.replace(plan, device_bytes=GB // 100)
     assert smaller_plan(run) is None
     run.plan = dataclasses.replace(plan, device_bytes=1000 * GB)  # with memory_check=false, beyond any card
