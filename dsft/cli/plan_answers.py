@@ -39,12 +39,9 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
         training: as it was asked for, without decisions.
         words: the options of the training as the user wrote them.
     """
-    runs = []
-    for machine in machines:
-        run = resolve_offline(training, machine, scored=options.perplexity)
-        for note in run.notes:
-            show_text(f"dsft: note: {note}", file=sys.stderr)
-        runs.append(run)
+    runs = [resolve_offline(training, machine, scored=options.perplexity) for machine in machines]
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        show_text(f"dsft: note: {note}", file=sys.stderr)
     if options.perplexity:
         fits = answer_perplexity(options, runs[0])
     elif options.longest:

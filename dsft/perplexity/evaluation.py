@@ -42,9 +42,8 @@ from dsft.planner.activations import attention_of
 from dsft.planner.choose import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
-from dsft.runtime.hardware import Machine, Memory, has_gpu, memory_errors_explained, peak_memory_bytes, reset_peaks
+from dsft.runtime.hardware import Machine, has_gpu, memory_errors_explained, peak_memory_bytes, reset_peaks
 from dsft.runtime.software import versions
-from dsft.units import GiB
 
 TOKENS = "tokens.parquet"  # folder in output_dir
 OTHER_OPTIONS = (
@@ -121,18 +120,16 @@ def evaluate_models(
             facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
         cached = [results and results.find(job.about, tokens=job.tokens) for job in jobs]
-        with contextlib.ExitStack() as stack:
+        with _out_of_memory_explained(candidate.config), contextlib.ExitStack() as stack:
             if not all(cached):
                 for each in (candidate, *others):
                     for model in with_bases(each.config.model):
                         verify_once(model)
-                with _out_of_memory_explained(candidate.config, "loading"):
-                    models, zero = _load([candidate, *others], machine, dtype, stack)
+                models, zero = _load([candidate, *others], machine, dtype, stack)
             for job, evaluation in zip(jobs, cached, strict=True):
                 recorder = None
                 if evaluation is None:
-                    with _out_of_memory_explained(candidate.config, "scoring"):
-                        evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
+                    evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
                 if results:
                     results.add(evaluation)
                 if recorder:  # a result that is written needs its parts no longer
@@ -394,14 +391,9 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
         free_memory()
 
 
-def _out_of_memory_explained(config: EvalConfig, doing: str) -> contextlib.AbstractContextManager[None]:
-    def explanation(error: BaseException, memory: Memory) -> str:
-        peaks = peak_memory_bytes()
-        taken = peaks["gpu" if memory == "GPU" and "gpu" in peaks else "host"] / GiB
-        return (
-            f"in {doing} {config.model} ({one_line(error)}): peak {memory} memory was {taken:.3g} GiB; use"
-            f" a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks with zero 3, or zero"
-            " 3-offload if a GPU ran out"
-        )
-
-    return memory_errors_explained(explanation)
+def _out_of_memory_explained(config: EvalConfig) -> contextlib.AbstractContextManager[None]:
+    advice = (
+        f"use a smaller batch_tokens (here {config.batch_tokens or 'the default'}), more ranks with zero 3, or zero"
+        " 3-offload if a GPU ran out"
+    )
+    return memory_errors_explained(lambda error, _: f"in evaluating {config.model} ({one_line(error)}); {advice}")

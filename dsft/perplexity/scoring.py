@@ -199,6 +199,8 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
         for scorer in scorers:
             gathered.enter_context(scorer.weights())
         rows = scored_rows(scorers[0].config.get_text_config().vocab_size)
+        if len(scorers) > 1:  # compared in float64, which takes several copies
+            rows = max(1, rows // 8)
         parts = [each.split(rows) for each in (targets_BT[is_scored_BT], *outputs)]
         for targets_R, *outputs_R in zip(*parts, strict=True):
             if not len(targets_R):
