@@ -23,6 +23,7 @@ from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run, rea
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
 from dsft.data.formats import Chat, Pair
+from dsft.data.tokens import encode_open
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.launch import launch
@@ -219,7 +220,7 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
 
 def generate(model: Any, tokenizer: Any, prompt: str) -> str:
     """Continue `prompt` by at most 40 tokens, always the likeliest."""
-    ids = models_tokenizer.text_ids(tokenizer, prompt)
+    (ids,) = encode_open(tokenizer, [prompt])
     return models_tokenizer.generate(model, tokenizer, ids, max_new_tokens=40)
 
 

@@ -93,10 +93,12 @@ def command_help(name: str, *, everything: bool) -> str:
 def usage(name: str) -> str:
     command = COMMANDS[name]
     words = ["dsft", name]
-    for option, field in options_of(command.options).items():
+    fields = options_of(command.options)
+    for option, field in fields.items():
         if not field.kw_only:
             words.append(option.upper() if field.default is dataclasses.MISSING else f"[{option.upper()}]")
-    words.append("[--OPTION VALUE ...]")
+    if command.run_options or any(field.kw_only for field in fields.values()):
+        words.append("[--OPTION VALUE ...]")
     if name == "launch":
         words.append("train|eval")
     if name == "launch" or command.run_options:
