@@ -65,17 +65,13 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def choose_plan(run: TrainingRun) -> Choice:
-    return plan_run(run, must_fit=False)
-
-
 def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:
     """One machine: what is chosen, and the ways that are faster and smaller; what else would fit where nothing does."""
     machine = run.machine
-    choice = choose_plan(run)
+    choice = plan_run(run, must_fit=False)
     plan = run.plan = choice.plan
     ways = [] if plan.fits else ways_to_fit(training, machine)
-    seconds = training_seconds(options.tokens, run, plan)
+    whole = whole_training(options.tokens, run, plan)
     if options.out:
         write_plan(Path(options.out), plan, run)
     if options.json:
@@ -85,7 +81,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
                 "candidates": [as_dict(candidate) for candidate in choice.candidates],
                 "model": dataclasses.asdict(run.job.size),
                 "machine": dataclasses.asdict(machine),
-                "hours": seconds and seconds / 3600,
+                "hours": whole and whole[0] / 3600,
                 "would_fit": [way.change for way in ways],
             }
         )
@@ -95,7 +91,12 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
     lines = [f"{job}: {describe_plan(plan, machine)}", describe_memory(plan, machine)]
     if plan.fits:
         if plan.has_time_estimate:
-            lines.append(describe_time(run, plan, seconds))
+            time = f"{plan.step_seconds:.2g} s per step, {plan.tokens_per_second:,.0f} tokens/s"
+            if whole:
+                time = f"{whole[1]}: about {in_time(whole[0])}; {time}"
+            if not CARDS[card_of(machine)].utilisation:
+                time += " (a guess: no training on this card was published)"
+            lines.append(time)
         lines.append(train_command(words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine)]
         if smaller := smaller_plan(run):
@@ -129,19 +130,6 @@ def describe_memory(plan: Plan, machine: Machine) -> str:
     if offloads(plan.deepspeed_config) or not machine.has_gpu or not plan.fits:
         memory += f", host memory {plan.host_bytes / GiB:,.1f} of {machine.host_bytes / GiB:,.0f} GiB"
     return f"fits: {memory}" if plan.fits else f"nothing fits; the closest takes {memory}"
-
-
-def describe_time(run: TrainingRun, plan: Plan, seconds: float | None) -> str:
-    """The time of a step, and of the whole training where its steps are known."""
-    text = f"{plan.step_seconds:.2g} s per step, {plan.tokens_per_second:,.0f} tokens/s"
-    if seconds:
-        steps = run.options.training.get("max_steps", -1)
-        epochs = run.options.training.get("num_train_epochs", TrainingArguments.num_train_epochs)
-        whole = plural(steps, "step") if steps > 0 else f"{epochs:g} epoch{'s' * (epochs != 1)}"
-        text = f"{whole}: about {in_time(seconds)}; {text}"
-    if not CARDS[card_of(run.machine)].utilisation:
-        text += " (a guess: no training on this card was published)"
-    return text
 
 
 def train_command(words: Sequence[str]) -> str:
@@ -202,7 +190,7 @@ def explain(run: TrainingRun, choice: Choice) -> None:
 
 def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
     """One row per machine."""
-    plans = [choose_plan(run).plan for run in runs]
+    plans = [plan_run(run, must_fit=False).plan for run in runs]
     if options.json:
         pairs = zip(runs, plans, strict=True)
         print_json([{"machine": dataclasses.asdict(run.machine), "plan": as_dict(plan)} for run, plan in pairs])
@@ -228,19 +216,21 @@ def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
     return table
 
 
-def training_seconds(tokens: float | None, run: TrainingRun, plan: Plan) -> float | None:
-    """Seconds of the whole training: of `max_steps`, or of its epochs over so many tokens, else over those of the data;
-    None where neither is known.
+def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[float, str] | None:
+    """(seconds of the whole training, its steps or epochs): of `max_steps`, or of its epochs over so many tokens, else
+    over those of the data; None where neither is known.
     """
     if not plan.has_time_estimate:
         return None
     training = run.options.training
     steps = training.get("max_steps", -1)
     if steps > 0:
-        return steps * plan.step_seconds
+        return steps * plan.step_seconds, plural(steps, "step")
     tokens = tokens or count_tokens(run)
+    if not tokens:
+        return None
     epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
-    return tokens * epochs / plan.tokens_per_second if tokens else None
+    return tokens * epochs / plan.tokens_per_second, f"{epochs:g} epoch{'s' * (epochs != 1)}"
 
 
 def count_tokens(run: TrainingRun) -> float | None:
