@@ -42,14 +42,14 @@ from dsft.errors import (
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
     UserError,
+    one_line,
     raise_if_any,
     shown_command,
     without_second_errors,
 )
-from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE
-from dsft.job.cause import Cause
+from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE, Cause
 from dsft.perplexity.of_training import read_evaluation
-from dsft.runtime.console import OPERATOR_LOG, show_text
+from dsft.runtime.console import show_text
 from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import (
     CHECKS_ALONE,
@@ -59,11 +59,9 @@ from dsft.runtime.launcher_env import (
     OPTIONS_FILE,
     SINGLE_PROCESS_ENV,
     SSH,
-    Node,
     address_of,
     free_port,
     launcher_variables,
-    read_hosts,
 )
 from dsft.setup.named_files import check_named_files
 from dsft.units import plural
@@ -89,15 +87,34 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|(?<!IB_P)KEY|SECRET|PASSW|CREDENTIAL")  # N
 PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
-def hosts_of(options: HostFields) -> list[Node]:
-    """The nodes that take part, the first (rank 0's) first. Raises as `read_hosts`."""
-    return read_hosts(
-        options.hostfile,
-        include=options.include or "",
-        exclude=options.exclude or "",
-        num_nodes=-1 if options.num_nodes is None else options.num_nodes,
-        num_gpus=-1 if options.num_gpus is None else options.num_gpus,
-    )
+def hosts_of(options: HostFields) -> dict[str, int]:
+    """The hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their ranks.
+    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, fewer hosts than asked
+    for, exclusive options.
+    """
+    hostfile = options.hostfile
+    if not Path(hostfile).is_file():
+        raise UserError(f"--hostfile {hostfile}: no such file; write one line per node, `worker-1 slots=8`")
+    if (options.include or options.exclude) and (options.num_nodes or options.num_gpus):
+        raise UserError("--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind")
+    from deepspeed.launcher import runner  # here: seconds
+
+    runner.logger.disabled = True  # it would print the file before the message below
+    try:
+        hosts = runner.fetch_hostfile(hostfile)
+        hosts = runner.parse_inclusion_exclusion(hosts, options.include or "", options.exclude or "")
+    except ValueError as error:
+        raise UserError(f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
+    finally:
+        runner.logger.disabled = False
+    if options.num_nodes and options.num_nodes > len(hosts):  # DeepSpeed would take those that there are without a word
+        names = plural(len(hosts), "host")
+        raise UserError(f"--num_nodes {options.num_nodes}: {hostfile} names {names}; lower it, or add more")
+    hosts = runner.apply_num_nodes_and_gpus(hosts, options.num_nodes or -1, options.num_gpus or -1)
+    ranks = {host: len(slots) for host, slots in hosts.items() if slots}
+    if not ranks:
+        raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")
+    return ranks
 
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
@@ -117,14 +134,10 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     for name, value in vars(options).items():
         if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
             problems.append(f"--{name}: needs a value")
-    if options.hostfile and not os.path.isfile(options.hostfile):
-        problems.append(f"--hostfile {options.hostfile}: there is no such file")
     if not options.hostfile:
         for name in ("include", "exclude", "num_nodes"):
             if getattr(options, name):
                 problems.append(f"--{name}: chooses from a host file; name one with --hostfile")
-    if options.bind_cores_to_rank and not shutil.which("numactl"):
-        problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
     raise_if_any(problems)
     name, *words = words
     if name == "eval" and words and not words[0].startswith("--"):
@@ -151,10 +164,11 @@ def launch(argv: list[str]) -> int:
         problems += without_second_errors(check_named_files(config), problems)
     raise_if_any(problems)
 
-    nodes = hosts_of(options) if options.hostfile else []
-    num_ranks = sum(node.slots or 0 for node in nodes) or _local_ranks(options)
+    hosts = hosts_of(options) if options.hostfile else {}
+    nodes = list(hosts)
+    num_ranks = sum(hosts.values()) or _local_ranks(options)
     if nodes:  # else DeepSpeed takes the first word that a shell there prints, a greeting of ~/.bashrc too
-        options.master_addr = options.master_addr or address_of(nodes[0].name)
+        options.master_addr = options.master_addr or address_of(nodes[0])
     options.master_port = options.master_port or free_port()  # chosen here: the preflight looks at the one that is used
     folder = Path(output_dir) if output_dir else Path(tempfile.gettempdir(), f"dsft-{uuid.uuid4().hex[:8]}")
     file = folder.absolute() / OPTIONS_FILE
@@ -204,14 +218,13 @@ def launch(argv: list[str]) -> int:
 
 def _local_ranks(options: LaunchOptions) -> int:
     """Ranks on this machine: the user's number, or one for each GPU that CUDA_VISIBLE_DEVICES leaves."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu() else None
-    available = len(visible.split(",")) if visible else default_ranks()
+    available = default_ranks()
     if has_gpu() and (options.num_gpus or 0) > available:
         raise UserError(f"--num_gpus {options.num_gpus}: this machine has {plural(available, 'GPU')}; lower it")
     return options.num_gpus or available
 
 
-def _command(options: LaunchOptions, nodes: list[Node], num_ranks: int, name: str, file: Path) -> list[str]:
+def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str, file: Path) -> list[str]:
     """The words that start all ranks with the options in `file`. Raises UserError: pdsh is missing, or a path cannot
     go through it.
     """
@@ -289,19 +302,23 @@ def _names_checkpoint_of_other_run(values: Mapping[str, Any], output_dir: str) -
     return values.get("resume_from_checkpoint", "auto") not in ("auto", True) and not checkpoints(output_dir)
 
 
-def _write_options(file: Path, values: dict[str, Any], nodes: list[Node]) -> None:
+def _write_options(file: Path, values: dict[str, Any], nodes: list[str]) -> None:
     """Write the options into the job's folder, here and on every node, which need not share it."""
     text = yaml.safe_dump(values, allow_unicode=True, sort_keys=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     _write_private(file, text)
-    script = f"umask 077; mkdir -p {file.parent} && cat > {file}"
+    _run_on(nodes, f"umask 077; mkdir -p {file.parent} && cat > {file}", text)
 
-    def send(node: Node) -> None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the start says what is wrong with the node
-            subprocess.run([*SSH, node.name, script], input=text.encode(), capture_output=True, timeout=SEND_SECONDS)
+
+def _run_on(nodes: list[str], script: str, text: str = "") -> None:
+    """Run a shell script, which reads `text`, on every node. What is wrong with a node is said by the start."""
+
+    def run(node: str) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run([*SSH, node, script], input=text.encode(), capture_output=True, timeout=SEND_SECONDS)
 
     with ThreadPoolExecutor(max_workers=64) as pool:
-        list(pool.map(send, nodes))
+        list(pool.map(run, nodes))
 
 
 def _write_private(file: Path, text: str) -> None:
@@ -330,15 +347,11 @@ def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
 
 
 def accelerator() -> dict[str, str]:
-    """The variables by which DeepSpeed knows that there is no GPU, and torch that this is no news. Raises UserError:
-    there are GPUs that torch does not see.
+    """The variable by which DeepSpeed knows that there is no GPU. Raises UserError: there are GPUs that torch does not
+    see.
     """
     require_seen_gpus()
-    if has_gpu():
-        return {}
-    # A build of torch for CUDA would say in each of the launcher's processes that no CUDA runtime is found.
-    logs = ",".join(filter(None, [os.environ.get("TORCH_LOGS"), f"-{OPERATOR_LOG}"]))
-    return {"DS_ACCELERATOR": "cpu", "TORCH_LOGS": logs}
+    return {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -443,7 +456,7 @@ class _Job:
         self,
         options: LaunchOptions,
         command: list[str],
-        nodes: list[Node],
+        nodes: list[str],
         num_ranks: int,
         env_file: Path,
         saves: bool,
@@ -459,7 +472,7 @@ class _Job:
         self.failure = ""
         self.end_at: float | None = None
         self.is_asked = False
-        address = options.master_addr or (nodes[0].name if nodes else LOOPBACK)
+        address = options.master_addr or (nodes[0] if nodes else LOOPBACK)
         self.store = None if self.is_one_process else _Store(address, options.master_port)
         self.process: subprocess.Popen | None = None
 
@@ -596,18 +609,7 @@ class _Job:
     def _kill_remote_ranks(self) -> None:
         """Kill ranks that still wait for the others: they notice no end of ssh, and would wait for start_timeout."""
         pattern = f"dsft.* --config {re.escape(str(self.env_file.with_name(OPTIONS_FILE)))}"
-
-        def kill(node: Node) -> None:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(
-                    [*SSH, node.name, f"pkill -f -- '{pattern}'"],
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=SEND_SECONDS,
-                )
-
-        with ThreadPoolExecutor(max_workers=64) as pool:
-            list(pool.map(kill, self.nodes))
+        _run_on(self.nodes, f"pkill -f -- '{pattern}'")
 
 
 def _signal_group(pid: int, number: int) -> None:

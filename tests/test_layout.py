@@ -174,7 +174,7 @@ def test_names_of_a_runs_files_stand_in_one_room():
 PATCHED_LIBRARIES = {"torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "trl", "liger_kernel"}
 OWN_OR_PUBLIC = {
     ("models/adapters.py", "adapted.save_pretrained"),  # its public argument save_embedding_layers
-    ("runtime/launcher_env.py", "runner.logger.disabled"),  # a switch of Python's loggers
+    ("launch.py", "runner.logger.disabled"),  # a switch of Python's loggers
     ("models/chunked_head.py", "inner.forward"),  # of the model itself, as Liger replaces it
     ("models/chunked_head.py", "head.forward"),
     ("models/chunked_head.py", "module.forward"),

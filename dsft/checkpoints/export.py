@@ -21,8 +21,8 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import cached_file
 
 from dsft.checkpoints.manifest import share_files
-from dsft.checkpoints.readback import verify_weights
 from dsft.checkpoints.run_folder import UNFINISHED, check_new_folder, find_adapter, find_weights
+from dsft.checkpoints.save import verify_weights
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.adapters import unwrapped
 from dsft.models.build import DTYPES, adapter_problems, load_weights
@@ -32,7 +32,7 @@ from dsft.models.quantization import GGUF, cast_weights, unpacking_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weight_files import safe_unpickling
 from dsft.runtime.hardware import free_host_bytes
-from dsft.units import GB
+from dsft.units import GB, write_json
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What describes how images and sound become tensors."""
@@ -183,14 +183,14 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
                     section[key] = rope.pop(key)
             if rope and rope != {"rope_type": "default"}:
                 section["rope_scaling"] = rope
-        _write_json(config_file, config)
+        write_json(config_file, config)
     if tokenizer_file.is_file():
         config = json.loads(tokenizer_file.read_text(encoding="utf-8"))
         if config.get("tokenizer_class") == "TokenizersBackend":
             config["tokenizer_class"] = _tokenizer_class(tokenizer)
             if isinstance(config.get("extra_special_tokens"), list):
                 config["additional_special_tokens"] = config.pop("extra_special_tokens")
-            _write_json(tokenizer_file, config)
+            write_json(tokenizer_file, config)
 
 
 def _tokenizer_class(tokenizer: str) -> str:
@@ -203,10 +203,6 @@ def _tokenizer_class(tokenizer: str) -> str:
     )
     name = json.loads(Path(file).read_text(encoding="utf-8")).get("tokenizer_class") if file else None
     return name if name and name != "TokenizersBackend" else "PreTrainedTokenizerFast"
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_processor(package: str, folder: Path, revision: str | None = None) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dsft.checkpoints.manifest import read_manifest
-from dsft.checkpoints.readback import trained_shapes
+from dsft.checkpoints.save import trained_shapes
 from dsft.errors import UserError
 from dsft.models.weight_files import FP32, ZeroShards
 

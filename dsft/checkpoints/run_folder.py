@@ -47,6 +47,8 @@ OPTIONS_ON_THE_CARD = (
     *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
     *("adapter", "lora_r", "lora_alpha", "lora_target_modules", "seed"),
 )
+OTHER_TOOLS = "other_tools_checkpoints"
+"""Section of run.json: names of the checkpoints that lay in the folder before its run."""
 UNFINISHED = ".unfinished"
 """Ending of the name of the folder that an export is written to until it is whole."""
 WEIGHTS_ONLY = "resume_weights_only"
@@ -122,10 +124,11 @@ def clear_run(output_dir: str) -> None:
 
 def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
     """List why a run cannot resume from a checkpoint, by its files, their sizes and, to `verify`, the hashes of small
-    ones. One without a manifest is another tool's, unless it lies in a run's folder.
+    ones. One without a manifest is another tool's, unless it came into a run's folder after the run.
     """
     try:
-        needs_manifest = verify and is_run(folder.parent)
+        is_other_tools = folder.name in _known_run(folder.parent).get(OTHER_TOOLS, [])
+        needs_manifest = verify and is_run(folder.parent) and not is_other_tools
         if not needs_manifest and not (folder / MANIFEST).is_file():
             return []
     except OSError as error:
@@ -240,6 +243,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
     content = _known_run(output_dir) or {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": os.environ.get(LAUNCH),
+        OTHER_TOOLS: [each.name for each in checkpoints(output_dir) if not (each / MANIFEST).is_file()],
     }
     write_json(path, content | sections)
 
@@ -340,14 +344,16 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     config = run["config"]
     results = run["results"]
     data += f"\n\nHeld out: {held_out}" if held_out else ""
-    has_new_adapter = config["method"] != "full" and not config.get("adapter")  # a saved one has its own shape
-    options = {
-        name: config[name]
-        for name in OPTIONS_ON_THE_CARD
-        if config.get(name) not in (None, -1) and (has_new_adapter or not name.startswith("lora"))
-    }
-    numbers = {text: results[name] for name, text in ON_THE_CARD.items() if results.get(name) is not None}
-    measured = {text: f"{n:,}" if isinstance(n, int) else f"{n:,.6g}" for text, n in numbers.items()}
+    options = {}
+    for name in OPTIONS_ON_THE_CARD:
+        is_of_adapter = name.startswith("lora")
+        if config.get(name) not in (None, -1) and (config["method"] != "full" or not is_of_adapter):
+            options[name] = config[name]
+    measured = {}
+    for name, text in ON_THE_CARD.items():
+        value = results.get(name)
+        if value is not None:
+            measured[text] = f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
     def listed(values: dict[str, Any]) -> str:
         return "\n".join(f"- {name}: {value}" for name, value in values.items())

@@ -5,29 +5,41 @@ RUN/checkpoint-8/           renamed once rank 0 has checked it and written its m
 
 A failure ends the run: the rank that failed raises, and the others are ended with its cause. Earlier checkpoints are
 complete, and `.saving/` is discarded at the next start.
+
+What was saved is read back by its hashes before it is trusted: `changed_files`, `verify_weights`.
 """
 
 import contextlib
 import functools
+import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
+
 from dsft.checkpoints.manifest import (
     STAGING,
     TRAINER_STATE,
+    content_errors,
     discard,
     files_of,
     hash_and_sync,
     publish,
     share_of,
 )
-from dsft.errors import Unsaved, one_line
-from dsft.models.model_folder import OPTIMIZER_FILES
+from dsft.checkpoints.run_folder import sealed_checkpoint
+from dsft.errors import Unsaved, one_line, raise_if_any
+from dsft.models.model_folder import OPTIMIZER_FILES, described_in, has_only_shards, is_step_folder
+from dsft.models.weight_files import shapes_in
 from dsft.runtime import distributed
+from dsft.runtime.console import say
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
 from dsft.units import GB
@@ -141,3 +153,72 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
     if states < world_size:
         errors.append(f"{states} of {world_size} ranks' random states are there; do all nodes share the output folder?")
     return errors
+
+
+def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of the trained parameters by name, also where ZeRO-3 holds only a piece of each."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return shapes_of(trained)
+
+
+def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
+    """Return the parameters that an adapter's file holds, trained or frozen, by their names in the model."""
+    named = dict(model.named_parameters())
+    kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    saved = {id(parameter) for parameter in kept.values()}
+    return {name: each for name, each in named.items() if id(each) in saved or each.requires_grad}
+
+
+def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return copies of parameters in host memory, on rank 0 alone, also where ZeRO-3 holds only a piece of each; tied
+    ones are one copy. Collective under ZeRO-3.
+    """
+    copies = {}
+    for parameter in dict.fromkeys(parameters.values()):
+        with GatheredParameters([parameter]):
+            if distributed.rank() == 0:
+                copies[parameter] = parameter.detach().to("cpu", copy=True)
+    return {name: copies[parameter] for name, parameter in parameters.items() if parameter in copies}
+
+
+def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of parameters, also where ZeRO-3 holds only a piece of each."""
+    return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
+
+
+def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
+    """List what the safetensors of a folder lack: a tensor is empty, or they have fewer than `num_elements`."""
+    shapes = shapes_in(folder)
+    for name, shape in shapes.items():
+        if 0 in shape:
+            return [f"{name} is empty on disk"]
+    num_written = sum(math.prod(shape) for shape in shapes.values())
+    if num_written < num_elements:
+        return [f"{num_elements:,} trained elements expected, {num_written:,} written"]
+    return []
+
+
+def changed_files(checkpoint: str, *, weights_only: bool = False) -> list[str]:
+    """Hash the files of a checkpoint, each rank its share, and return what has changed on any rank since they were
+    written. Collective.
+    `weights_only`: leave out DeepSpeed's shards, unless the weights lie in them.
+    """
+    folder = Path(described_in(checkpoint))
+    files = files_of(folder)
+    if weights_only and not has_only_shards(checkpoint):
+        files = [file for file in files if not is_step_folder(str(file.parent))]
+    start = time.monotonic()
+    errors = content_errors(folder, share_of(files, reader=distributed.rank(), readers=distributed.world_size()))
+    distributed.wait_long("verification")
+    errors = distributed.from_all(errors)
+    say(f"{folder}: hashed in {time.monotonic() - start:.3g} s")
+    return errors
+
+
+def verify_weights(model: str) -> None:
+    """Hash all that loading the weights of `model` reads, where it is a checkpoint with a manifest. Collective.
+    Raises UserError on every rank, with each file that has changed.
+    """
+    if distributed.on_rank_0(lambda: sealed_checkpoint(model)) is not None:
+        errors = changed_files(model, weights_only=True)
+        raise_if_any([f"{model}: {error}; it is damaged, use another" for error in errors])

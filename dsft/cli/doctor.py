@@ -13,7 +13,7 @@ from dsft.doctor.run import Report, examine, examine_launched
 from dsft.errors import EXIT_USER_ERROR, UserError, nearest, one_line, raise_if_any
 from dsft.launch import hosts_of, remote_environment
 from dsft.runtime.console import show_table, show_text
-from dsft.runtime.launcher_env import Node, map_launcher_variables
+from dsft.runtime.launcher_env import map_launcher_variables
 from dsft.units import GiB, plural
 
 COLUMNS = ("node", "ranks", "devices", "memory", "/dev/shm", "address", "torch", "deepspeed", "dsft")
@@ -38,7 +38,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     is_launched = not options.hostfile and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
     if is_launched:
         _run_as_rank(options, output_dir)
-    nodes = hosts_of(options) if options.hostfile else [Node(name="localhost", slots=options.num_gpus)]
+    nodes = hosts_of(options) if options.hostfile else {"localhost": options.num_gpus}
     report = examine(
         nodes,
         variables=remote_environment(os.environ) if options.hostfile else None,

@@ -18,7 +18,7 @@ from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_options, split_flags
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
 from dsft.runtime import quick_imports, quiet_libraries
-from dsft.runtime.launcher_env import check_environment, unset_single_process_env
+from dsft.runtime.launcher_env import unset_single_process_env
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Of an OSError that a full disk, or a quota, gives."""
@@ -39,7 +39,6 @@ SYNONYMS = {
 def main(argv: list[str] | None = None) -> None:
     if argv is None:  # a process of its own; a caller's process may hold the group of these variables
         unset_single_process_env()
-        check_environment(os.environ)
         argv = sys.argv[1:]
     name, *words = argv or ["--help"]
     if {"-h", "--help"} & {name, *words}:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from importlib import resources
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.options import TrainConfig
+from dsft.config.options import HostFields, TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError, raise_if_any, without_second_errors
+from dsft.launch import hosts_of
 from dsft.planner.speed import CARDS, card_of, cards_named, choose_card, parse_interconnect
 from dsft.runtime import quick_imports
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
-from dsft.runtime.launcher_env import read_hosts
 from dsft.setup.named_files import NOT_NEEDED, check_named_files
 from dsft.units import GB
 
@@ -54,7 +54,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     """Return the machines that the hardware options describe: this one, or one for each entry of --gpus. Raises
     UserError for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not see.
     """
-    hosts = {node.name: node.slots for node in read_hosts(options.hostfile)} if options.hostfile else {}
+    hosts = hosts_of(HostFields(hostfile=options.hostfile)) if options.hostfile else {}
     if hosts and options.nodes != 1:
         raise UserError(f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one")
     if options.nodes < 1:

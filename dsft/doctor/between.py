@@ -1,5 +1,6 @@
 """Findings of an examination: each node by itself, and the nodes compared. Pure: facts in, findings out."""
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +18,43 @@ SLOW = 0.7
 """A rank that multiplies matrices at less than this share of the median rate is a straggler."""
 BUSY_SHARE = 0.05
 """Of a GPU's memory, in use by others."""
+ERRORS = {
+    "unknown-host": "correct the host file, or add the address to /etc/hosts",
+    "ssh-host-key": "ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
+    "ssh-password": "ssh-copy-id {node} (first ssh-keygen -t ed25519, if there is no key)",
+    "host-unreachable": "ping {node}; is it up, does sshd run there, does a firewall drop port 22?",
+    "ssh-failed": "ssh -v {node} true",
+    "node-silent": "ssh {node}: try it by hand",
+    "no-folder": "mount {folder} on {node}, or copy it there",
+    "no-python": "create the same environment on {node}",
+    "package-missing": "install the same packages on {node}: pip install -c constraints.txt -e .",
+    "versions": "install the same versions on all nodes",
+    "code": "copy the same checkout to all nodes",
+    "wrong-machine": "correct the addresses or names",
+    "gpu-driver": "repair the driver: nvidia-smi",
+    "torch-without-cuda": "install a CUDA build of torch",
+    "slots": "correct slots in the host file, or --num_gpus",
+    "output-not-writable": "choose another output_dir, or change its permissions",
+    "output-not-shared": "name a folder that all nodes share as output_dir",
+    "master-port-busy": "choose another --master_port, or leave it out",
+    "network-blocked": "look for a firewall, or name another --master_addr",
+    "interface": "correct the variable, or unset it",
+    "wrong-sum": "test that GPU and its links",
+}
+"""Code of a finding that stops a launch -> what to do about it."""
+WARNINGS = {
+    "gpu-errors": "reset or replace the GPU",
+    "gpu-busy": "nvidia-smi lists them",
+    "shared-memory": "raise it: mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g",
+    "disk": "free some space, or choose another disk",
+    "compiler": "install g++ and Python's headers",
+    "driver-versions": "install the same driver on all nodes",
+    "clocks": "synchronise it: chronyc makestep",
+    "slow-rank": "look for other processes, heat, or a power limit there",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Something that is wrong, where, and what to do."""
 
@@ -28,7 +63,14 @@ class Finding:
     """Name of a node, or of several."""
     message: str
     fix: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Literal["error", "warning"]
+
+
+def finding(code: str, where: str, message: str) -> Finding:
+    """Returns the finding with its severity and its fix."""
+    severity = "error" if code in ERRORS else "warning"
+    fix = (ERRORS | WARNINGS)[code].format(node=where, folder=os.getcwd())
+    return Finding(code, where, message, fix, severity)
 
 
 def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -36,49 +78,37 @@ def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
     slots = facts["slots"]
     gpus = facts["gpus"]
     if facts["gpu_error"]:
-        yield Finding(code="gpu-driver", where=node, message=facts["gpu_error"], fix="repair the driver: nvidia-smi")
+        yield finding("gpu-driver", node, facts["gpu_error"])
     if gpus and "+cpu" in facts["versions"]["torch"]:
         message = f"torch {facts['versions']['torch']} is a CPU build, but there are {len(gpus)} GPUs"
-        yield Finding(code="torch-without-cuda", where=node, message=message, fix="install a CUDA build of torch")
+        yield finding("torch-without-cuda", node, message)
     if gpus and slots > len(gpus):
-        message = f"{slots} ranks, but {len(gpus)} GPUs"
-        yield Finding(code="slots", where=node, message=message, fix="correct slots in the host file, or --num_gpus")
+        yield finding("slots", node, f"{slots} ranks, but {len(gpus)} GPUs")
     missing = [name for name in PACKAGES if facts["versions"][name] == "missing"]
     if missing:
-        message = f"not installed: {', '.join(missing)}"
-        yield Finding(code="package-missing", where=node, message=message, fix=f"pip install {' '.join(missing)}")
+        yield finding("package-missing", node, f"not installed: {', '.join(missing)}")
     for gpu in gpus[:slots]:
         name = f"GPU {gpu['index']} ({gpu['name']})"
         if gpu["ecc_errors"]:
             message = f"{name}: {gpu['ecc_errors']} uncorrectable memory errors since the driver started"
-            yield Finding(
-                code="gpu-errors", where=node, message=message, fix="reset or replace the GPU", severity="warning"
-            )
+            yield finding("gpu-errors", node, message)
         if gpu["used_bytes"] > BUSY_SHARE * gpu["memory_bytes"]:
             message = f"{name}: {gpu['used_bytes'] / GiB:.1f} of {gpu['memory_bytes'] / GiB:.0f} GiB are in use"
-            yield Finding(code="gpu-busy", where=node, message=message, fix="nvidia-smi lists them", severity="warning")
+            yield finding("gpu-busy", node, message)
     for folder, free in facts["free_bytes"].items():
-        if folder == "/dev/shm":
-            needed = slots * SHARED_BYTES_PER_RANK
-            code = "shared-memory"
-            fix = "raise it: mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
-        else:
-            needed = FREE_DISK_BYTES
-            code = "disk"
-            fix = "free some space, or choose another disk"
+        is_shared_memory = folder == "/dev/shm"
+        needed = slots * SHARED_BYTES_PER_RANK if is_shared_memory else FREE_DISK_BYTES
         if free is not None and free < needed:
             message = f"{folder}: {free / GiB:.2f} GiB free, {needed / GiB:.2f} GiB needed"
-            yield Finding(code=code, where=node, message=message, fix=fix, severity="warning")
-    for code, key, fix in (
-        ("output-not-writable", "output_error", "choose another output_dir, or change its permissions"),
-        ("master-port-busy", "port_error", "choose another --master_port, or leave it out"),
-        ("interface", "interface_error", "correct the variable, or unset it"),
+            yield finding("shared-memory" if is_shared_memory else "disk", node, message)
+    for code, key in (
+        ("output-not-writable", "output_error"),
+        ("master-port-busy", "port_error"),
+        ("interface", "interface_error"),
+        ("compiler", "compile_error"),
     ):
         if facts[key]:
-            yield Finding(code=code, where=node, message=facts[key], fix=fix)
-    if facts["compile_error"]:
-        fix = "install g++ and Python's headers"
-        yield Finding(code="compiler", where=node, message=facts["compile_error"], fix=fix, severity="warning")
+            yield finding(code, node, facts[key])
 
 
 def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, float]) -> Iterator[Finding]:
@@ -89,41 +119,26 @@ def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, flo
         clock_offsets: by node, seconds that its clock is ahead of this machine's.
     """
     for name in next(iter(facts.values()), {"versions": {}})["versions"]:
-        if name == "dsft commit":  # the hash of the code decides
-            continue
-        yield from _differences(name, {node: each["versions"][name] for node, each in facts.items()}, "error")
+        if name != "dsft commit":  # the hash of the code decides
+            code = "code" if name == "dsft code" else "versions"
+            yield from _differences(code, name, {node: each["versions"][name] for node, each in facts.items()})
     for name in ("GPU driver", "GPU type"):
-        yield from _differences(name, {node: each["drivers"][name] for node, each in facts.items()}, "warning")
+        yield from _differences("driver-versions", name, {node: each["drivers"][name] for node, each in facts.items()})
     hosts = Counter(each["host"] for each in facts.values())
     for node, each in facts.items():
         if hosts[each["host"]] > 1:
-            message = f"its host name is {each['host']}, as another node's is"
-            yield Finding(code="wrong-machine", where=node, message=message, fix="correct the addresses or names")
-    if clock_offsets:
-        middle = statistics.median(clock_offsets.values())
-        for node, offset in clock_offsets.items():
-            if abs(offset - middle) > CLOCK_SECONDS:
-                message = f"its clock is {abs(offset - middle):.0f} s {'ahead' if offset > middle else 'behind'}"
-                yield Finding(
-                    code="clocks",
-                    where=node,
-                    message=message,
-                    fix="synchronise it: chronyc makestep",
-                    severity="warning",
-                )
+            yield finding("wrong-machine", node, f"its host name is {each['host']}, as another node's is")
+    for node, offset in clock_offsets.items():
+        ahead = offset - statistics.median(clock_offsets.values())
+        if abs(ahead) > CLOCK_SECONDS:
+            yield finding("clocks", node, f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}")
 
 
-def _differences(name: str, values: dict[str, str], severity: Literal["error", "warning"]) -> Iterator[Finding]:
-    counts = Counter(values.values())
-    if len(counts) < 2:
-        return
-    usual = counts.most_common(1)[0][0]
+def _differences(code: str, name: str, values: dict[str, str]) -> Iterator[Finding]:
+    usual = Counter(values.values()).most_common(1)[0][0]
     for node, value in values.items():
         if value != usual:
-            code = "code" if name == "dsft code" else "versions" if severity == "error" else "driver-versions"
-            message = f"{name} {value}; {usual} on other nodes"
-            fix = "install the same versions on all nodes" if code != "code" else "copy the same checkout to all nodes"
-            yield Finding(code=code, where=node, message=message, fix=fix, severity=severity)
+            yield finding(code, node, f"{name} {value}; {usual} on other nodes")
 
 
 def check_measured(measured: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -135,21 +150,12 @@ def check_measured(measured: list[dict[str, Any]]) -> Iterator[Finding]:
     """
     hosts = []
     for each in measured:
-        where = f"rank {each['rank']} on {each['host']}"
         if each["is_wrong"]:
-            message = "an all-reduce returned a wrong sum"
-            yield Finding(code="wrong-sum", where=where, message=message, fix="test that GPU and its links")
+            yield finding("wrong-sum", f"rank {each['rank']} on {each['host']}", "an all-reduce returned a wrong sum")
         if not each["sees_output"] and each["host"] not in hosts:
             hosts.append(each["host"])
-            message = "does not see the output folder of the first node"
-            fix = "name a folder that all nodes share as output_dir"
-            yield Finding(code="output-not-shared", where=each["host"], message=message, fix=fix)
-    rates = [each["flops"] for each in measured]
-    for each in measured:
-        if each["flops"] < SLOW * statistics.median(rates):
-            where = f"rank {each['rank']} on {each['host']}"
-            message = (
-                f"multiplies matrices at {each['flops'] / statistics.median(rates):.0%} of the median rate: a straggler"
-            )
-            fix = "look for other processes, heat, or a power limit there"
-            yield Finding(code="slow-rank", where=where, message=message, fix=fix, severity="warning")
+            yield finding("output-not-shared", each["host"], "does not see the output folder of the first node")
+        middle = statistics.median(other["flops"] for other in measured)
+        if each["flops"] < SLOW * middle:
+            message = f"multiplies matrices at {each['flops'] / middle:.0%} of the median rate: a straggler"
+            yield finding("slow-rank", f"rank {each['rank']} on {each['host']}", message)

@@ -16,17 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from dsft.doctor.between import Finding, check_between, check_measured, check_node
+from dsft.doctor.between import Finding, check_between, check_measured, check_node, finding
 from dsft.doctor.facts import node_facts
 from dsft.errors import one_line
+from dsft.runtime import distributed
 from dsft.runtime.disk import PROBE, existing_parent
-from dsft.runtime.launcher_env import LOOPBACK, SSH, Node, free_port
+from dsft.runtime.hardware import has_gpu
+from dsft.runtime.launcher_env import LOOPBACK, SSH, free_port
 
 MARK = "dsft-doctor:"
 """Before each line of JSON: shells that log in may print lines too."""
@@ -35,19 +38,17 @@ JOIN_SECONDS = 60
 MEASURE_SECONDS = 120.0
 REDUCED_BYTES = 64 * 2**20
 MATRIX = 2048
+PYTHON = re.escape(sys.executable)
 SSH_ERRORS = {
-    "Could not resolve hostname": ("unknown-host", "correct the host file, or add the address to /etc/hosts"),
-    "Host key verification failed": ("ssh-host-key", "ssh-keyscan -H {node} >> ~/.ssh/known_hosts"),
-    "Permission denied": ("ssh-password", "ssh-copy-id {node} (first ssh-keygen -t ed25519, if there is no key)"),
-    "timed out|No route to host|unreachable|not responding|Connection refused": (
-        "host-unreachable",
-        "ping {node}; is it up, does sshd run there, does a firewall drop port 22?",
-    ),
-    "cd:.*(No such file|can't cd|ot a directory)": ("no-folder", "mount {folder} on {node}, or copy it there"),
-    "No module named": ("package-missing", "install the same packages on {node}: pip install -c constraints.txt -e ."),
-    "{python}.*No such file|No such file.*{python}": ("no-python", "create the same environment on {node}"),
+    "Could not resolve hostname": "unknown-host",
+    "Host key verification failed": "ssh-host-key",
+    "Permission denied": "ssh-password",
+    "timed out|No route to host|unreachable|not responding|Connection refused": "host-unreachable",
+    "cd:.*(No such file|can't cd|ot a directory)": "no-folder",
+    "No module named": "package-missing",
+    f"{PYTHON}.*No such file|No such file.*{PYTHON}": "no-python",
 }
-"""What ssh, the shell or Python print -> code of the finding, command that helps; the first that fits."""
+"""What ssh, the shell or Python print -> code of the finding; the first that fits."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +64,7 @@ class Report:
 
     @property
     def has_errors(self) -> bool:
-        return any(finding.severity == "error" for finding in self.findings)
+        return any(each.severity == "error" for each in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report for --json."""
@@ -78,12 +79,18 @@ class Report:
 
 
 def examine(
-    nodes: list[Node], *, variables: dict[str, str] | None, output_dir: str, port: int | None, master: str, quick: bool
+    nodes: dict[str, int | None],
+    *,
+    variables: dict[str, str] | None,
+    output_dir: str,
+    port: int | None,
+    master: str,
+    quick: bool,
 ) -> Report:
     """Examines nodes from here.
 
     Args:
-        nodes: all nodes of the job.
+        nodes: all nodes of the job, that of rank 0 first -> its ranks; None: one for each GPU, else one.
         variables: environment of the processes that ssh starts; None: the only node is this machine.
         output_dir: the run's folder; empty: none.
         port: that rank 0 will listen on; None: a free one.
@@ -92,10 +99,11 @@ def examine(
     """
     start = time.monotonic()
     report = Report()
-    questions = {
-        node.name: {"slots": node.slots, "output_dir": output_dir, "quick": quick, "port": None} for node in nodes
-    }
-    questions[nodes[0].name]["port"] = port
+    first = next(iter(nodes))
+    questions = {}
+    for name, slots in nodes.items():
+        questions[name] = {"slots": slots, "output_dir": output_dir, "quick": quick, "port": None}
+    questions[first]["port"] = port
     offsets = {}
     for name, answer in _ask_all("facts", questions, variables, FACTS_SECONDS).items():
         if isinstance(answer, Finding):
@@ -105,10 +113,9 @@ def examine(
             offsets[name] = answer[0].pop("clock") - answer[0].pop("received")
     report.check(offsets)
     if not report.has_errors and (len(nodes) > 1 or not quick):
-        first = report.facts[nodes[0].name]
         address = LOOPBACK
         if len(nodes) > 1:
-            address = master or (first["addresses"] or [LOOPBACK])[0]
+            address = master or (report.facts[first]["addresses"] or [LOOPBACK])[0]
         _measure(report, variables, output_dir, address, port or free_port(), quick=quick)
     report.seconds = time.monotonic() - start
     return report
@@ -136,18 +143,17 @@ def _measure(
         if not errors and len(answers) < slots[name]:
             errors = ["a rank exited without an answer"]
         if errors:
-            fix = f"can it reach {address}, port {port}? Look for a firewall, or name another --master_addr"
-            report.findings.append(Finding(code="network-blocked", where=name, message=errors[0], fix=fix))
+            report.findings.append(finding("network-blocked", name, f"{errors[0]} (address {address}, port {port})"))
     report.findings += check_measured(report.measured)
 
 
 def _ask_all(
-    what: str, questions: dict[str, dict[str, Any]], variables: dict[str, str] | None, seconds: float
+    command: str, questions: dict[str, dict[str, Any]], variables: dict[str, str] | None, seconds: float
 ) -> dict[str, list[dict[str, Any]] | Finding]:
     """Asks all nodes at the same time; returns the answers in the order of the questions."""
 
     def ask(name: str) -> list[dict[str, Any]] | Finding:
-        words = [sys.executable, "-m", "dsft.doctor.run", what, json.dumps(questions[name])]
+        words = [sys.executable, "-m", "dsft.doctor.run", command, json.dumps(questions[name])]
         if variables is not None:
             exports = "".join(f'export {variable}="{value}"; ' for variable, value in variables.items())
             words = [*SSH, name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
@@ -165,18 +171,15 @@ def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, An
             words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        message = f"no answer within {seconds:.0f} s"
-        return Finding(code="node-silent", where=name, message=message, fix=f"ssh {name}: try it by hand")
+        return finding("node-silent", name, f"no answer within {seconds:.0f} s")
     lines = [line.removeprefix(MARK) for line in result.stdout.splitlines() if line.startswith(MARK)]
     if lines:
         received = {"received": time.time()}
         return [json.loads(line) | received for line in lines]
     words = result.stderr.strip()
     message = (words.splitlines() or [f"exit code {result.returncode}"])[-1][:300]
-    for pattern, (code, fix) in SSH_ERRORS.items():
-        if re.search(pattern.replace("{python}", re.escape(sys.executable)), words):
-            return Finding(code=code, where=name, message=message, fix=fix.format(node=name, folder=os.getcwd()))
-    return Finding(code="ssh-failed", where=name, message=message, fix=f"ssh -v {name} true")
+    code = next((code for pattern, code in SSH_ERRORS.items() if re.search(pattern, words)), "ssh-failed")
+    return finding(code, name, message)
 
 
 # ---- on a node
@@ -206,13 +209,14 @@ def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
+    from torch.utils.benchmark import Timer
 
-    has_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
-    if has_gpu:
-        torch.cuda.set_device(device)
+    on_gpu = has_gpu()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = distributed.device()
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=timedelta(seconds=JOIN_SECONDS))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=JOIN_SECONDS))
     rank = dist.get_rank()
     world = dist.get_world_size()
     numbers = torch.full((1024,), float(rank + 1), device=device)
@@ -220,34 +224,26 @@ def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     is_wrong = not torch.equal(numbers, torch.full_like(numbers, world * (world + 1) / 2))
     measured = {"rank": rank, "host": socket.gethostname(), "is_wrong": is_wrong, "flops": 0.0, "bytes_per_second": 0.0}
     with contextlib.ExitStack() as stack:
-        probe = [None]
-        if rank == 0 and output_dir:
+
+        def make_probe() -> str | None:
             with contextlib.suppress(OSError):  # the facts say why
                 folder = existing_parent(Path(output_dir))
-                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder))
-                probe = [file.name]
-        dist.broadcast_object_list(probe, src=0)
-        measured["sees_output"] = probe[0] is None or os.path.exists(probe[0])
-        dist.barrier()
+                return stack.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder)).name
+            return None
+
+        probe = distributed.on_rank_0(make_probe) if output_dir else None
+        measured["sees_output"] = probe is None or os.path.exists(probe)
+        distributed.wait_for_all()
     if quick:
         return measured
 
-    def seconds_of(operation: Any) -> float:
-        operation()
-        best = float("inf")
-        for _ in range(3):
-            if has_gpu:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            operation()
-            if has_gpu:
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return best
+    def seconds_of(operation: Callable[[], object]) -> float:
+        timer = Timer("operation()", globals={"operation": operation}, num_threads=torch.get_num_threads())
+        return timer.timeit(3).mean
 
     block = torch.zeros(REDUCED_BYTES // 4, device=device)
     measured["bytes_per_second"] = REDUCED_BYTES / seconds_of(lambda: dist.all_reduce(block))
-    matrix = torch.ones(MATRIX, MATRIX, device=device, dtype=torch.bfloat16 if has_gpu else torch.float32)
+    matrix = torch.ones(MATRIX, MATRIX, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     dist.barrier()
     measured["flops"] = 2 * MATRIX**3 / seconds_of(lambda: matrix @ matrix)
     dist.barrier()
@@ -260,19 +256,13 @@ def examine_launched(*, output_dir: str, quick: bool) -> Report:
     Raises:
         RuntimeError: a rank did not join in time; torch's error names how many did.
     """
-    import torch.distributed as dist
-
     start = time.monotonic()
     measured = measure_rank(output_dir=output_dir, quick=quick)
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    hosts: list[str] = [""] * world
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = distributed.from_all([measured["host"]])
     facts = None
-    if hosts.index(hosts[rank]) == rank:  # the first of its node
-        facts = node_facts(slots=hosts.count(hosts[rank]), output_dir=output_dir, quick=quick)
-    answers: list[tuple] = [()] * world
-    dist.all_gather_object(answers, (measured, facts))
+    if hosts.index(measured["host"]) == measured["rank"]:  # the first of its node
+        facts = node_facts(slots=hosts.count(measured["host"]), output_dir=output_dir, quick=quick)
+    answers = distributed.from_all([(measured, facts)])
     report = Report()
     for host, (measured, facts) in zip(hosts, answers, strict=True):
         report.measured.append(measured)
@@ -296,7 +286,7 @@ def main() -> None:
             answer = measure_rank(output_dir=question["output_dir"], quick=question["quick"])
         except Exception as error:  # of torch and of NCCL, of many kinds
             answer = {"error": one_line(error)[:400]}
-    print(MARK + json.dumps(answer), flush=True)
+    os.write(1, f"{MARK}{json.dumps(answer)}\n".encode())  # at once: the ranks of a node have one output
     os._exit(0)  # other ranks may have exited already, and a shutdown would wait for them
 
 

@@ -39,15 +39,14 @@ def set_up_screen() -> None:
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # While peft merges; dsft ties equal weights again.
-    warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
-    # DeepSpeed names no GPU where a training has one rank.
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
-    warnings.filterwarnings(
-        "ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset"
-    )  # accelerate chooses as torch does
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    for message in (
+        "Input and output embeddings are no longer tied",  # while peft merges; dsft ties equal weights again
+        r"barrier\(\): using the device",  # DeepSpeed names no GPU where a training has one rank
+        "OMP_NUM_THREADS/MKL_NUM_THREADS unset",  # accelerate chooses as torch does
+    ):
+        warnings.filterwarnings("ignore", message=message)
     level = logging.ERROR if rank() else logging.WARNING
     logging.getLogger("DeepSpeed").setLevel(level)
     transformers.logging.set_verbosity(level)
@@ -104,15 +103,11 @@ def show_table(table: "Table") -> None:
     if console.measure(table, options=console.options.update(width=NO_LIMIT)).maximum <= console.width:
         console.print(table)
         return
-    names = [str(column.header) for column in table.columns]
     rows = []
     for cells in zip(*(column.cells for column in table.columns), strict=True):
-        if table.show_header:
-            unnamed = [cell for name, cell in zip(names, cells, strict=True) if cell and not name]
-            named = [f"{name} {cell}" for name, cell in zip(names, cells, strict=True) if cell and name]
-            rows.append(" ".join([*unnamed, ", ".join(named)]))
-        else:
-            rows.append(": ".join(cells).replace("\n", "; "))
+        named = zip(table.columns, cells, strict=True)
+        parts = [f"{column.header} {cell}".strip() for column, cell in named if cell]
+        rows.append(", ".join(parts).replace("\n", "; "))
     for text in (table.title, *rows, table.caption):
         if text:
             console.print(in_columns(str(text), is_terminal=width is None), soft_wrap=True)

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,6 @@ from dsft.runtime.hardware import (
     Machine,
     cpu_count,
     has_gpu,
-    job_machine,
     require_kernels,
     require_seen_gpus,
     this_machine,
@@ -42,6 +41,7 @@ from dsft.runtime.launcher_env import (
     SINGLE_PROCESS_ENV,
     choose_interface,
     free_port,
+    launchers_of,
     map_launcher_variables,
     port_owner,
     rank,
@@ -90,7 +90,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
     choose_interface()
-    chooses_threads = set_library_variables()
+    set_library_variables()
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
 
     if has_gpu():
@@ -121,7 +121,6 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     # From here on the watchdog's limits are shorter, so that it is the watchdog that reports what happened.
     _timeout_seconds = timeout_seconds
     extend_timeouts()
-    use_bound_cores(chooses_threads=chooses_threads)
     if not has_gpu() and world_size() > 1:
         # Once every rank has mapped the buffer of DeepSpeed's collectives nobody needs its name, but DeepSpeed never
         # removes it: each launch would leave 66 MiB of memory per rank (deepspeed/ops/csrc/cpu/comm/shm.cpp).
@@ -275,22 +274,22 @@ def this_node() -> tuple[str, str]:
     return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def cores_of_node() -> frozenset[int]:
-    """Return the cores that the ranks of this node may run on, all together. Collective."""
-    here = this_node()
-    mine = frozenset(os.sched_getaffinity(0))
-    return frozenset().union(*(cores for node, cores in from_all([(here, mine)]) if node == here))
-
-
 def smallest_machine() -> Machine:
-    """Return the machine of this job, with the least memory that any rank sees. Collective."""
-    mine = this_machine(ranks_per_node=ranks_per_node())  # a launcher's variables describe this node alone
-    of_ranks = from_all([(this_node(), dataclasses.replace(mine, host_names=(socket.gethostname(),)))])
-    # a node's machine by its first rank
-    ranks = Counter(node for node, _ in of_ranks)
-    nodes = dict(reversed(of_ranks))
-    least = {name: min(getattr(machine, name) for _, machine in of_ranks) for name in ("device_bytes", "host_bytes")}
-    return job_machine([dataclasses.replace(nodes[node], ranks_per_node=ranks[node], **least) for node in ranks])
+    """Return the machine of this job: uneven nodes count as the one with most ranks, all with the least memory that any
+    rank sees. Collective.
+    """
+    of_ranks = from_all([(this_node(), this_machine(ranks_per_node=ranks_per_node()))])
+    numbers = Counter(node for node, _ in of_ranks)
+    is_even = len(set(numbers.values())) == 1
+    return dataclasses.replace(
+        of_ranks[0][1],
+        nodes=len(numbers),
+        ranks_per_node=max(numbers.values()),
+        num_ranks=0 if is_even else len(of_ranks),
+        host_names=tuple(sorted({host for host, _ in numbers})),
+        device_bytes=min(machine.device_bytes for _, machine in of_ranks),
+        host_bytes=min(machine.host_bytes for _, machine in of_ranks),
+    )
 
 
 def device() -> "torch.device":
@@ -390,8 +389,8 @@ ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
 """Variables of launchers that set OMP_NUM_THREADS to 1 where nothing is asked for."""
 
 
-def set_library_variables() -> bool:
-    """Set what torch and DeepSpeed read at their start. Returns whether the number of threads is dsft's."""
+def set_library_variables() -> None:
+    """Set what torch and DeepSpeed read at their start."""
     import torch
 
     if has_gpu():
@@ -405,14 +404,18 @@ def set_library_variables() -> bool:
     else:
         require_seen_gpus()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    chooses_threads = False
     if world_size() > 1:
         # Left alone each rank would take all cores of its node. torchrun gives each a single one where OMP_NUM_THREADS
         # is not set (torch/distributed/run.py), and so does accelerate, over pdsh too (accelerate/utils/launch.py).
         if os.environ.get("OMP_NUM_THREADS") == "1" and not ONE_THREAD_BY_DEFAULT.isdisjoint(os.environ):
             del os.environ["OMP_NUM_THREADS"]
-        chooses_threads = "OMP_NUM_THREADS" not in os.environ
-        _set_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, cpu_count() // ranks_per_node()))))
+        if "OMP_NUM_THREADS" not in os.environ:
+            threads = cpu_count() // ranks_per_node()
+            launchers = set(launchers_of(os.environ))
+            if launchers and launchers <= {"srun", "mpirun"}:  # which may have tied the rank to its part of all
+                threads = min(cpu_count(), os.cpu_count() // ranks_per_node())
+            os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     elif "OMP_NUM_THREADS" not in os.environ and cpu_count() < torch.get_num_threads():
         torch.set_num_threads(cpu_count())  # torch counts a container's cores, whatever time it has on them
     # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
@@ -420,25 +423,6 @@ def set_library_variables() -> bool:
     path = os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = f"{programs}{os.pathsep}{path}"
-    return chooses_threads
-
-
-def use_bound_cores(*, chooses_threads: bool) -> None:
-    """Give a rank that its launcher tied to some of the node's cores (mpirun, srun) as many threads as its part of all:
-    of its own, divided again, most would lie idle. Not where `chooses_threads` is False: the environment says how many.
-    Collective.
-    """
-    mine = os.sched_getaffinity(0)
-    of_node = cores_of_node()
-    if chooses_threads and mine != of_node:
-        _set_threads(max(1, min(len(mine), cpu_count(of_node) // ranks_per_node())))
-
-
-def _set_threads(number: int) -> None:
-    import torch
-
-    os.environ["OMP_NUM_THREADS"] = str(number)
-    torch.set_num_threads(number)
 
 
 SAME_OPTIONS = (
@@ -448,6 +432,7 @@ SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"
 SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
 LONGEST_VALUE = 80  # characters of a value in a message; of a longer one its beginning and a hash
+MOST_HOSTS = 5  # named for a value
 NOT_SET = "not set"
 
 
@@ -465,34 +450,30 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
 
 def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare facts over all ranks: what the user can do about a difference -> name -> value on this rank. Collective.
-    Raises UserError, on every rank, with a line for each fact that differs: its values, their hosts and ranks.
+    Raises UserError, on every rank, with a line for each fact that differs: its values and their hosts.
     """
-
-    def digest(text: str) -> str:
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
     mine = {}
     for remedy, facts in facts_by_remedy.items():
         for name, value in facts.items():
             text = NOT_SET if value is None else str(value)  # plain values only: a rank with other code reads them too
-            long = f"{text[:LONGEST_VALUE]}... (hash {digest(text)})"
-            mine[name] = (text if len(text) <= LONGEST_VALUE else long, remedy)
-    if len(set(from_all([digest(repr(sorted(mine.items())))]))) == 1:
-        return
-    everywhere = from_all([(socket.gethostname(), rank(), mine)])
+            if len(text) > LONGEST_VALUE:
+                text = f"{text[:LONGEST_VALUE]}... (hash {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+            mine[name] = (text, remedy)
+    ranks = from_all([(socket.gethostname(), rank(), mine)])
     problems = []
-    for name in dict.fromkeys(name for _, _, facts in everywhere for name in facts):
-        places: dict[str, list[tuple[str, int]]] = {}
-        for host, number, facts in everywhere:
-            places.setdefault(facts.get(name, (NOT_SET, ""))[0], []).append((host, number))
-        if len(places) == 1:
+    for name in dict.fromkeys(name for _, _, facts in ranks for name in facts):
+        places_of_value = defaultdict(list)
+        remedy = ""
+        for host, number, facts in ranks:
+            value, remedy = facts.get(name, (NOT_SET, remedy))
+            places_of_value[value].append((host, number))
+        if len(places_of_value) == 1:
             continue
         values = []
-        for value, ranks in places.items():
-            hosts = list(dict.fromkeys(host for host, _ in ranks))
-            named = ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
-            which = f"rank {ranks[0][1]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-            values.append(f"{value} on {named} ({which})")
-        remedy = next(facts[name][1] for _, _, facts in everywhere if name in facts)
+        for value, places in places_of_value.items():
+            hosts = list(dict.fromkeys(host for host, _ in places))
+            more = f" and {len(hosts) - MOST_HOSTS} more" if len(hosts) > MOST_HOSTS else ""
+            which = f"rank {places[0][1]}" if len(places) == 1 else f"{len(places)} ranks"
+            values.append(f"{value} on {', '.join(hosts[:MOST_HOSTS])}{more} ({which})")
         problems.append(f"{name} differs between the ranks: {', '.join(values)}; {remedy}")
     raise_if_any(problems)

@@ -14,14 +14,14 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
-from dsft.errors import UserError
+from dsft.errors import UserError, one_line
 from dsft.runtime.console import say
 from dsft.units import BYTES, GiB, KiB, plural
 
@@ -66,22 +66,6 @@ class Machine:
             f"{plural(self.nodes, 'node')} x {ranks} of {self.device_bytes / GiB:.0f} GiB,"
             f" {self.host_bytes / GiB:.0f} GiB host memory per node"
         )
-
-
-def job_machine(nodes: Sequence[Machine]) -> Machine:
-    """Return the machine of a job on these nodes: uneven ones count as the one with most ranks, all with the least that
-    any has.
-    """
-    ranks = [node.ranks_per_node for node in nodes]
-    return replace(
-        nodes[0],
-        nodes=len(nodes),
-        ranks_per_node=max(ranks),
-        num_ranks=0 if len(set(ranks)) == 1 else sum(ranks),
-        host_names=tuple(sorted({name for node in nodes for name in node.host_names})),
-        device_bytes=min(node.device_bytes for node in nodes),
-        host_bytes=min(node.host_bytes for node in nodes),
-    )
 
 
 def parse_bytes(text: str) -> int:
@@ -198,11 +182,11 @@ def require_seen_gpus() -> None:
     )
 
 
-def cpu_count(cores: Collection[int] | None = None) -> int:
-    """Number of cores that this process can keep busy: of those that it may run on, or of `cores`, but no more than its
-    cgroups give it time for (`docker run --cpus`), rounded up.
+def cpu_count() -> int:
+    """Number of cores that this process can keep busy: of those that it may run on, but no more than its cgroups give
+    it time for (`docker run --cpus`), rounded up.
     """
-    number = len(os.sched_getaffinity(0) if cores is None else cores)
+    number = len(os.sched_getaffinity(0))
     for folder, is_old in _cgroups("cpu"):  # microseconds in each period; "max" or -1 without a limit
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
         if match := re.fullmatch(r"(\d+) (\d+)", " ".join(_read(folder / name) for name in files)):
@@ -275,30 +259,24 @@ def ask_gpu(gpu: int) -> tuple[int, int]:
 
 
 FREE_SHARE = 0.95  # of a GPU's memory, where no other program holds any
-FREED_WITHIN_SECONDS = 180.0
-UNCHANGED_SECONDS = 60.0
+FREED_WITHIN_SECONDS = 60.0
 
 
 def wait_for_freed_gpu() -> float:
-    """Wait until the processes of a killed run have given back the memory of this rank's GPU, at most so long
-    (FREED_WITHIN_SECONDS), and until nobody gave any back for UNCHANGED_SECONDS: it is another program's then. Returns
-    the seconds that it took.
+    """Wait until the processes of a killed run have given back the memory of this rank's GPU, for FREED_WITHIN_SECONDS:
+    what is taken then is another program's. Returns the seconds that it took.
     """
     if not has_gpu():
         return 0.0
-
-    def left_share() -> float:
+    start = time.monotonic()
+    seconds = 0.0
+    while seconds < FREED_WITHIN_SECONDS:
         left, total = ask_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-        return left / total
-
-    start = changed = now = time.monotonic()
-    share = left_share()
-    while share < FREE_SHARE and now - start < FREED_WITHIN_SECONDS and now - changed < UNCHANGED_SECONDS:
+        if left >= FREE_SHARE * total:
+            break
         time.sleep(1)
-        now = time.monotonic()
-        latest = left_share()
-        share, changed = latest, now if latest > share else changed
-    if seconds := now - start:
+        seconds = time.monotonic() - start
+    if seconds:
         say(f"the earlier run was killed: waited {seconds:.0f} s for the memory of its GPUs")
     return seconds
 
@@ -358,20 +336,15 @@ def require_kernels(gpu: int) -> None:
     """Refuse a GPU for which this torch was not built: its first kernel would end with a traceback (UserError)."""
     import torch
 
-    names = torch.cuda.get_arch_list() if torch.version.cuda else []
-    major, minor = torch.cuda.get_device_capability(gpu)
-    builds = [(name, int(re.search(r"\d+", name)[0])) for name in names]  # sm_80, compute_90
-    # Binaries run within a major version, PTX on any newer card.
-    runs = [
-        least <= 10 * major + minor and (name.startswith("compute") or least // 10 == major) for name, least in builds
-    ]
-    if any(runs) or not names:
-        return
-    raise UserError(
-        f"{torch.cuda.get_device_name(gpu)} has compute capability {major}.{minor}, and torch {torch.__version__}"
-        f" is built for {', '.join(names)} alone. Install one that is built for it; cards before Turing need the"
-        " one for CUDA 12.6"
-    )
+    try:
+        torch.zeros(1, device=torch.device("cuda", gpu)).item()
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        raise UserError(
+            f"torch {torch.__version__} was not built for {torch.cuda.get_device_name(gpu)} ({one_line(error)})."
+            " Install one that was; cards before Turing need the one for CUDA 12.6"
+        ) from error
 
 
 Memory = Literal["GPU", "host", "pinned host"]

@@ -13,13 +13,10 @@ import socket
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from dsft.errors import UserError, one_line, raise_if_any, shown_command
-from dsft.units import plural
+from dsft.errors import UserError, shown_command
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
@@ -66,19 +63,6 @@ def launchers_of(given: Mapping[str, str]) -> list[str]:
     return [name for name, variable in signs.items() if variable in given]
 
 
-def check_environment(given: Mapping[str, str]) -> None:
-    """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
-    problems = [
-        f"{name}={given[name]} in the environment: must be a whole number; unset it, or start dsft through a launcher"
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        if not given.get(name, "0").strip().isdecimal()
-    ]
-    accelerator = given.get("DS_ACCELERATOR", "cpu")
-    if accelerator not in ("cuda", "cpu"):
-        problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu, or unset to find GPUs")
-    raise_if_any(problems)
-
-
 def unset_single_process_env() -> None:
     """Remove the variables of a single process, which a notebook that trained leaves to the commands it starts."""
     # A pod alone in its job has no LOCAL_RANK, and needs the others.
@@ -89,9 +73,8 @@ def unset_single_process_env() -> None:
 
 def map_launcher_variables() -> None:
     """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again. Raises
-    UserError: MPI over several nodes without MASTER_ADDR, which only the user knows; a variable that is no number.
+    UserError: MPI over several nodes without MASTER_ADDR, which only the user knows.
     """
-    check_environment(os.environ)
     for name in LEFT_OVER:
         os.environ.pop(name, None)
     variables = launcher_variables(os.environ)
@@ -134,13 +117,8 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
         number = int(given["SLURM_JOB_ID"])
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    variables |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": str(port_of_job(number))}
+    variables |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": str(20_000 + number % 10_000)}  # two seldom have one
     return variables | ({"MASTER_ADDR": address} if address else {})
-
-
-def port_of_job(number: int) -> int:
-    """A port for nodes that cannot ask each other for a free one; two jobs seldom have one in common."""
-    return 20_000 + number % 10_000
 
 
 _reserved: deque[socket.socket] = deque(maxlen=64)  # ports given away, held until this process ends
@@ -219,53 +197,6 @@ def address_of(host: str) -> str | None:
         return None
     # This machine's own name, as Debian's installer writes it.
     return outgoing_address("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """One machine of a launch."""
-
-    name: str  # as the host file writes it, and as ssh takes it; "localhost" for this machine without a host file
-    slots: int | None  # ranks started there; None: one per GPU, else up to 2 CPU processes
-    devices: tuple[int, ...] = ()  # numbers of the GPUs they use (`--include node:0,2`); empty: the first `slots`
-
-
-def read_hosts(
-    hostfile: str, *, include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
-) -> list[Node]:
-    """The nodes that `deepspeed --hostfile HOSTFILE` with these options starts ranks on, the first (rank 0's) first.
-    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, fewer hosts than asked
-    for, exclusive options.
-    """
-    if not Path(hostfile).is_file():
-        here = f"seen from {os.getcwd()}"
-        raise UserError(f"--hostfile {hostfile}: no such file ({here}); write one line per node, `worker-1 slots=8`")
-    if (include or exclude) and (num_nodes >= 0 or num_gpus >= 0):
-        raise UserError("--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind")
-    from deepspeed.launcher import runner  # here: seconds
-
-    runner.logger.disabled = True  # it would print the file before the message below
-    try:
-        pool = runner.fetch_hostfile(hostfile)
-    except ValueError as error:
-        raise UserError(f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
-    try:
-        active = runner.parse_inclusion_exclusion(pool, include, exclude)
-    except ValueError as error:
-        filters = {"--include": include, "--exclude": exclude}
-        given = " ".join(f"{flag} {value}" for flag, value in filters.items() if value)
-        hosts = ", ".join(f"{host} slots={slots}" for host, slots in pool.items())
-        raise UserError(f"{given}: {one_line(error)}; {hostfile} names {hosts}") from error
-    finally:
-        runner.logger.disabled = False
-    if num_nodes > len(active):  # DeepSpeed would take those that there are without a word
-        raise UserError(
-            f"--num_nodes {num_nodes}: {hostfile} names {plural(len(active), 'host')}; lower it, or add more"
-        )
-    active = runner.apply_num_nodes_and_gpus(active, num_nodes, num_gpus)
-    if not any(active.values()):
-        raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")
-    return [Node(name=host, slots=len(slots), devices=tuple(slots)) for host, slots in active.items() if slots]
 
 
 def port_owner(port: int) -> str:

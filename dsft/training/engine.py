@@ -53,21 +53,18 @@ class Heartbeats(BaseStreamer):
 
 
 def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return an answer to each prompt, the same on every rank; each is made by one rank alone. Collective."""
-    rank = distributed.rank()
-    world = distributed.world_size()
+    """Return an answer to each prompt, made by rank 0, on every rank. Collective."""
     was_training = model.training
     model.eval()
+    answers = []
     with gathered(model):
-        # No collective in here: ranks stop at different tokens.
-        answers = [
-            generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS, streamer=Heartbeats())
-            for prompt in prompts[rank::world]
-        ]
+        if distributed.rank() == 0:
+            for prompt in prompts:
+                answer = generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS, streamer=Heartbeats())
+                answers.append(answer)
     model.train(was_training)
     distributed.wait_long("samples are generated")
-    every = distributed.from_all([answers])
-    return [every[number % world][number // world] for number in range(len(prompts))]
+    return distributed.from_all(answers)
 
 
 @contextlib.contextmanager

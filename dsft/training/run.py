@@ -15,8 +15,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from dsft.checkpoints.manifest import MANIFEST, checkpoints, read_manifest
-from dsft.checkpoints.readback import changed_files, verify_weights
+from dsft.checkpoints.manifest import MANIFEST, checkpoints
 from dsft.checkpoints.resume import changed_options, check_identity, topology_change
 from dsft.checkpoints.run_folder import (
     CARD,
@@ -30,12 +29,13 @@ from dsft.checkpoints.run_folder import (
     was_killed,
     write_run,
 )
+from dsft.checkpoints.save import changed_files, verify_weights
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.epoch import describe_counts
 from dsft.data.training_data import TrainingData, answer_ends, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.job import beat as watchdog
-from dsft.job.cause import is_consequence, record_failure
+from dsft.job.beat import is_consequence, record_failure
 from dsft.models.adapters import unwrapped
 from dsft.models.build import build_model
 from dsft.models.chunked_head import tile_loss
@@ -52,10 +52,8 @@ from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
     Memory,
-    free_host_bytes,
     memory_errors_explained,
     peak_memory_bytes,
-    peak_resident_bytes,
     reset_peaks,
     wait_for_freed_gpu,
 )
@@ -138,12 +136,6 @@ def describe_plan(run: TrainingRun) -> None:
         f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
         + (f"; {plan.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
     )
-    free = free_host_bytes() + run.machine.ranks_per_node * peak_resident_bytes()  # what ranks hold already is planned
-    if plan.host_bytes > free:
-        say(
-            f"warning: {plan.host_bytes / GiB:.1f} GiB of host memory are planned and {free / GiB:.1f} are free: other"
-            " programs hold the rest, and the kernel may kill a rank"
-        )
     for note in run.notes:
         say(f"note: {note}")
 
@@ -269,19 +261,11 @@ def recorded(
             raise
         outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
-            _write_results(run, trainer.results(), **outcome)
+            write_run(run.output_dir, results=trainer.results(), **outcome)
             if distributed.world_size() > 1:
                 atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
-
-
-def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -> None:
-    """Writes how the run ended to run.json; a full disk does not change that."""
-    try:
-        write_run(run.output_dir, results=results, **sections)
-    except OSError as error:
-        say(f"warning: {run.output_dir}/run.json could not be written ({error})")
 
 
 def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractContextManager[None]:
@@ -321,9 +305,9 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
             way_out = f"an evaluation takes less with --per_device_eval_batch_size 1, here {eval_batch}; {way_out}"
         moment = f"while {phase}" if phase in ("evaluating", "saving") else when
         return (
-            f"{moment} ({one_line(error)}): the plan is {plan.label}; of this {place} {predicted_bytes / GiB:.3g} GiB"
-            f" were predicted, the peak was {peak_bytes / GiB:.3g} GiB and {available_bytes / GiB:.3g} GiB are"
-            f" available; {way_out}"
+            f"{moment} ({one_line(error)}): the plan is {plan.label}; of this {place}"
+            f" {predicted_bytes / GiB:.3g} GiB were predicted, the peak was {peak_bytes / GiB:.3g} GiB and"
+            f" {available_bytes / GiB:.3g} GiB are available; {way_out}"
         )
 
     return memory_errors_explained(explanation)
@@ -337,13 +321,6 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
-        before = read_manifest(run.checkpoint).get("world_size")
-        if before not in (None, distributed.world_size()):
-            say(
-                f"note: {plural(distributed.world_size(), 'rank')} now, {before} before; a step has"
-                f" {plural(trainer.run_identity['sequences per step'], 'sequence')} as before, so the learning rate"
-                " stays right"
-            )
         if changed := changed_options(run.checkpoint, trainer.taken_options):
             say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
@@ -399,8 +376,7 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
         )
     if distributed.rank() == 0:
         results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
-        # A stream's counts are known only now.
-        _write_results(run, results | trainer.results(), status="done", data=data.counts)
+        write_run(run.output_dir, results=results | trainer.results(), status="done")
         card = model_card(
             read_run(run.output_dir),
             data=describe_counts(data.counts),

@@ -25,14 +25,6 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from dsft.checkpoints.export import add_keys_of_transformers_4, copy_processor
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
-from dsft.checkpoints.readback import (
-    adapter_parameters,
-    changed_files,
-    gathered,
-    missing_weights,
-    shapes_of,
-    trained_shapes,
-)
 from dsft.checkpoints.resume import (
     TAKEN,
     changed_options,
@@ -42,7 +34,17 @@ from dsft.checkpoints.resume import (
     topology_change,
 )
 from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE, resume_errors
-from dsft.checkpoints.save import Saves, StagedSave, missing_shards
+from dsft.checkpoints.save import (
+    Saves,
+    StagedSave,
+    adapter_parameters,
+    changed_files,
+    gathered,
+    missing_shards,
+    missing_weights,
+    shapes_of,
+    trained_shapes,
+)
 from dsft.config import user_code
 from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
@@ -58,10 +60,22 @@ from dsft.perplexity.sums import result_intervals
 from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.setup.decide import TrainingRun
-from dsft.training.callbacks import EarlyStopping, LearningCheck, MetricsFile, PlanCheck, ProgressLog, SkippedSteps
+from dsft.training.callbacks import (
+    PEAKS,
+    Compute,
+    EarlyStopping,
+    LearningCheck,
+    MetricsFile,
+    PlanCheck,
+    ProgressLog,
+    SkippedSteps,
+    Work,
+    gather_metrics,
+    gather_peaks,
+    of_sets,
+)
 from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss
-from dsft.training.metrics import Compute, Work, gather_metrics, gather_peaks, of_sets
 from dsft.units import Batch, padded_width
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
@@ -147,8 +161,9 @@ class PerplexityTrainer(Trainer):
             "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
             "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
         }
-        self.saves, self.final_save = Saves(), Saves()
-        self.save_minutes, self.learning_rates = options.save_minutes, learning_rates(options)
+        self.saves = Saves()
+        self.save_minutes = options.save_minutes
+        self.learning_rates = learning_rates(options)
         self._package = (options.model, options.revision)
         self._disk = run.disk
         # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
@@ -175,10 +190,8 @@ class PerplexityTrainer(Trainer):
         self.plan_check = PlanCheck(run.plan)
         for callback in (MetricsFile, self.learning, self.plan_check):
             self.add_callback(callback)
-        self.early_stopping = None
         if options.early_stopping_patience:
-            self.early_stopping = EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold)
-            self.add_callback(self.early_stopping)
+            self.add_callback(EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold))
         for name in options.callbacks:
             self.add_callback(user_code.load("callbacks", name))
         self.callback_handler.callbacks.insert(0, LastEvaluation(self))  # trackers close after it
@@ -293,12 +306,12 @@ class PerplexityTrainer(Trainer):
         if is_changed:
             self._restore(checkpoint)
         if checkpoint is not None:
-            self._take_options(checkpoint, options_now, is_resharded=bool(is_changed))
+            self._take_options(checkpoint, options_now)
         self.skipped_steps.number = engine.skipped_steps
         self.work.begin_interval()
         return prepared
 
-    def _take_options(self, checkpoint: str, options_now: list[dict[str, Any]], *, is_resharded: bool) -> None:
+    def _take_options(self, checkpoint: str, options_now: list[dict[str, Any]]) -> None:
         """Sets what the options of this run change in a resumed optimizer and schedule. Else what the checkpoint holds
         stays, also a rate that a callback has changed.
         """
@@ -307,14 +320,15 @@ class PerplexityTrainer(Trainer):
         scheduler = engine.lr_scheduler or self.lr_scheduler
         changed = changed_options(checkpoint, self.taken_options)
         is_of_deepspeed = hasattr(scheduler, "last_batch_iteration")
-        if is_resharded or is_of_deepspeed or changed:
-            for group, values in zip(groups, options_now, strict=True):
-                if getattr(scheduler, "cycle_momentum", 0):  # OneCycle changes them with steps
-                    values.pop("betas", None)
-                group.update(values)
+        if not changed and not is_of_deepspeed:
+            return
+        for group, values in zip(groups, options_now, strict=True):
+            if getattr(scheduler, "cycle_momentum", 0):  # OneCycle changes them with steps
+                values.pop("betas", None)
+            group.update(values)
         if is_of_deepspeed:
             rates = scheduler.get_lr()
-        elif changed and isinstance(scheduler, LambdaLR):  # the rates that follow at this step
+        elif isinstance(scheduler, LambdaLR):  # the rates that follow at this step
             if any(text.startswith("learning_rate ") for text in changed):
                 scheduler.base_lrs = [values["initial_lr"] for values in options_now]
             rates = []
@@ -506,16 +520,11 @@ class PerplexityTrainer(Trainer):
             "plan_check": self.plan_check.figures,
         }
         for entry in log:
-            if "train_tokens_per_second" in entry:
-                results["tokens_per_second"] = entry["train_tokens_per_second"]
-            for name in ("peak_gpu_gib", "peak_host_gib"):
-                if name in entry:
-                    results[name] = max(entry[name], results.get(name, 0.0))
+            results["tokens_per_second"] = entry.get("train_tokens_per_second", results["tokens_per_second"])
+            results |= {name: value for name, value in entry.items() if name in PEAKS}
         for name, value in self.last_evaluation().items():
             if name.startswith("eval_") and name != "eval_runtime":
                 results[name] = value
-        if self.early_stopping:
-            results["stopped_early"] = self.early_stopping.stopped
         return results | {"log": log}
 
     # Evaluation.
@@ -623,7 +632,7 @@ class PerplexityTrainer(Trainer):
         Raises:
             Unsaved: it could not be written.
         """
-        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL, self.final_save)
+        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL, Saves())
         with watchdog.phase("saving"):
             save.run(
                 functools.partial(self.save_model, str(save.staged)),
@@ -641,24 +650,19 @@ class PerplexityTrainer(Trainer):
         """Saves as the Trainer, but in ZeRO 0 to 2 on rank 0 alone, which holds the model: accelerate would copy all of
         it to host memory on every rank. Collective.
         """
+        output_dir = output_dir or self.args.output_dir
         if self.topology["zero_stage"] == 3 and isinstance(self.model, PeftModel):
             # The Trainer's own gather leaves out what is not trained: a frozen part of the adapter would be lost.
             adapter = gathered(adapter_parameters(self.model))
             if self.args.should_save:
-                self._save(output_dir or self.args.output_dir, adapter)
+                self._save(output_dir, adapter)
         elif self.topology["zero_stage"] == 3:
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
-            # A copy of each weight that is trained: stages 1 and 2 keep these as views of flat tensors, of which a file
-            # would hold all.
-            copies = {
-                parameter: parameter.detach().to("cpu", copy=True)
-                for parameter in self.model.parameters()
-                if parameter.requires_grad
-            }
-            names = self.model.named_parameters(remove_duplicate=False)  # a tied head shares the embedding's copy
-            trained = {name: copies[parameter] for name, parameter in names if parameter in copies}
-            self._save(output_dir or self.args.output_dir, self.model.state_dict() | trained)
+            # Copies: stages 1 and 2 keep what is trained as views of flat tensors, of which a file would hold all.
+            names = self.model.named_parameters(remove_duplicate=False)  # a tied head has two
+            trained = {name: parameter for name, parameter in names if parameter.requires_grad}
+            self._save(output_dir, self.model.state_dict() | gathered(trained))
         # Outside of any collective, whose limit a large model would exceed.
         distributed.wait_long("model is saved")
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from dsft.checkpoints.manifest import (
     publish,
     read_manifest,
 )
+from dsft.checkpoints.resume import restore
 from dsft.checkpoints.run_folder import last_good
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.errors import Unsaved, UserError
@@ -118,6 +120,13 @@ def test_a_save_that_did_not_end_is_removed(tmp_path):
     assert clean_up(tmp_path) == [half]
     assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hashes="all") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-5"]
+
+
+def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
+    save(tmp_path, 5, "old")
+    folder = save(tmp_path, 5, "new")
+    assert (folder / "model.safetensors").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +329,13 @@ def test_the_clock_saves_beside_the_steps(options, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == [f"checkpoint-{step}" for step in (1, 3, 5, 6)]
     assert read_json(tmp_path / "run" / "run.json")["results"]["saves"]["number"] == 4
+
+
+def test_muon_on_other_ranks_is_refused_with_its_reason(tmp_path):
+    muon = type("MuonWithAuxAdam", (), {})()
+    engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=muon, _optimizer_step=print))
+    with pytest.raises(UserError, match="states of Muon are resumed only on the ranks"):
+        restore(engine, None, str(save(tmp_path, 5)))
 
 
 def test_the_probe_of_a_folder_leaves_nothing(tmp_path):

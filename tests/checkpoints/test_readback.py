@@ -13,12 +13,14 @@ from tiny import write_model
 from dsft.api import evaluate
 from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.readback import missing_weights
 from dsft.checkpoints.run_folder import find_weights
+from dsft.checkpoints.save import missing_weights
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
+from dsft.runtime import distributed
 from dsft.setup.decide import check_start, resume_decisions
+from dsft.training.trainer import PerplexityTrainer
 
 
 def test_empty_and_missing_tensors_are_named(tmp_path):
@@ -235,3 +237,35 @@ def test_a_run_that_was_killed_before_its_final_model_writes_it_on_resume(run_of
     assert on_ranks(2, resumed, [again, again], log=tmp_path / "log")[0] == ["done", "done"]
     assert (run / "final" / "model.safetensors").read_bytes() == expected
     assert (tmp_path / "log").read_text().count("training is already complete") == 1
+
+
+def with_damaged_best(changed: dict, removed: dict) -> None:
+    """Train twice; the best checkpoint gets a changed byte, or is removed, before it is loaded at the end."""
+    load = PerplexityTrainer._load_best_model
+
+    def damage_and_load(trainer) -> None:
+        if distributed.rank() == 0:
+            best = Path(trainer.state.best_model_checkpoint)
+            change_a_byte(best / "model.safetensors") if "changed" in str(best) else shutil.rmtree(best)
+        distributed.wait_for_all()
+        load(trainer)
+
+    PerplexityTrainer._load_best_model = damage_and_load
+    train(changed)
+    train(removed)
+
+
+@pytest.mark.launch
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(options, tiny, tmp_path):
+    words = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    words |= {"load_best_model_at_end": True, "eval_data": str(tiny / "held_out.jsonl")}
+    words |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the best is the first
+    names = ("changed", "removed")
+    on_ranks(2, with_damaged_best, *(options(tmp_path / name, **words) for name in names), log=tmp_path / "log")
+    log = (tmp_path / "log").read_text()
+    assert "the best checkpoint, is damaged (the content of model.safetensors" in log
+    assert "the best checkpoint, is damaged (it does not exist)" in log
+    for name in names:
+        assert json.loads((tmp_path / name / "run.json").read_text())["results"]["best_checkpoint"] is None
+        final, last = (tmp_path / name / part / "model.safetensors" for part in ("final", "checkpoint-4"))
+        assert final.read_bytes() == last.read_bytes()

@@ -130,6 +130,17 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_where_it_was_named(tmp_
     assert last_checkpoint(config(tmp_path, broken)) == broken
 
 
+def test_another_tool_s_checkpoint_can_be_resumed_again_before_the_first_save(tmp_path, capsys):
+    checkpoint = write_checkpoint(tmp_path, 5)
+    (Path(checkpoint) / MANIFEST).unlink()
+    write_run(str(tmp_path), status="running")
+    assert last_checkpoint(config(tmp_path, "auto")) == checkpoint
+    later = write_checkpoint(tmp_path, 10)
+    (Path(later) / MANIFEST).unlink()  # one of this run's own
+    assert last_checkpoint(config(tmp_path, "auto")) == checkpoint
+    assert f"{later} is incomplete and is skipped: it has no {MANIFEST}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("method", "option"), [("full", "model"), ("lora", "adapter")])
 def test_weights_alone_start_a_new_run_beside_the_old_one(tmp_path, method, option):
     checkpoint = write_checkpoint(tmp_path / "old", 5)

@@ -11,7 +11,6 @@ import pytest
 from dsft.doctor.between import check_between, check_measured, check_node
 from dsft.doctor.facts import node_facts, parse_gpus
 from dsft.doctor.run import answers_of, examine
-from dsft.runtime.launcher_env import Node
 
 SMI = """0, NVIDIA H100 80GB HBM3, 81559, 4, 570.86.15, 0
 1, NVIDIA H100 80GB HBM3, 81559, 70000, 570.86.15, 3
@@ -102,7 +101,7 @@ def test_a_node_that_does_not_answer_is_named_with_its_reason(script, code):
 
 def test_this_machine_is_examined_with_two_ranks(tmp_path):
     report = examine(
-        [Node(name="localhost", slots=2)],
+        {"localhost": 2},
         variables=None,
         output_dir=str(tmp_path / "run"),
         port=None,
@@ -121,7 +120,7 @@ def test_a_port_in_use_ends_the_examination_with_an_error():
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        nodes = [Node(name="localhost", slots=1)]
+        nodes = {"localhost": 1}
         report = examine(nodes, variables=None, output_dir="", port=port, master="", quick=True)
     assert [each.code for each in report.findings if each.severity == "error"] == ["master-port-busy"]
     assert report.has_errors and str(port) in report.findings[0].message

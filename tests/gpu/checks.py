@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
-from dsft.runtime.software import compiler_words
+from dsft.runtime.software import compiler
 from gpu import faults, perplexities, trainings
 from gpu.check import Check, Row, Setting, needs_gpu, needs_large_model
 from gpu.trainings import planned_training
@@ -41,8 +41,8 @@ def _lacks_disk(setting: Setting) -> str:
 
 
 def _lacks_compiler(setting: Setting) -> str:
-    compiler = compiler_words()[0]
-    return "" if shutil.which(compiler) else f"needs a C++ compiler for DeepSpeed's CPUAdam; {compiler} is not there"
+    name = compiler()
+    return "" if shutil.which(name) else f"needs a C++ compiler for DeepSpeed's CPUAdam; {name} is not there"
 
 
 FILES = Check(name="files", run=_in("files", "make_files"), seconds=180)

@@ -235,11 +235,13 @@ def test_a_failed_check_is_written_and_ends_the_command_with_code_1(tmp_path, mo
 @pytest.mark.launch
 @pytest.mark.timeout(4000)  # half an hour beside other work
 def test_every_check_holds_on_cpu_ranks(run, tmp_path):
-    words = [sys.executable, ROOT / "tests" / "gpu", "--tiny", "--minutes", "100", "--out", tmp_path]
+    """One of each kind: other stages of the same check take 2 minutes each on a busy machine, and find nothing else."""
+    names = [check.name for check in CHECKS if check.name not in ("lora-1", "full-2", "full-3", "perplexity-again")]
+    words = [sys.executable, ROOT / "tests" / "gpu", "--tiny", "--minutes", "100", "--out", tmp_path, "--only", *names]
     result = run(words, timeout=3600)
     assert result.returncode == 0, result.stdout + result.stderr
     checks = read_json(tmp_path / "gpu-check.json")["checks"]
-    assert list(checks) == [check.name for check in (FILES, *CHECKS)]
+    assert list(checks) == [FILES.name, *names]
     rows = [(name, row) for name, rows in checks.items() for row in rows]
     skipped = {name for name, row in rows if row["measured"].startswith("skipped")}
     assert skipped == {"out-of-memory", "qlora"}

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, grid
 from ranks import started_entry
 
-from dsft.job.cause import Cause, is_consequence, record_failure
+from dsft.job.beat import Cause, is_consequence, record_failure
 from dsft.runtime.distributed import free_port
 from dsft.units import write_json
 

@@ -2,6 +2,7 @@
 Parameters and optimizer states come back from DeepSpeed's shards as they were cut, whole and in parts.
 """
 
+import json
 import math
 import os
 import random
@@ -13,16 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import flags
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from ranks import train_all
+from ranks import run_entry, train_all
 from safetensors.torch import load_file
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
 from dsft.checkpoints.export import export
-from dsft.checkpoints.manifest import MANIFEST
+from dsft.checkpoints.manifest import MANIFEST, files_of, hash_and_sync, read_manifest, sealed
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
@@ -112,6 +114,30 @@ def test_export_of_a_poisoned_shard_names_the_class_and_runs_nothing_unless_trus
     with pytest.raises(UserError, match="mmap") if old_format and "optim" in name else nullcontext():
         export(str(run / "checkpoint-2"), str(tmp_path / "out"), trust_checkpoint=True)
     assert trace.exists()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("name", "is_ours"), [(SHARDS[1], True), (SHARDS[0], False)])
+def test_a_resume_from_a_poisoned_file_ends_on_all_ranks_before_anything_runs(copy, options, tmp_path, name, is_ours):
+    """DeepSpeed reads its shards itself on the ranks that wrote them; without a manifest dsft reads them."""
+    run = copy("2")
+    checkpoint = run / "checkpoint-2"
+    poison(run / STEP / name, tmp_path / "trace")
+    if is_ours:  # with a manifest that fits, as whoever changed it would write it
+        files = {str(path.relative_to(checkpoint)): hash_and_sync(path) for path in files_of(checkpoint)}
+        manifest = read_manifest(checkpoint) | {"files": files}
+        (checkpoint / MANIFEST).write_text(json.dumps(sealed(manifest)))
+    else:
+        (checkpoint / MANIFEST).unlink()
+        (run / "run.json").unlink()
+    words = flags(options(run, zero="2", max_steps=3, resume_from_checkpoint="auto", lost_timeout=10))
+    codes: list[int] = []
+    refused = run_entry("dsft.train", words, world=2, codes=codes)
+    assert 0 not in codes and not (tmp_path / "trace").exists()
+    if is_ours:
+        assert codes[1] == 2, "the rank of that shard"
+    else:
+        assert f"{name}: holds" in refused.stderr and "--trust_checkpoint" in refused.stderr, refused.stderr
 
 
 def test_a_start_is_checked_with_the_trust_that_its_training_has(options, tmp_path):

@@ -51,15 +51,6 @@ def test_a_command_on_a_terminal_can_still_be_copied(monkeypatch, path):
     assert all(line.endswith(" \\") and len(line) <= 40 for line in lines[:-1])
 
 
-@pytest.mark.parametrize("columns", ["1", "2", "3"])
-@pytest.mark.parametrize("is_command", [False, True])
-def test_the_narrowest_terminal_is_wide_enough(monkeypatch, columns, is_command):
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    console.show_text("dsft train --seed 1", is_command=is_command)
-    assert screen.getvalue().replace("\\", "").split() == ["dsft", "train", "--seed", "1"]
-
-
 def test_the_log_of_a_killed_rank_has_its_last_line(tmp_path):
     """Of rank 1, whose screen is its file: nothing is left in a buffer."""
     code = (

@@ -42,32 +42,13 @@ def test_a_cpu_that_multiplies_bfloat16_is_known_by_its_flags(tmp_path, flags, n
     assert cpu_computes_bfloat16(tmp_path / "cpuinfo") is native
 
 
-OF_CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+def test_a_card_without_kernels_is_refused_by_name(monkeypatch):
+    def no_kernel(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-
-@pytest.mark.parametrize(
-    ("capability", "built_for", "is_refused"),
-    [
-        ((7, 0), OF_CUDA_13, True),
-        ((6, 1), OF_CUDA_13, True),
-        ((7, 5), OF_CUDA_13, False),
-        ((8, 9), OF_CUDA_13, False),
-        ((9, 0), OF_CUDA_13, False),
-        ((12, 1), OF_CUDA_13, False),
-        ((13, 0), OF_CUDA_13, False),
-        ((8, 0), ["sm_86"], True),
-        ((9, 0), ["sm_90a"], False),
-        ((9, 4), [], False),
-    ],
-)
-def test_a_card_without_kernels_is_refused_by_name(monkeypatch, capability, built_for, is_refused):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch, "zeros", no_kernel)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla V100")
-    if not is_refused:
-        return require_kernels(0)
-    with pytest.raises(UserError, match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, .*sm_8"):
+    with pytest.raises(UserError, match="was not built for Tesla V100 .*no kernel image"):
         require_kernels(0)
 
 
@@ -106,12 +87,6 @@ def test_a_plan_on_paper_asks_for_no_gpu_here():
     assert read_machines(PlanOptions(gpus="8xH100"))[0].gpu_type == "H100"
 
 
-@pytest.mark.usefixtures("gpus_of_the_driver")
-def test_a_machine_without_gpus_needs_no_word(monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware, "GPU_FILES", str(tmp_path / "none[0-9]*"))
-    require_seen_gpus()
-
-
 @pytest.fixture
 def gpu_of(monkeypatch):
     """Let a GPU of 80 GiB, or of another size, have so many GiB free, second by second; the last number stays."""
@@ -135,11 +110,6 @@ def test_the_memory_of_dying_ranks_is_waited_for(gpu_of):
     assert wait_for_freed_gpu() == 4
 
 
-def test_a_free_gpu_is_not_waited_for(gpu_of):
-    gpu_of(79.5)
-    assert wait_for_freed_gpu() == 0
-
-
 def test_what_a_rank_took_to_meet_the_others_is_neither_waited_for_nor_missing_from_its_plan(gpu_of, monkeypatch):
     gpu_of(24 - (hardware.CONTEXT_BYTES + hardware.COMMUNICATOR_BYTES) / 2**30, total=24)  # 93 % are free
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -157,12 +127,7 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free(gpu_of, monkeypatch):
 
 def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
     gpu_of(10, 40)
-    assert wait_for_freed_gpu() == 61
-
-
-def test_memory_that_comes_back_slowly_is_waited_for_three_minutes(gpu_of):
-    gpu_of(*(second / 10 for second in range(1000)))
-    assert wait_for_freed_gpu() == 180
+    assert wait_for_freed_gpu() == 60
 
 
 def test_pages_that_children_share_count_once_and_a_dead_child_holds_nothing():
@@ -246,4 +211,3 @@ def test_cores_are_no_more_than_all_cgroups_above_this_process_give_time_for(
     monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     assert hardware.cpu_count() == cores
-    assert hardware.cpu_count(range(2)) == min(2, cores)

@@ -5,7 +5,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-COMMANDS = ("data", "doctor", "folders", "plan", "quickstart", "report")
+COMMANDS = ("data", "doctor", "folders", "plan", "quickstart")
 """Of dsft, that read files alone, or look at them before they load more."""
 
 

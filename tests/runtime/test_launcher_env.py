@@ -3,11 +3,9 @@
 import os
 import socket
 import sys
-from contextlib import ExitStack
 
 import psutil
 import pytest
-from ranks import started_entry
 from torch.distributed import TCPStore
 
 from dsft.cli.main import main
@@ -15,7 +13,6 @@ from dsft.errors import UserError
 from dsft.runtime import launcher_env
 from dsft.runtime.launcher_env import (
     SINGLE_PROCESS_ENV,
-    check_environment,
     choose_interface,
     first_host,
     free_port,
@@ -204,38 +201,3 @@ def test_a_command_unsets_the_variables_of_a_single_process_and_a_call_within_it
     with pytest.raises(SystemExit):
         main()
     assert "LOCAL_RANK" not in os.environ and "MASTER_PORT" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("WORLD_SIZE", "two"),
-        ("WORLD_SIZE", ""),
-        ("RANK", "first"),
-        ("RANK", "-1"),
-        ("LOCAL_RANK", "0.5"),
-        ("LOCAL_SIZE", "x"),
-        ("MASTER_PORT", "http"),
-        ("DS_ACCELERATOR", "banana"),
-        ("DS_ACCELERATOR", ""),
-    ],
-)
-def test_a_variable_that_is_no_number_or_accelerator_is_named(name, value):
-    with pytest.raises(UserError) as error:
-        check_environment({name: value})
-    assert len(error.value.problems) == 1 and error.value.problems[0].startswith(f"{name}={value} in the environment")
-
-
-def test_every_entry_says_it_in_one_line(monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)  # which a test before may have left, as a notebook does
-    variables = {"WORLD_SIZE": "two", "RANK": "first", "DS_ACCELERATOR": "banana"}
-    with ExitStack() as stack:
-        waits = {
-            (name, module): stack.enter_context(started_entry(module, ["train", "--model", "m"], **{name: value}))
-            for name, value in variables.items()
-            for module in ("dsft.train", "dsft.cli.main")
-        }
-        for (name, _), wait in waits.items():
-            result, _ = wait()
-            assert result.returncode == 2 and result.stderr.count("dsft: error: ") == 1, result.stderr
-            assert f"{name}={variables[name]} in the environment" in result.stderr and "Traceback" not in result.stderr

@@ -35,9 +35,7 @@ def test_a_version_that_was_never_tested_is_named_with_those_that_were():
     for suffix in ("a0+nv25.9", ".post301"):
         assert untested_versions(NEWEST | {"torch": NEWEST["torch"] + suffix}) == [], "of NVIDIA's container, of conda"
     newer = untested_versions(NEWEST | {"deepspeed": "9.0", "torch": "2.13"})
-    assert newer == [f"deepspeed 9.0 (tested: {OLDEST['deepspeed']} to {NEWEST['deepspeed']})"]
-    older = untested_versions(NEWEST | {"peft": "0.18.1", "datasets": "4.7"})
-    assert [line.split(" (")[0] for line in older] == ["peft 0.18.1", "datasets 4.7"]
+    assert newer == [f"deepspeed 9.0 (tested up to {NEWEST['deepspeed']})"]
 
 
 def test_this_environment_is_tested():
@@ -52,7 +50,7 @@ def test_a_copy_of_the_package_alone_names_no_version(monkeypatch, tmp_path):
 def test_a_run_says_at_its_start_what_was_never_tested(monkeypatch, capsys):
     monkeypatch.setattr(distributed, "untested_versions", lambda: untested_versions(NEWEST | {"peft": "99.0"}))
     distributed.require_same_start({}, [])
-    expected = f"warning: never tested with peft 99.0 (tested: {OLDEST['peft']} to {NEWEST['peft']})"
+    expected = f"warning: never tested with peft 99.0 (tested up to {NEWEST['peft']})"
     assert capsys.readouterr().out.count(expected) == 1
 
 
@@ -68,19 +66,17 @@ def nothing_compiled(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("nothing_compiled")
 def test_a_missing_compiler_is_named_where_the_optimizer_is_offloaded(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    (problem,) = offload_problems(OFFLOAD)
+    (problem,) = offload_problems(OFFLOAD, has_gpu=False)
     assert "no-such-compiler is not there" in problem and "apt-get install g++" in problem
-    assert offload_problems(PARAMETERS) == offload_problems({}) == []
-    assert offload_problems(OFFLOAD | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}) == []
+    assert offload_problems(PARAMETERS, has_gpu=False) == offload_problems({}, has_gpu=True) == []
+    by_torch = OFFLOAD | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    assert offload_problems(by_torch, has_gpu=True) == []
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_a_compiler_without_a_header_is_named_by_its_complaint(monkeypatch, tmp_path):
-    false = tmp_path / "c++"
-    false.write_text("#!/bin/sh\necho 'fatal error: omp.h: No such file' >&2; exit 1\n")
-    false.chmod(0o755)
-    monkeypatch.setenv("CXX", str(false))
-    assert "omp.h: No such file" in offload_problems(OFFLOAD)[0]
+def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert f"{tmp_path}/Python.h is not there" in offload_problems(OFFLOAD, has_gpu=False)[0]
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -88,7 +84,7 @@ def test_what_was_compiled_before_needs_no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert offload_problems(OFFLOAD) == []
+    assert offload_problems(OFFLOAD, has_gpu=False) == []
 
 
 def test_what_was_installed_compiled_needs_no_folder_to_compile_in(monkeypatch, tmp_path):
@@ -98,14 +94,14 @@ def test_what_was_installed_compiled_needs_no_folder_to_compile_in(monkeypatch, 
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    assert offload_problems(OFFLOAD) == []
+    assert offload_problems(OFFLOAD, has_gpu=False) == []
 
 
 @pytest.mark.parametrize("words", ["", "c++ -O2", "env c++"])
 @pytest.mark.usefixtures("nothing_compiled")
 def test_this_machine_compiles(monkeypatch, words):
     monkeypatch.setenv("CXX", words)
-    assert offload_problems(OFFLOAD) == [] and software.compile_error() == ""
+    assert offload_problems(OFFLOAD, has_gpu=False) == [] and software.compile_error() == ""
 
 
 def test_without_nvcc_an_optimizer_that_is_compiled_for_gpus_is_refused(monkeypatch):

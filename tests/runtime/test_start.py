@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_entry, started_entry
+from ranks import started_entry
 
 from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, UserError, ends_with_clear_errors
 from dsft.runtime import distributed
@@ -25,7 +25,6 @@ def busy_port():
 
 
 CASES = {
-    "WORLD_SIZE=two in the environment": (EXIT_USER_ERROR, {"WORLD_SIZE": "two"}),
     "rank 0 of 2 on": (EXIT_NOT_STARTED, {}),
     "rank 1 of 2 on": (EXIT_NOT_STARTED, {"RANK": "1"}),
 }
@@ -83,6 +82,7 @@ def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, busy_port
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 3),  # torchrun's own 1
         ({"OMP_NUM_THREADS": "1", "ACCELERATE_USE_DEEPSPEED": "true"}, 3),  # accelerate's, over pdsh
         ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"SLURM_STEP_ID": "0"}, 6),  # srun has tied it to 6 of 16 cores
     ],
 )
 def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, variables, threads):
@@ -93,8 +93,9 @@ def test_the_ranks_of_a_node_share_its_cores_under_every_launcher(monkeypatch, v
     for name, value in (FIRST_OF_TWO | {"LOCAL_WORLD_SIZE": "2"} | variables).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "cpu_count", lambda: 6)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     try:
-        assert distributed.set_library_variables() == (variables.get("OMP_NUM_THREADS", "1") == "1" and threads == 3)
+        distributed.set_library_variables()
         assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]) == threads
     finally:
         torch.set_num_threads(before)
@@ -111,41 +112,11 @@ def test_a_single_rank_has_no_more_threads_than_its_container_has_time_for(monke
     monkeypatch.setattr(distributed, "cpu_count", lambda: cores)
     try:
         torch.set_num_threads(4)
-        assert not distributed.set_library_variables()
+        distributed.set_library_variables()
         assert torch.get_num_threads() == threads
         assert os.environ.get("OMP_NUM_THREADS", "") == given, "a launch from a notebook would take it for the user's"
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("bound", "others", "threads"),
-    [
-        (range(0, 8), [range(8, 16)], 8),  # each rank has its own cores: not divided again
-        (range(0, 16), [range(0, 16)], None),  # nobody is bound: shared before
-        (range(0, 8), [range(0, 8), range(8, 16), range(8, 16)], 4),  # two ranks on each half
-        (range(0, 1), [range(1, 2)], 1),
-    ],
-)
-@pytest.mark.parametrize("quota", [None, 6])
-def test_a_rank_that_its_launcher_binds_uses_all_of_its_cores(monkeypatch, tmp_path, bound, others, threads, quota):
-    """As far as a container's share of the node's time reaches."""
-    (tmp_path / "own").write_text("0::/")
-    (tmp_path / "cpu.max").write_text(f"{quota}00000 100000" if quota else "max 100000")
-    monkeypatch.setattr("dsft.runtime.hardware.OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr("dsft.runtime.hardware.CGROUPS", tmp_path)
-    if quota and threads:
-        threads = min(threads, quota // (1 + len(others)))
-    taken = []
-    monkeypatch.setattr(distributed, "_set_threads", taken.append)
-    monkeypatch.setenv("LOCAL_SIZE", str(1 + len(others)))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(bound))
-    of_ranks = [(distributed.this_node(), frozenset(cores)) for cores in (bound, *others)]
-    elsewhere = (socket.gethostname(), "a machine of the same name"), frozenset(range(64))
-    monkeypatch.setattr(distributed, "from_all", lambda _: [*of_ranks, elsewhere])
-    distributed.use_bound_cores(chooses_threads=True)
-    distributed.use_bound_cores(chooses_threads=False)
-    assert taken == ([threads] if threads else [])
 
 
 def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatch, capfd):
@@ -179,12 +150,6 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == EXIT_INTERRUPTED and capsys.readouterr().err == "dsft: interrupted (Ctrl-C)\n"
-
-
-def test_an_entry_of_tests_that_hangs_is_no_success(tmp_path, monkeypatch):
-    (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr("ranks.SECONDS", 0.5)
-    assert run_entry(str(tmp_path / "hangs.py"), []).returncode == -signal.SIGKILL
 
 
 class Started(Exception):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, write_jsonl, write_model
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.readback import trained_shapes
 from dsft.checkpoints.resume import run_identity
 from dsft.checkpoints.run_folder import FINAL, write_run
+from dsft.checkpoints.save import trained_shapes
 from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config

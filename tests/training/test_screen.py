@@ -22,10 +22,7 @@ from ranks import run_entry
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsft.runtime import console
-from dsft.training import run as run_module
-from dsft.training.callbacks import LearningCheck, ProgressLog
-from dsft.training.metrics import Compute, Sums, Work, step_metrics
-from dsft.units import GiB
+from dsft.training.callbacks import Compute, LearningCheck, ProgressLog, Sums, Work, step_metrics
 
 NOISE = (
     "tokenizer has new PAD",
@@ -188,18 +185,3 @@ def test_where_no_bar_is_seen_lines_say_how_far_the_work_is(monkeypatch, capsys)
     with console.progress_bar(is_shown=True, total=2, desc="Perplexity") as bar:
         bar.update(2)
     assert capsys.readouterr().err == "", "work of seconds has no line"
-
-
-@pytest.mark.parametrize(("free", "is_warned"), [(28 * GiB, False), (8 * GiB, True)])
-def test_host_memory_that_other_programs_hold_is_a_warning(monkeypatch, capsys, free, is_warned):
-    monkeypatch.setattr(run_module, "free_host_bytes", lambda: free)
-    monkeypatch.setattr(run_module, "peak_resident_bytes", lambda: GiB)
-    plan = SimpleNamespace(device_bytes=GiB, host_bytes=30 * GiB, has_time_estimate=False)
-    model = SimpleNamespace(size=SimpleNamespace(num_params=1, num_trainable=1))
-    machine = SimpleNamespace(has_gpu=True, place="GPU", ranks_per_node=2)
-    options = SimpleNamespace(dtype="bfloat16")
-    run_module.describe_plan(
-        SimpleNamespace(model=model, plan=plan, machine=machine, options=options, reason="asked for", notes=())
-    )
-    said = "warning: 30.0 GiB of host memory are planned and 10.0 are free" in capsys.readouterr().out
-    assert said == is_warned
