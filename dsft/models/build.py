@@ -358,13 +358,6 @@ class Candidate:
         return f"{self.config.model}:{quantization.format}" if is_made else self.config.model
 
 
-def with_bases(model: str) -> Iterator[str]:
-    """Yield the model, and the base of each adapter down to a full model."""
-    yield model
-    if base := adapter_base(model):
-        yield from with_bases(base)
-
-
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
     """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
     model = options.model

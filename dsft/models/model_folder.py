@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,6 +113,13 @@ def adapter_base(model: str) -> str | None:
     if base.startswith(("/", ".", "~")) and not Path(base).exists():
         raise UserError(f"{model}/{ADAPTER_CONFIG}: its base {base} does not exist; set {BASE} to where it is now")
     return base
+
+
+def with_bases(model: str) -> Iterator[str]:
+    """Yield the model, and the base of each adapter down to a full model."""
+    yield model
+    if base := adapter_base(model):
+        yield from with_bases(base)
 
 
 def base_revision(model: str) -> str | None:

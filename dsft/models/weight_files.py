@@ -22,20 +22,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from dsft.errors import UserError, one_line
-from dsft.models.model_folder import MODEL_FILES, OPTIMIZER_FILES, located, number_in, step_folder
+from dsft.models.model_folder import (
+    MODEL_FILES,
+    OPTIMIZER_FILES,
+    described_in,
+    is_bare_config,
+    located,
+    number_in,
+    step_folder,
+    with_bases,
+)
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-NUM_BLOCKS = 1024
-BLOCK_BYTES = 2**12
-"""Of a file, that `weights_digest` reads."""
+READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
+RESULTS = "perplexity.json"  # an evaluation may have written it beside the model
+BLOCK_BYTES = 1 << 16
+BLOCKS = 64
+"""Of each file, evenly spread, that `model_identity` reads."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -135,23 +147,36 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def weights_digest(model: str, revision: str | None = None) -> str | None:
-    """Hash names, sizes and evenly spread blocks of the files that a model's weights are loaded from. None without such
-    files, as in a folder that has DeepSpeed's shards alone.
+def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
+    """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
+    whose commit is its identity; `seed`: of the random weights if the model is a config.json alone.
     """
-    folder, gguf = located(model)
-    files = find_files(folder, (gguf["gguf_file"],) if gguf else WEIGHT_FILES, revision)
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in files:
-        size = Path(path).stat().st_size
-        digest.update(f"{Path(path).name} {size}".encode())
-        with _named(path), open(path, "rb") as file:
-            for block in range(NUM_BLOCKS):
-                file.seek(max(0, size - BLOCK_BYTES) * block // (NUM_BLOCKS - 1))
-                digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()[:16]
+    content = hashlib.sha256()
+    changed = hashlib.sha256()
+    if is_bare_config(model):
+        content.update(f"seed {seed}".encode())
+    for name in with_bases(model):
+        path = Path(name)
+        if not path.exists():
+            repository, gguf = located(name)
+            file = gguf.get("gguf_file", "config.json")  # in the cache: the model has been measured
+            cached = try_to_load_from_cache(repository, file, revision=revision)
+            commit = Path(cached.removesuffix(file)).name if isinstance(cached, str) else revision
+            content.update(f"{name} {commit}".encode())
+            continue
+        files = [path]
+        for folder in {path, Path(described_in(name))} if path.is_dir() else ():
+            inside = [*folder.glob("*"), *folder.glob("global_step*/*")]  # other folders may be those of runs
+            files += [file for file in inside if file.suffix in READ_ENDINGS or file.name == "latest"]
+        for file in sorted(file for file in set(files) if file.is_file() and file.name != RESULTS):
+            size = file.stat().st_size
+            content.update(f"{file.name} {size}".encode())
+            changed.update(f"{file.name} {file.stat().st_mtime_ns}".encode())
+            with file.open("rb") as opened:
+                for block in range(BLOCKS):
+                    opened.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
+                    content.update(opened.read(BLOCK_BYTES))
+    return {"content": content.hexdigest(), "changed": changed.hexdigest()}
 
 
 def empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:

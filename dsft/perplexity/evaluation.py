@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
@@ -29,14 +28,15 @@ from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.job import beat as watchdog
-from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype, with_bases
+from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype
 from dsft.models.measure import ModelSize, check_sharding
-from dsft.models.model_folder import described_in, is_bare_config, located
+from dsft.models.model_folder import with_bases
 from dsft.models.quantization import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
+from dsft.models.weight_files import model_identity
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, Windows, pieces_of, protocol_config
-from dsft.perplexity.results import REPORTS, Evaluation, Perplexity, Recorder, Results, on_data
+from dsft.perplexity.results import Evaluation, Perplexity, Recorder, Results, on_data
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.planner.activations import attention_of
 from dsft.planner.choose import evaluation_section, plan_evaluation, tokens_at_once
@@ -51,13 +51,8 @@ OTHER_OPTIONS = (
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what is kept of it."""
-SCORING = 12  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 13  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
-READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
-"""Of files that loading a model reads. The text of a tokenizer counts through the tokens that it makes."""
-BLOCK_BYTES = 1 << 16
-BLOCKS = 64
-"""What is read of each file: so many blocks, evenly spread from its first byte to its last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,37 +301,6 @@ def fingerprint(
     everywhere = sorted(set(distributed.from_all([json.dumps([models, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
-    """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
-    whose commit is its identity; `seed`: of the random weights if the model is a config.json alone.
-    """
-    content = hashlib.sha256()
-    changed = hashlib.sha256()
-    if is_bare_config(model):
-        content.update(f"seed {seed}".encode())
-    for name in with_bases(model):
-        path = Path(name)
-        if not path.exists():
-            repository, gguf = located(name)
-            file = gguf.get("gguf_file", "config.json")  # in the cache: the model has been measured
-            cached = try_to_load_from_cache(repository, file, revision=revision)
-            commit = Path(cached.removesuffix(file)).name if isinstance(cached, str) else revision
-            content.update(f"{name} {commit}".encode())
-            continue
-        files = [path]
-        for folder in {path, Path(described_in(name))} if path.is_dir() else ():
-            files += [file for file in folder.rglob("*") if file.suffix in READ_ENDINGS or file.name == "latest"]
-        for file in sorted(file for file in set(files) if file.is_file() and file.name != REPORTS):
-            size = file.stat().st_size
-            content.update(f"{file.name} {size}".encode())
-            changed.update(f"{file.name} {file.stat().st_mtime_ns}".encode())
-            with file.open("rb") as opened:
-                for block in range(BLOCKS):
-                    opened.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
-                    content.update(opened.read(BLOCK_BYTES))
-    return {"content": content.hexdigest(), "changed": changed.hexdigest()}
 
 
 def _window_length(candidate: Candidate) -> int:

@@ -13,9 +13,16 @@ from dsft.data.formats import FormattedSource
 from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources, notes_on_unread
 from dsft.errors import UserError, raise_if_any
-from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype, with_bases
+from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype
 from dsft.models.measure import check_positions, check_sharding, measure_model
-from dsft.models.model_folder import adapter_base, base_revision, described_in, has_only_shards, is_bare_config
+from dsft.models.model_folder import (
+    adapter_base,
+    base_revision,
+    described_in,
+    has_only_shards,
+    is_bare_config,
+    with_bases,
+)
 from dsft.models.probes import architecture_problems
 from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.sequence_parallel import refused_ranks

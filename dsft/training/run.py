@@ -39,12 +39,11 @@ from dsft.job.beat import is_consequence, record_failure
 from dsft.models.adapters import unwrapped
 from dsft.models.build import build_model
 from dsft.models.chunked_head import tile_loss
-from dsft.models.model_folder import is_bare_config
 from dsft.models.package import unreached
 from dsft.models.probes import length_limits
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
-from dsft.models.weight_files import safe_unpickling, weights_digest
+from dsft.models.weight_files import model_identity, safe_unpickling
 from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import checkpointing_flags
 from dsft.runtime import distributed
@@ -181,12 +180,10 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         """Distinguishes frozen weights from others of the same shapes, by the files that they came from."""
         if all(parameter.requires_grad for parameter in model.parameters()):
             return None
-        if is_bare_config(options.model):
-            return f"random of seed {args.seed}"
-        digest = weights_digest(options.model, options.revision)
+        content = model_identity(options.model, revision=options.revision, seed=args.seed)["content"][:16]
         if options.method != "full" and (options.trainable or options.frozen):
-            return f"{digest} seed {args.seed}"  # adapters that are frozen keep what it has drawn
-        return digest
+            return f"{content} seed {args.seed}"  # adapters that are frozen keep what it has drawn
+        return content
 
     return PerplexityTrainer(model, args, run=run, data=data, frozen_weights=distributed.on_rank_0(frozen_weights))
 

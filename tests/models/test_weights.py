@@ -20,7 +20,6 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import build_model, weight_problems
 from dsft.models.measure import measure_model
-from dsft.models.weight_files import weights_digest
 
 LOST = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -189,14 +188,6 @@ def test_an_expert_that_is_missing_on_disk_is_named(tmp_path, part):
     assert len(problems) == 1 and "missing" in problems[0], problems
     with pytest.raises(UserError, match="its config"):
         build_model(TrainConfig(model=str(folder)), dtype="float32")
-
-
-def test_a_digest_of_weights_is_that_of_a_copy_and_of_no_other_model(tiny, tmp_path):
-    digest = weights_digest(str(tiny / "model"))
-    copied, changed = (Path(shutil.copytree(tiny / "model", tmp_path / name)) for name in ("copied", "changed"))
-    change_tensors(changed, lambda tensors: tensors["model.norm.weight"][-1:].add_(1))
-    assert digest and weights_digest(str(copied)) == digest != weights_digest(str(changed))
-    assert weights_digest(str(tiny)) is None
 
 
 def _refusals(training: dict, evaluation: dict) -> list[str]:

@@ -27,9 +27,10 @@ from dsft.errors import TrainingStopped, UserError
 from dsft.models import chunked_head
 from dsft.models.chunked_head import ChunkedHead
 from dsft.models.tokenizer import load_tokenizer
+from dsft.models.weight_files import model_identity
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
-from dsft.perplexity.evaluation import fingerprint, model_identity
+from dsft.perplexity.evaluation import fingerprint
 from dsft.perplexity.modes import rolling_spans, sliding_spans, windows_of_sequences
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder

@@ -15,7 +15,7 @@ from dsft.api import evaluate_all
 from dsft.cli.main import main
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
-from dsft.perplexity.evaluation import model_identity
+from dsft.models.weight_files import model_identity
 from dsft.planner.choose import plan_evaluation
 from dsft.runtime.hardware import this_machine
 from dsft.setup.evaluation import candidate_of
