@@ -6,9 +6,8 @@ Everything cut or dropped is counted.
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -44,22 +43,23 @@ class Tokens:
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Turns rows into token sequences; UserError names a row that cannot be used, where `bad_rows` is error."""
     builder = _TokensBuilder(rules)
-    samples: list[tuple[Row, Text | Pair | Chat | None]] = []
+    samples: list[tuple[str, Text | Pair | Chat | None]] = []  # where each is
     for row in batch.rows:
+        where = batch.where(row)
         try:
-            samples.append((row, canonical(row, rules)))
+            samples.append((where, canonical(row, rules)))
         except EmptyAnswer as error:
-            builder.note("dropped_empty", f"{batch.where(row)}: {error}")
+            builder.note("dropped_empty", f"{where}: {error}")
             if rules.keep_all:
-                samples.append((row, None))
+                samples.append((where, None))
         except ValueError as error:
-            builder.drop_bad(f"{batch.where(row)}: {error}")
+            builder.drop_bad(f"{where}: {error}")
     texts = [sample.text for _, sample in samples if isinstance(sample, Text)]
     pairs = [sample for _, sample in samples if isinstance(sample, Pair)]
     if texts or pairs:  # many at once
         beginnings = encode_open(tokenizer, texts + [pair.prompt for pair in pairs])
         completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
-    for row, sample in samples:
+    for where, sample in samples:
         builder.is_too_long = False
         match sample:
             case None:
@@ -75,7 +75,7 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                 prompt = next(beginnings)
                 ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
-                builder.add(ids, [(trained_from, len(ids), 1)], partial(batch.where, row))
+                builder.add(ids, [(trained_from, len(ids), 1)], where)
             case Chat():  # in the tokenizer's template
                 try:
                     with limited_time("the chat template"):
@@ -83,13 +83,13 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                     sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
                     kind = "" if isinstance(error, ValueError) else "the chat template raised: "
-                    builder.drop_bad(f"{batch.where(row)}: {kind}{one_line(error)}")
+                    builder.drop_bad(f"{where}: {kind}{one_line(error)}")
                     continue
                 for name, why in notes.items():
                     number = len(sequences) - 1 if name == "rendered_apart" else 1
-                    builder.note(name, f"{batch.where(row)}: {why}", number)
+                    builder.note(name, f"{where}: {why}", number)
                 for sequence in sequences:
-                    builder.add(*sequence, partial(batch.where, row))
+                    builder.add(*sequence, where)
     builder.counts["rows"] = len(batch.rows)
     if batch.left_out:
         builder.counts["left_out_by_map_row"] = batch.left_out
@@ -166,7 +166,7 @@ class _TokensBuilder:
             raise UserError(f"{problem}; bad_rows: drop leaves such rows out, and counts them")
         self.note("dropped_bad", problem)
 
-    def add(self, ids: list[int], spans: Spans, where: Callable[[], str]) -> None:
+    def add(self, ids: list[int], spans: Spans, where: str) -> None:
         """Adds a sample with the tokens of `spans` trained. One longer than seq_len follows the policy `too_long`. A
         sequence without a trained token (its answer was cut off) is left out.
         """
@@ -178,7 +178,7 @@ class _TokensBuilder:
         policy = self.rules.too_long
         starts = range(1)
         if len(array) > length:
-            why = f"{where()}: {len(array)} tokens are longer than seq_len={length}"
+            why = f"{where}: {len(array)} tokens are longer than seq_len={length}"
             if policy == "error":
                 raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
             kind = "truncated"
@@ -197,7 +197,7 @@ class _TokensBuilder:
             if of_piece.any() or self.rules.keep_all:
                 self.put(array[start : start + length], of_piece)
             else:
-                self.note("dropped_untrained", f"{where()}: no token of it is trained")
+                self.note("dropped_untrained", f"{where}: no token of it is trained")
 
     def put(self, ids: np.ndarray, weights: np.ndarray) -> None:
         self.ids.append(ids)
