@@ -37,8 +37,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
-from dsft.data.store import StoreWriter, fingerprint
-from dsft.data.tokens import Tokens
+from dsft.data.tokens import StoreWriter, Tokens, fingerprint
 from dsft.perplexity import documents, scoring
 from dsft.perplexity.compare import compare_pair
 from dsft.perplexity.modes import Windows

@@ -28,7 +28,7 @@ from dsft.models.adapters import unwrapped
 from dsft.models.build import DTYPES, adapter_problems, load_weights
 from dsft.models.measure import empty_model, load_model_config
 from dsft.models.model_folder import adapter_base, base_revision, described_in, is_gguf, located
-from dsft.models.quantization import GGUF, cast_weights, unpacking_config
+from dsft.models.package import GGUF, cast_weights, unpacking_config
 from dsft.models.tokenizer import tokenizer_folder
 from dsft.models.weight_files import safe_unpickling
 from dsft.runtime.hardware import free_host_bytes

@@ -37,7 +37,7 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     raise_if_any([*problems, *without_second_errors(check_named_files(config), problems)])
     with quick_imports():
         from dsft.data.epoch import describe_counts
-        from dsft.data.store import cache_folder
+        from dsft.data.tokens import cache_folder
         from dsft.data.training_data import check_sources, load_training_data
         from dsft.models.tokenizer import add_tokens, check_tokenizer
 

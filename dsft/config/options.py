@@ -257,7 +257,7 @@ class LoraFields:
     adapter: str | None = None
     """Folder or hub id of an adapter to train further; its own shape replaces the lora_* options."""
     quantization: str = "nf4"
-    """Format of the base model's weights with method qlora, such as nf4 or int8 (dsft/models/quantization.py)."""
+    """Format of the base model's weights with method qlora, such as nf4 or int8 (dsft/models/package.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

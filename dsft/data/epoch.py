@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsft.data.store import Store
+from dsft.data.tokens import Store
 from dsft.models.chunked_head import next_tokens
 from dsft.models.probes import RowRules, positions
 from dsft.models.sequence_parallel import share_of

@@ -21,8 +21,7 @@ from dsft.data.epoch import (
 )
 from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
 from dsft.data.sources import HeldOut, ending, find_sources
-from dsft.data.store import Store, cache_folder, prepare
-from dsft.data.tokens import encode_open, stop_tokens, tokenise
+from dsft.data.tokens import Store, cache_folder, encode_open, prepare, stop_tokens, tokenise
 from dsft.errors import UserError, one_line
 from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed

@@ -59,10 +59,12 @@ from dsft.models.model_folder import (
     located,
     step_folder,
 )
-from dsft.models.package import auto_class, freeze_unreached, from_config
-from dsft.models.quantization import (
+from dsft.models.package import (
     Quantization,
+    auto_class,
     cast_weights,
+    freeze_unreached,
+    from_config,
     quantization_of,
     quantization_on_disk,
     unpacking_config,

@@ -45,8 +45,7 @@ from dsft.models.model_folder import (
     misnamed,
     no_model,
 )
-from dsft.models.package import from_config, tied_weights
-from dsft.models.quantization import GGUF, Quantization, quantization_of, quantization_on_disk
+from dsft.models.package import GGUF, Quantization, from_config, quantization_of, quantization_on_disk, tied_weights
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
 CONFIG_ERRORS = (

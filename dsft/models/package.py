@@ -1,10 +1,22 @@
-"""Which class of transformers loads a model package, and which of its weights are frozen.
+"""Which class of transformers loads a model package, which of its weights are frozen, and how they are quantised.
 
 A package may contain more than a language model: towers for images and sound (`vision_config` beside `text_config`).
 It is loaded whole, by the class for images and text, and its towers are frozen: what is saved is complete, and adapters
 have the names that other trainers and servers use. Layers that predict several tokens (`mtp.*`) are not loaded.
+
+Weights are quantised while they load (FORMATS, by bitsandbytes; the frozen base under method qlora, or a model that is
+scored), or lie on disk so: a GGUF file, or the `quant_method` in a model's config (GPTQ, AWQ, FP8, compressed-tensors
+...). transformers loads them all.
 """
 
+import copy
+import importlib.util
+import logging
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -12,11 +24,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    BitsAndBytesConfig,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
 
-from dsft.errors import UserError
+from dsft.errors import UserError, nearest, one_line
 
 AUTO_CLASSES = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
@@ -111,3 +126,175 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
             direct = module.named_parameters(recurse=False)
             outermost += [f"{prefix}{key}" for key, parameter in direct if id(parameter) not in reached]
     return crossing + tuple(outermost)
+
+
+# Quantised weights
+
+BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
+"""Names of the bits of a weight in configs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How a model's linear layers are stored; embedding and head stay as they are on disk."""
+
+    format: str  # as the option `quantization` names it, or as the config or the file on disk does
+    bits: int = 8  # of one weight in memory, without scales
+    scale_bytes: float = 0.0  # of one weight, its part of the scales
+    package: str = ""  # that makes it while weights load; empty where it lies on disk
+    trainable: bool = False  # method qlora trains adapters over it
+    can_be_unpacked: bool = False
+    """Adapters are trained and evaluated over its unpacked weights, and `dsft export` writes those."""
+    is_unpacked: bool = False  # transformers unpacks the weights to the model's dtype while it loads them
+    disk_bytes: int | None = None  # of all weights, where they lie on disk in this format and on this machine
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one weight, its part of the scales included."""
+        return self.bits / 8 + self.scale_bytes
+
+    @property
+    def lies_on_disk(self) -> bool:
+        return not self.package
+
+    @property
+    def is_of_linear_layers(self) -> bool:
+        """Whether bitsandbytes made it, which leaves what is not a linear layer as it is."""
+        return not self.lies_on_disk or self.trainable
+
+    def __str__(self) -> str:
+        return self.format
+
+    def load_config(self, compute_dtype: torch.dtype) -> Any:
+        """Return the configuration with which transformers loads it; None where the model's own config contains it."""
+        if self.format == "gguf":
+            return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
+        if self.package == "bitsandbytes" and self.bits == 8:
+            # Every layer warns in every forward that its inputs are cast to float16.
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+            return BitsAndBytesConfig(load_in_8bit=True)
+        if self.package == "bitsandbytes":
+            return BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=self.format,
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=compute_dtype,
+                bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
+            )
+        return None
+
+
+FORMATS = {
+    quantization.format: quantization
+    for quantization in (
+        # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
+        Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes", trainable=True),
+        Quantization(format="int8", bits=8, package="bitsandbytes", trainable=True),
+    )
+}
+"""By the option `quantization`: formats that are made while weights load."""
+GGUF = Quantization(format="gguf", bits=16, is_unpacked=True)
+UNPACKABLE = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
+"""Values of `quant_method` that transformers can unpack (`dequantize` in their configuration)."""
+PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum")
+"""Whose versions can change the numbers of a quantised model."""
+
+
+def quantization_of(method: str, name: str) -> Quantization | None:
+    """Return the format `name` of the base that this method trains over; None where it is not quantised.
+    Raises UserError where there is no such format.
+    """
+    if method != "qlora":
+        return None
+    if name not in FORMATS:
+        raise UserError(unknown_format(name, [*FORMATS]))
+    return FORMATS[name]
+
+
+def unknown_format(name: str, known: list[str]) -> str:
+    return f"quantization={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}"
+
+
+def quantization_on_disk(
+    config: PreTrainedConfig, *, disk_bytes: int | None = None, trained: bool = False
+) -> Quantization | None:
+    """Return the format that a model's config names; None where its weights are not quantised.
+
+    Args:
+        disk_bytes: of the files of its weights, where they are here.
+        trained: adapters are, or were, trained over the weights: loaded by `unpacking_config`.
+    """
+    section, method = _section(config)
+    if not section:
+        return None
+    bits = [section[name] for name in BITS if isinstance(section.get(name), int)]
+    if section.get("load_in_4bit") or method == "mxfp4":
+        bits = [4]
+    return Quantization(
+        format=method,
+        bits=bits[0] if bits else 8,
+        trainable=method == "bitsandbytes",
+        can_be_unpacked=method in UNPACKABLE,
+        is_unpacked=trained and method in UNPACKABLE,
+        disk_bytes=disk_bytes,
+    )
+
+
+def unpacking_config(config: PreTrainedConfig) -> Any:
+    """Return what lets transformers unpack weights while it loads them; None where adapters get them packed."""
+    section, method = _section(config)
+    if not section or method not in UNPACKABLE:
+        return None
+    return AutoQuantizationConfig.from_dict(section | {"dequantize": True})
+
+
+def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
+    """A config's section on quantisation, and the method that it names."""
+    section = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    section = section if isinstance(section, dict) or section is None else section.to_dict()
+    method = (section or {}).get("quant_method")
+    return section, str(getattr(method, "value", method) or "bitsandbytes")
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32."""
+    # transformers unpacks to `dtype`, and leaves what was not packed as it lies on disk (quantizers/base.py,
+    # get_new_dtype): products of both would fail.
+    kept = model._get_dtype_plan(dtype)
+    for name, weight in model.named_parameters():
+        if not any(fnmatch(name, f"*{pattern}*") for pattern in kept):
+            weight.data = weight.data.to(dtype)
+
+
+def format_problems(
+    name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype, trained: bool = False
+) -> list[str]:
+    """List why the model `name` cannot be loaded in this format on this machine, by transformers' own checks.
+    `trained`: adapters are trained over it.
+    """
+    if quantization.package and importlib.util.find_spec(quantization.package) is None:
+        return [
+            f"quantization={quantization.format}: the package {quantization.package} is not installed;"
+            f" pip install {quantization.package}"
+        ]
+    if quantization.format == GGUF.format:
+        return []  # its file has been read
+    try:
+        if quantization.lies_on_disk and not AutoHfQuantizer.supports_quant_method(_section(config)[0]):
+            return [
+                f"model={name}: is quantised as {quantization.format}, which this transformers does not know; update it"
+            ]
+        unpacking = unpacking_config(config) if quantization.is_unpacked else None
+        load_config = unpacking or quantization.load_config(dtype)
+        quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), load_config, None, True, {})
+        if trained and not unpacking and not quantizer.is_trainable:
+            return [
+                f"model={name}: its weights are quantised ({quantization.format}), over which transformers cannot train"
+                " adapters; use the model that it was made from"
+            ]
+    except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        how = f"is quantised as {quantization.format}" if quantization.lies_on_disk else f"as {quantization.format}"
+        return [f"model={name}: {how}, which cannot be computed here ({one_line(error)})"]
+    return []

@@ -17,8 +17,19 @@ from transformers import PreTrainedTokenizerBase
 from dsft.config.options import EvalConfig
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
 from dsft.data.sources import Batch, Row
-from dsft.data.store import Preparation, Store, cache_folder, prepare
-from dsft.data.tokens import Tokens, bytes_of_tokens, closes_texts, encode, end_of, opens_texts, tokenise
+from dsft.data.tokens import (
+    Preparation,
+    Store,
+    Tokens,
+    bytes_of_tokens,
+    cache_folder,
+    closes_texts,
+    encode,
+    end_of,
+    opens_texts,
+    prepare,
+    tokenise,
+)
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, Windows, find_mode, pieces_of
 from dsft.units import one_of, plural

@@ -31,7 +31,7 @@ from dsft.job import beat as watchdog
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype
 from dsft.models.measure import ModelSize, check_sharding
 from dsft.models.model_folder import with_bases
-from dsft.models.quantization import PACKAGES
+from dsft.models.package import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.weight_files import model_identity
 from dsft.perplexity.documents import build_windows, group_documents

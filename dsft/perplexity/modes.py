@@ -21,7 +21,7 @@ from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
     from dsft.data.epoch import Sequence, Sequences
-    from dsft.data.store import Store
+    from dsft.data.tokens import Store
 
 WITHOUT_POSITIONS = 2048
 """Tokens of a window if a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""

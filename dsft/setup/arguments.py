@@ -36,8 +36,8 @@ from dsft.errors import UserError, one_line
 from dsft.models.adapters import learning_rates
 from dsft.models.chunked_head import LEAST_VOCAB
 from dsft.models.measure import ModelFacts, ModelSize
+from dsft.models.package import FORMATS
 from dsft.models.probes import trains_in_tiles
-from dsft.models.quantization import FORMATS
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.choose import DEFAULT_BATCH_TOKENS, Plan
 from dsft.planner.memory import adapts_head, checkpoint_parts, optimizer_memory, sums_in_fp32

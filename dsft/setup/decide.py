@@ -47,13 +47,13 @@ from dsft.models.build import DTYPES, check_weights, resolve_dtype
 from dsft.models.chunked_head import own_loss_problems
 from dsft.models.measure import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
 from dsft.models.model_folder import is_bare_config, step_folder
+from dsft.models.package import format_problems
 from dsft.models.probes import (
     KERNELS,
     architecture_problems,
     attention_like_eager,
     try_packing,
 )
-from dsft.models.quantization import format_problems
 from dsft.models.sequence_parallel import failed_trial, refused_model
 from dsft.models.tokenizer import NO_ANSWERS, add_tokens, check_tokenizer, ids_beyond, save_problems
 from dsft.models.weight_files import safe_unpickling

@@ -23,8 +23,8 @@ from dsft.models.model_folder import (
     is_bare_config,
     with_bases,
 )
+from dsft.models.package import FORMATS, format_problems, unknown_format
 from dsft.models.probes import architecture_problems
-from dsft.models.quantization import FORMATS, format_problems, unknown_format
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.tokenizer import check_tokenizer
 from dsft.runtime import distributed

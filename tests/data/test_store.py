@@ -26,11 +26,10 @@ from tokenizers.processors import TemplateProcessing
 from dsft.cli import data as data_command
 from dsft.cli.commands import PreviewOptions
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data import store as preparing
+from dsft.data import tokens as preparing
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.sources import HeldOut, Row, find_sources
-from dsft.data.store import StoreWriter, fingerprint, prepare
-from dsft.data.tokens import Tokens
+from dsft.data.tokens import StoreWriter, Tokens, fingerprint, prepare
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
@@ -151,7 +150,7 @@ def test_of_many_ranks_one_prepares_and_all_say_what_is_wrong(tiny, tmp_path):
 PREPARES_WITH_WORKERS = """
 import sys
 from dsft.cli.main import main
-from dsft.data import store as prepare
+from dsft.data import tokens as prepare
 prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 2
 main(sys.argv[1:])
 """

@@ -21,7 +21,7 @@ from dsft.errors import UserError
 from dsft.models import build
 from dsft.models.build import build_model, weight_problems
 from dsft.models.measure import measure_model
-from dsft.models.quantization import format_problems, quantization_on_disk, unpacking_config
+from dsft.models.package import format_problems, quantization_on_disk, unpacking_config
 from dsft.planner.memory import Job, ZeroLayout
 from dsft.runtime.hardware import Machine
 from dsft.setup.arguments import ignored_options

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.data.sources import BATCH_ROWS
-from dsft.data.store import FACTS
+from dsft.data.tokens import FACTS
 from dsft.data.training_data import check_sources
 from dsft.perplexity.documents import Answers, build_windows
 

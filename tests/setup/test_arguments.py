@@ -15,7 +15,7 @@ from dsft.checkpoints.manifest import MANIFEST
 from dsft.config.options import REFUSED_ARGUMENTS, TrainConfig
 from dsft.config.reader import check_config, make_config
 from dsft.errors import UserError
-from dsft.models.quantization import FORMATS
+from dsft.models.package import FORMATS
 from dsft.runtime.hardware import this_machine
 from dsft.setup.arguments import (
     accelerate_decisions,
