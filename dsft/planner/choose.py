@@ -66,8 +66,8 @@ FULL = 0.92
 ROOMY = 0.8
 """Share up to which a plan leaves enough free to prefer larger micro batches."""
 FULL_COSTS = 1.15
-OFFLOAD_COSTS = 1.2
-"""What offload must gain over a plan on the GPUs alone, and hpZ over ZeRO-3: no run of these checked the prediction."""
+OFFLOAD_GAIN = 1.2
+"""What offload must gain over each plan on the GPUs alone that fits."""
 SAME_SPEED = 1.02
 """Plans within it are equally fast: the simplest is taken."""
 
@@ -365,17 +365,19 @@ def _first_that_fits(
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """Return the fastest that fits; where nothing fits, the closest to fitting. Offload, hpZ and a GPU that is nearly
-    full must gain something; of equally fast ones the simplest is taken, then the one with most room.
+    """Return the fastest that fits; where nothing fits, the closest to fitting. Offload, and a GPU that is nearly full,
+    must gain something; of equally fast ones the simplest is taken, then the one with most room.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return min(plans, key=lambda plan: shortage(plan, machine))
+    on_gpus = [plan for plan in fitting if not offloads(plan.deepspeed_config)]
+    if on_gpus:
+        speed = OFFLOAD_GAIN * max(plan.tokens_per_second for plan in on_gpus)
+        fitting = [plan for plan in fitting if plan.tokens_per_second > speed or not offloads(plan.deepspeed_config)]
 
     def cost(plan: Plan) -> float:
         seconds = plan.step_seconds / plan.tokens_per_step
-        if offloads(plan.deepspeed_config) or plan.zero == "3-hpz":
-            seconds *= OFFLOAD_COSTS
         if machine.has_gpu and plan.device_bytes > FULL * machine.device_bytes:
             seconds *= FULL_COSTS
         return seconds

@@ -73,6 +73,8 @@ def test_offload_and_a_full_gpu_must_gain_something(llama_8b):
     offload = dataclasses.replace(offload, step_seconds=seconds / 1.15, tokens_per_step=plain.tokens_per_step)
     assert choose([plain, offload], machine) is plain
     assert choose([plain, dataclasses.replace(offload, step_seconds=seconds / 1.3)], machine).zero == "2-offload"
+    crowded = dataclasses.replace(plain, device_bytes=int(0.95 * machine.device_bytes))
+    assert choose([crowded, offload], machine) is crowded, "though it fills the card"
     full = dataclasses.replace(plain, device_bytes=int(0.95 * machine.device_bytes), step_seconds=seconds / 1.1)
     assert choose([plain, full], machine) is plain
 

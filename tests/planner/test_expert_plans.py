@@ -16,7 +16,7 @@ from dsft.planner.choose import FULL, FULL_COSTS, Plan, all_plans, choose
 from dsft.planner.memory import Job
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "expert_plans.md"
-LEAST_AGREEING = 35
+LEAST_AGREEING = 37
 OTHER_MODELS = {
     "openai/gpt-oss-20b": {
         "model_type": "gpt_oss",
@@ -89,7 +89,9 @@ def test_most_of_forty_plans_are_those_of_an_expert():
     others = []
     for model, method, gpus, tokens, other, stages, checkpointing, _ in rows:
         plan, plans, device_bytes = plan_of(model, method, gpus, tokens, other)
-        agrees = not plan.fits if stages == "none" else plan.fits and plan.zero in stages.split()
+        # Over one GPU nothing is sharded: a stage says no more than that the states are on it.
+        zero = "2" if gpus.startswith("1x") and plan.zero == "3" else plan.zero
+        agrees = not plan.fits if stages == "none" else plan.fits and zero in stages.split()
         if plan.fits:
             agrees = agrees and checkpointing in ("any", "on" if plan.activation_checkpointing else "off")
             agrees = agrees and not is_needlessly_full(plan, plans, device_bytes)

@@ -100,13 +100,6 @@ def test_an_option_that_is_given_now_goes_before_the_earlier_plan(facts, tmp_pat
     assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER | expected
 
 
-def test_a_zero_that_the_user_names_goes_before_that_of_the_earlier_run(facts, tmp_path):
-    options = TrainConfig(dtype="bfloat16", zero="3", training={"output_dir": str(tmp_path)})
-    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = chosen(facts, options, checkpoint=checkpoint)
-    assert choice.plan.zero == "3" and choice.reason.startswith("zero=3: ")
-
-
 def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over(facts, tmp_path):
     machine = EIGHT_GPUS
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
