@@ -105,7 +105,7 @@ class TrainingRun:
 
     # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing, attention, loss.
     job: Job | None = None
-    """Whether and how samples can share rows, where that was asked for."""
+    """The training, as far as its plan depends on it."""
     masked: bool | None = None
     """Whether padded batches have an attention mask."""
 
@@ -200,7 +200,9 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
         distributed.raise_together([failed] if failed else [])
     decide_run(run)
     choice = distributed.on_rank_0(lambda: plan_run(run))
-    run.plan, run.reason, config = choice.plan, choice.text, choice.plan.deepspeed_config
+    run.plan = choice.plan
+    run.reason = choice.text
+    config = run.plan.deepspeed_config
     distributed.raise_together(offload_problems(config, has_gpu=machine.has_gpu))  # every node compiles what it needs
     if options.training.get("torch_compile"):
         # A rank that compiles for the shapes of its batch alone leaves the others waiting.
@@ -604,7 +606,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
     hpz_ranks = get_value(config, "zero_optimization.zero_hpz_partition_size") or 1
     # groups.py, _create_zero_param_parallel_group, asserts it.
-    if machine.world_size % min(hpz_ranks, machine.world_size):
+    if stage(config) == 3 and machine.world_size % min(hpz_ranks, machine.world_size):
         problems.append(
             f"zero={choice.plan.zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size}"
             f" ranks; use {machine.ranks_per_node}, the ranks of a node, or zero 3"
