@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils.hub import cached_file
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.adapters import TOKEN_FIELDS, adapter_folder
+from dsft.models.adapters import TOKEN_FIELDS
 from dsft.models.measure import CONFIG_ERRORS, max_positions
 from dsft.models.model_folder import adapter_base, adapter_description, described_in, load_template, located, misnamed
 
@@ -39,18 +38,14 @@ def check_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
     key = "model"
-    source = config.model
-    revision = config.revision
+    adapter = getattr(config, "adapter", None)
+    if config.tokenizer:
+        key = "tokenizer"
+    elif adapter and _has_own_tokens(adapter):
+        key = "adapter"
+    source = getattr(config, key)
+    revision = config.revision if key == "model" else None
     try:
-        adapter = getattr(config, "adapter", None)
-        if config.tokenizer:
-            key = "tokenizer"
-            source = config.tokenizer
-            revision = None
-        elif adapter and _has_own_tokens(adapter):
-            key = "adapter"
-            source = adapter
-            revision = None
         name, gguf = located(tokenizer_folder(source) if key == "model" else source)
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
@@ -103,15 +98,13 @@ def tokenizer_folder(model: str) -> str:
 
 
 def _has_own_tokens(adapter: str) -> bool:
-    """Whether a saved adapter trained rows of tokens, and lies beside a tokenizer: the only one that has new ones."""
+    """Whether the folder of a saved adapter trained rows of tokens, and has a tokenizer: the only one with new ones."""
     try:
-        content = adapter_description(adapter_folder(adapter)) or {}
-    except OSError:  # `measure_model` reports it
+        content = adapter_description(adapter) or {}
+    except UserError:  # `measure_model` reports it
         return False
-    if not any(content.get(name) for name in (*TOKEN_FIELDS, "modules_to_save")):
-        return False
-    options = {"_raise_exceptions_for_missing_entries": False}
-    return any(cached_file(adapter, file, **options) for file in ("tokenizer_config.json", "tokenizer.json"))
+    trains_rows = any(content.get(name) for name in (*TOKEN_FIELDS, "modules_to_save"))
+    return trains_rows and any(Path(adapter).glob("tokenizer*.json"))
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
