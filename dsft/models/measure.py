@@ -263,7 +263,7 @@ def measure_model(
         problem = None
         if options.adapter:
             named = f"adapter={options.adapter}"
-            problem = misnamed("adapter", options.adapter, "adapter")
+            problem = misnamed("adapter", options.adapter)
         raise UserError([problem or f"{named}: {one_line(error)}"]) from error
     return ModelFacts(
         config=config,

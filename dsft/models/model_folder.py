@@ -153,10 +153,11 @@ def missing(key: str, name: str) -> str | None:
         return None
     where = ""
     if re.fullmatch(hub_id, name):
-        from huggingface_hub import constants  # a tenth of a second, which a folder does not need
+        if hub_is_reachable():
+            return None
+        from huggingface_hub.constants import HF_HUB_CACHE  # after what it reads from the environment is set
 
-        is_cached = (Path(constants.HF_HUB_CACHE) / "--".join(["models", *name.split("/")[:2]])).is_dir()
-        if hub_is_reachable() or is_cached:
+        if (Path(HF_HUB_CACHE) / "--".join(["models", *name.split("/")[:2]])).is_dir():
             return None
         where = " here, and the hub cannot be reached"
     folders = [str(path.parent) for pattern in ("*", "*/*") for path in Path().glob(f"{pattern}/config.json")]
@@ -178,15 +179,15 @@ def hub_is_reachable() -> bool:
     return True
 
 
-def misnamed(key: str, name: str, kind: str) -> str | None:
-    """The problem of the option `key`, which shall name a model, adapter or tokenizer (`kind`), where nothing is at its
-    value, or a run's folder, which holds models and is none: the final one, else the newest checkpoint is named.
+def misnamed(key: str, name: str) -> str | None:
+    """The problem of the option `key`, which shall name a model, adapter or tokenizer, where nothing is at its value,
+    or a run's folder, which holds models and is none: the final one, else the newest checkpoint is named.
     """
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=number_in, reverse=True)
         if inside := next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None):
-            return f"{key}={name}: holds no {kind} of its own; name the one inside it, {inside}"
+            return f"{key}={name}: holds no model of its own; name the one inside it, {inside}"
     return missing(key, name)
 
 
@@ -197,7 +198,7 @@ def no_model(model: str, error: BaseException) -> str:
         way_out = "; copy config.json and the tokenizer's files of the model that the shards were trained from there"
     elif any(Path(model).glob("*.gguf")):
         way_out = f"; {NO_GGUF}, or evaluate a file by its own name"
-    return misnamed("model", model, "model") or (
+    return misnamed("model", model) or (
         f"model={model}: no causal language model can be built from what is there ({one_line(error)}){way_out}"
     )
 

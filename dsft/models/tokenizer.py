@@ -55,7 +55,7 @@ def check_tokenizer(
         return None
     except CONFIG_ERRORS as error:
         problems.append(
-            misnamed(key, source, "tokenizer")
+            misnamed(key, source)
             or f"tokenizer: none found for {source}; set tokenizer to a hub id or a folder that has one"
             f" ({one_line(error)})"
         )
@@ -139,16 +139,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     if blank := [text for text in texts if not text.strip()]:
         problems.append(f"add_tokens: {blank[0]!r} is no text")
         return []
-    if MARKERS in wanted and tokenizer.chat_template:
-        templates = tokenizer.chat_template  # a text, or several by name: for tools, say
+    if MARKERS in wanted:
+        templates = tokenizer.chat_template or ""  # a text, or several by name: for tools, say
         template = templates if isinstance(templates, str) else "".join(templates.values())
         markers = split_tokens(tokenizer, template)
         if not re.search(MARKER, template):
-            problems.append("add_tokens: markers: the chat template has none, such as <|user|>; name the tokens")
-    elif MARKERS in wanted:
-        problems.append(
-            "add_tokens: markers: the tokenizer has no chat template; set chat_template, or name the tokens"
-        )
+            problems.append(
+                "add_tokens: markers: there is no chat template with any, such as <|user|>; set chat_template, or name"
+                " the tokens"
+            )
     special = [AddedToken(marker, special=True, normalized=False) for marker in markers]
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*vocabulary, *markers)])

@@ -367,18 +367,6 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
     assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
 
 
-def test_a_template_with_markers_that_are_no_tokens_is_noted(tiny, tmp_path, config):
-    write_jsonl(
-        tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    )
-    for template, expected in (("chatml", ["has no token for <|im_start|>, <|im_end|>"]), ("plain", [])):
-        options = config(
-            data=[str(tmp_path / "a.jsonl")], chat_template=template, model=str(tiny / "model"), seq_len=128
-        )
-        notes = loaded(options, load_tokenizer(options)).notes
-        assert len(notes) == len(expected) and all(part in note for part, note in zip(expected, notes, strict=True))
-
-
 def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a long prompt " * 20, "completion": "b"}])
     with pytest.raises(UserError, match="a.jsonl: no trainable tokens in 1 rows .*1 dropped long"):
