@@ -106,6 +106,7 @@ REMOVED_OPTIONS: dict[str, str] = {
         "dsft plan compares machines: --gpus 1x4090,8xH100",
     ),
     **dict.fromkeys(("record", "calibrate", "machine"), "a run prints its own memory and time beside the plan's"),
+    "fp32_reduction": 'name a DeepSpeed JSON with "communication_data_type": "fp32" as zero',
     "nvme": "NVMe offload is not planned; name a DeepSpeed JSON with it as zero",
     "gpu_type": "--gpus names the card: 8xH100",
     "tokens_per_step": "use global_batch_size",
@@ -367,8 +368,6 @@ class ZeroFields:
     states: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights' copy that the optimizer updates, of its gradients and its moments: bfloat16 takes half their
     memory, and loses updates that are small beside their weight (docs/methods.md). ZeRO 1 to 3, with dtype bfloat16."""
-    fp32_reduction: bool = False
-    """Send gradients between ranks in float32 where the model computes in half precision: twice the traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,8 +227,6 @@ def settings(
     """
     hpz_ranks = None if zero_file else machine.ranks_per_node
     config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
-    if job.fp32_reduction and job.dtype != "float32":
-        config["communication_data_type"] = "fp32"
     zero = config["zero_optimization"]
     if zero_file is not None:
         if zero.get("stage") == 3:

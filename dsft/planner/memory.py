@@ -187,8 +187,6 @@ class Job:
     """Whether logits of some tokens at a time exist."""
     fp32_accumulation: bool | None = None
     """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
-    fp32_reduction: bool = False
-    """Whether gradients are sent in fp32."""
     bf16_states: bool = False
     """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
     samples: bool = False

@@ -131,9 +131,8 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
     if then.sequences == Batch(1, 1, world, options.sequence_parallel).sequences:
         return []
     total = manifest["run_identity"]["sequences per step"]
-    shared = f", {then.sequence_parallel} to a sequence" if then.sequence_parallel > 1 else ""
     kept = [
-        Decision("global_batch_size", total, f"{checkpoint} took so many on {then.ranks} ranks{shared}"),
+        Decision("global_batch_size", total, f"{checkpoint} took so many on {then.ranks} ranks"),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
     ]
     decisions, problems = batch_decisions(decide(options, kept), world)

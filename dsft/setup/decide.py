@@ -535,7 +535,6 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         checkpoint_offload=kwargs.get("offload", False),
         optimizer=training.get("optim", DEFAULT_OPTIMIZER),
         fp32_accumulation=None if options.fp32_accumulation == "auto" else options.fp32_accumulation,
-        fp32_reduction=options.fp32_reduction,
         bf16_states=options.states == "bfloat16",
         samples=bool(options.generate_samples),
     )
