@@ -7,14 +7,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from ranks import on_ranks, run_entry
+from ranks import run_entry
 from tiny import ARCHITECTURES, write_model, write_texts
 
 from dsft import errors
-from dsft.cli import quickstart
 from dsft.cli.main import main, run_command
 from dsft.errors import UserError
-from dsft.runtime import distributed
 
 
 @pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
@@ -145,19 +143,6 @@ def test_mistyped_options_are_refused_before_torch_loads(refused, words):
     """With the nearest option of that command."""
     code, loaded, error = refused[words]
     assert (code, loaded) == (2, []) and MISTYPED[words] in error
-
-
-def _write_demo_data(folders) -> None:
-    quickstart.write_demo_data(folders[distributed.rank()])
-
-
-def test_demo_data_is_the_same_each_time(tmp_path):
-    """Written by two processes side by side."""
-    first, second = folders = [tmp_path / "a", tmp_path / "b"]
-    on_ranks(2, _write_demo_data, folders)
-    files = [path.relative_to(first) for path in first.rglob("*") if path.is_file() and path.suffix != ".yaml"]
-    assert len(files) >= 7
-    assert all((first / path).read_bytes() == (second / path).read_bytes() for path in files)
 
 
 def test_a_training_that_is_done_is_not_started_again(tmp_path, monkeypatch, capsys):
