@@ -3,6 +3,7 @@
 A run that still runs, stopped early or was killed has less of both; the page shows what there is.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -72,13 +73,11 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    lines = text.split("\n")[:-1]  # a kill may cut off the last one
-    try:
-        entries = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error})") from None
-    return [{name: value for name, value in entry.items() if is_shown(value)} for entry in entries]
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):  # a kill may cut off a line
+            entries.append({name: value for name, value in json.loads(line).items() if is_shown(value)})
+    return entries
 
 
 def is_shown(value: Any) -> bool:
@@ -212,8 +211,10 @@ def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
 
 
 def folded(runs: list[Run]) -> dict[str, str]:
-    """Return the texts that a click opens: of each run what run.json has, such as its options and decisions."""
-    return {
-        f"run.json of {run.name}": yaml.safe_dump(run.facts, sort_keys=False, allow_unicode=True, width=100)
-        for run in runs
-    }
+    """Return the texts that a click opens: of each run what run.json has of these sections."""
+    texts = {}
+    for run in runs:
+        for section in ("config", "decisions", "deepspeed", "versions"):
+            text = yaml.safe_dump(run.facts.get(section), sort_keys=False, allow_unicode=True, width=100)
+            texts[f"{section.capitalize()} of {run.name}"] = text
+    return texts
