@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -138,6 +139,8 @@ def _measure(
         if isinstance(answers, Finding):
             report.findings.append(answers)
             continue
+        for answer in answers:
+            del answer["received"]  # what clocks are compared by
         report.measured += [answer for answer in answers if "error" not in answer]
         errors = [answer["error"] for answer in answers if "error" in answer]
         if not errors and len(answers) < slots[name]:
@@ -165,20 +168,28 @@ def _ask_all(
 
 def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, Any]] | Finding:
     """Returns what a node's command prints, or the finding why that is nothing."""
-    pipe = subprocess.PIPE
-    try:
-        result = subprocess.run(
-            words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return finding("node-silent", name, f"no answer within {seconds:.0f} s")
-    lines = [line.removeprefix(MARK) for line in result.stdout.splitlines() if line.startswith(MARK)]
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # ranks of this machine, too
+            return finding("node-silent", name, f"no answer within {seconds:.0f} s")
+    lines = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
     if lines:
         received = {"received": time.time()}
         return [json.loads(line) | received for line in lines]
-    words = result.stderr.strip()
-    message = (words.splitlines() or [f"exit code {result.returncode}"])[-1][:300]
-    code = next((code for pattern, code in SSH_ERRORS.items() if re.search(pattern, words)), "ssh-failed")
+    errors = errors.strip()
+    message = (errors.splitlines() or [f"exit code {process.returncode}"])[-1][:300]
+    code = next((code for pattern, code in SSH_ERRORS.items() if re.search(pattern, errors)), "ssh-failed")
     return finding(code, name, message)
 
 

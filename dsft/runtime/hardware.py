@@ -287,17 +287,6 @@ def peak_resident_bytes() -> int:
     return (int(line[1]) if line else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * KiB
 
 
-def children_bytes() -> int:
-    """Host memory of the processes below this one. Pages that several hold are shared out (PSS): those that compile for
-    a GPU were forked from one process.
-    """
-    held = 0
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            held += child.memory_full_info().pss
-    return held
-
-
 def reset_peaks() -> None:
     """Count the peaks of this process from now on."""
     with contextlib.suppress(OSError):  # a container that forbids it: the peak counts from before

@@ -34,7 +34,6 @@ from dsft.planner.speed import CARDS, card_of, cards_named, flops_per_token
 from dsft.runtime.console import say
 from dsft.runtime.distributed import add_over_ranks, from_all, this_node
 from dsft.runtime.hardware import (
-    children_bytes,
     gpu_utilization,
     has_gpu,
     peak_memory_bytes,
@@ -464,7 +463,7 @@ def _fitting(parts: list[str], columns: int) -> str:
 class PlanCheck(TrainerCallback):
     """Compares the plan with what was measured over the full training, at its end. Collective there.
 
-    Peaks are those of the fullest GPU and node (RSS of all ranks, PSS of their children), without loading, but with
+    Peaks are those of the fullest GPU and node (resident memory of its ranks), without loading, but with
     evaluations and saves, which no plan counts. A step lasts from the end of the one before to its own; the first one,
     which compiles and allocates, and those after evaluations and saves do not count.
     """
@@ -497,7 +496,7 @@ class PlanCheck(TrainerCallback):
         if has_gpu():
             measured["allocated"] = torch.cuda.max_memory_allocated()
             measured["reserved"] = torch.cuda.max_memory_reserved()
-        ranks = from_all([(this_node(), peak_resident_bytes() + children_bytes(), measured)])
+        ranks = from_all([(this_node(), peak_resident_bytes(), measured)])
         node_bytes: Counter[tuple[str, str]] = Counter()
         for node, host_bytes, _ in ranks:
             node_bytes[node] += host_bytes

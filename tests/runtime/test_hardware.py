@@ -18,7 +18,6 @@ from dsft.launch import accelerator
 from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     ask_gpu,
-    children_bytes,
     cpu_computes_bfloat16,
     free_host_bytes,
     host_memory_bytes,
@@ -128,28 +127,6 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free(gpu_of, monkeypatch):
 def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
     gpu_of(10, 40)
     assert wait_for_freed_gpu() == 60
-
-
-def test_pages_that_children_share_count_once_and_a_dead_child_holds_nothing():
-    script = """
-import os, sys
-shared = bytearray(b"1") * 10**8
-for _ in range(3):
-    if not os.fork():
-        break
-else:
-    print("they hold it", flush=True)
-sys.stdin.read()
-"""
-    before = children_bytes()
-    with (
-        subprocess.Popen([sys.executable, "-c", ""]) as dead,
-        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent,
-    ):
-        os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is asked for
-        assert parent.stdout.readline()
-        assert 10**8 <= children_bytes() - before < 2 * 10**8
-        parent.stdin.close()
 
 
 @pytest.mark.parametrize(
