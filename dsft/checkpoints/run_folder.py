@@ -58,10 +58,11 @@ WEIGHTS_ONLY = "resume_weights_only"
 def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the samples in an entry of the log: (prompt, answer)."""
     samples = []
-    prompt, answer = (name.format(1) for name in SAMPLE)
-    while answer in entry:
-        samples.append((entry[prompt], entry[answer]))
-        prompt, answer = (name.format(len(samples) + 1) for name in SAMPLE)
+    prompt, answer = SAMPLE
+    number = 1
+    while answer.format(number) in entry:
+        samples.append((entry[prompt.format(number)], entry[answer.format(number)]))
+        number += 1
     return samples
 
 
