@@ -328,8 +328,9 @@ def grow_for(model: PreTrainedModel, adapter: str) -> None:
         lost = [name for name, module in ends.items() if module.weight not in kept]
         if lost and rows > vocab_size:
             raise UserError(
-                f"{adapter}: was trained over {rows:,} tokens and saved without its {lost[0]}, of which the base has"
-                f" {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in modules_to_save"
+                f"{adapter}/{ADAPTER_CONFIG}: trained over {rows:,} tokens and saved without its {lost[0]}, of which"
+                f" the base has {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in"
+                " modules_to_save"
             )
         if rows != vocab_size:
             model.resize_token_embeddings(rows, mean_resizing=False)

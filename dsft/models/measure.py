@@ -76,7 +76,7 @@ class ModelSize:
     head_params: int
     """Of the output head where it is a weight of its own; 0 where it is tied."""
     expert_params: int
-    """Of all routed experts together."""
+    """Of all routed experts together, which no linear layer holds."""
     active_params: int
     """Parameters that one token is multiplied with: all but the embedding table (a tied head counts) and the experts it
     does not pass.
@@ -89,8 +89,6 @@ class ModelSize:
     """Modules with parameters of their own, adapters included: ZeRO-3 hooks each of them."""
     other_params: int
     """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
-    fused_expert_params: int
-    """Of experts that are one parameter in each layer, which no linear layer holds."""
     largest_gathered_params: int
     """Parameters held directly by one module: the most that ZeRO-3 gathers at once in any case."""
     numels: tuple[tuple[int, int], ...]
@@ -122,7 +120,7 @@ class ModelSize:
     @property
     def plain_expert_params(self) -> int:
         """Parameters of experts that a quantised model keeps in its dtype, where only linear layers are quantised."""
-        return self.fused_expert_params if self.quantization and self.quantization.is_of_linear_layers else 0
+        return self.expert_params if self.quantization and self.quantization.is_of_linear_layers else 0
 
     @property
     def plain_params(self) -> int:
@@ -335,23 +333,20 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    # In parameters of one module, which bitsandbytes does not quantise, or (code of repositories) in one module each.
-    reached = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    expert_params = sum(p.numel() for name, p in reached.items() if ".experts." in name)
-    fused_expert_params = 0
-    for module in model.modules():
-        if "Expert" in type(module).__name__:
-            parameters = module.parameters(recurse=False)
-            fused_expert_params += sum(p.numel() for p in parameters if p.requires_grad)
+    own_params = {name: count_own(module) for name, module in model.named_modules()}
+    experts = []  # one module holds those of a layer
+    for name, module in model.named_modules():
+        is_routed = "Expert" in type(module).__name__ and "shared" not in name
+        if is_routed and all(p.requires_grad for p in module.parameters()):
+            experts.append(name)
+    expert_params = sum(own_params[name] for name in experts)
     num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
     active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
     active_experts = int(expert_params * active_share)
-    blocks = [name for name, _ in model.named_modules() if name.endswith(".experts") and expert_params]
     is_looped = getattr(text, "_experts_implementation", None) == "eager"
     other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    largest_gathered = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
@@ -377,10 +372,9 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         expert_params=expert_params,
         active_params=base_params - (0 if tied else embedding.numel()) - expert_params + active_experts,
         active_expert_params=active_experts,
-        looped_experts=len(blocks) * num_experts if is_looped and isinstance(num_experts, int) else 0,
+        looped_experts=len(experts) * num_experts if is_looped and isinstance(num_experts, int) else 0,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
-        fused_expert_params=fused_expert_params,
-        largest_gathered_params=largest_gathered,
+        largest_gathered_params=max(own_params.values()),
         numels=numels,
         trainable_numels=trainable_numels,
         vocab_size=text.vocab_size,
@@ -394,6 +388,11 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_heads=heads,
         head_dim=head_dim,
     )
+
+
+def count_own(module: nn.Module) -> int:
+    """Counts the parameters that a module holds itself."""
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:

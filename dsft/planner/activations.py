@@ -101,7 +101,7 @@ AttentionMaskInterface.register("dsft_masked", sdpa_mask)
 def measure_or_assume(job: Job) -> Activations:
     """Measure the activations of a job; of code that does not run over fake tensors, take those of a Llama as wide."""
     size = job.size
-    is_fp32_mixture = job.dtype == "float32" and size.fused_expert_params > 0  # torch has its products in bf16 alone
+    is_fp32_mixture = job.dtype == "float32" and size.expert_params > 0  # torch has its products in bf16 alone
     if not is_fp32_mixture:
         with contextlib.suppress(*UNMEASURABLE):
             return measure_activations(job)
