@@ -118,7 +118,9 @@ def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, flo
         facts: by node.
         clock_offsets: by node, seconds that its clock is ahead of this machine's.
     """
-    for name in next(iter(facts.values()), {"versions": {}})["versions"]:
+    if not facts:  # no node has answered
+        return
+    for name in next(iter(facts.values()))["versions"]:
         if name != "dsft commit":  # the hash of the code decides
             code = "code" if name == "dsft code" else "versions"
             yield from _differences(code, name, {node: each["versions"][name] for node, each in facts.items()})

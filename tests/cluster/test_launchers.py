@@ -288,31 +288,6 @@ def test_mpirun(hosts, job, one_process, nothing_left):
     assert_same_training(checked(result, job / "mpi", ranks=3, nodes=2), one_process)
 
 
-@pytest.mark.exhaustive
-def test_mpirun_without_an_address_says_what_is_missing_once_a_node(hosts, job, nothing_left):
-    """Nobody can pass the message on before the ranks know of each other."""
-    command = [
-        "mpirun",
-        "-n",
-        "2",
-        "--hostfile",
-        hosts.hostfile(job / "mpi-hosts", [1, 1]),
-        "python",
-        "dsft/train.py",
-        "--config",
-        job / "run.yaml",
-        "--output_dir",
-        job / "no-address",
-    ]
-    result = hosts[0].run(command, timeout=LAUNCH_SECONDS)
-    assert result.returncode == 2, result.stderr
-    assert (
-        result.stderr.count("dsft: error: ") == 2
-        and "mpirun -x MASTER_ADDR" in result.stderr
-        and "Traceback" not in result.stderr
-    )
-
-
 @pytest.fixture(scope="module")
 def slurm(four_hosts, tmp_path_factory):
     with Slurm([four_hosts[0], four_hosts[1]], tmp_path_factory.mktemp("slurm") / "files") as slurm:

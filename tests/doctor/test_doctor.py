@@ -71,6 +71,7 @@ def test_nodes_that_differ_are_named(facts):
     offsets = {"a": 0.0, "b": 0.1, "c": 90.0}
     errors = {(each.code, each.where) for each in check_between(nodes, offsets)}
     assert errors == {("versions", "b"), ("code", "c"), ("clocks", "c")}
+    assert list(check_between({}, {})) == [], "no node has answered"
     nodes = {"a": facts, "b": facts}
     assert {each.code for each in check_between(nodes, {})} == {"wrong-machine"}
 

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import flags
@@ -14,9 +12,6 @@ from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.run_folder import samples_in
-from dsft.config.options import TrainConfig
-from dsft.data.epoch import Sequences
-from dsft.data.training_data import sample_prompts
 from dsft.errors import UserError
 from dsft.training import engine
 
@@ -77,14 +72,6 @@ def runs(tiny, options, tmp_path_factory):
     }
     cases = [options(folder / name, **case) for name, case in cases.items()]
     return folder, on_ranks(2, train_and_count, cases)
-
-
-def test_a_window_of_a_single_token_is_no_prompt():
-    store = SimpleNamespace(tokens=np.arange(9), trained=np.ones(9, bool), weights=None, sources=())
-    held_out = Sequences([store], np.zeros(3, np.int16), np.array([0, 4, 8]), np.array([4, 8, 9]))
-    config = TrainConfig(model="model", data=["data"], generate_samples=3)
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
-    assert [prompt.ids for prompt in sample_prompts(config, [], tokenizer, held_out)] == [[0, 1], [4, 5]]
 
 
 def test_a_generation_config_that_transformers_finds_fault_with_is_saved_as_it_came(tiny, options, tmp_path):
