@@ -121,14 +121,16 @@ def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
 
 
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
-    """Lets a training that resumes on another number of ranks, of all or of those that share a sequence, take as many
-    sequences per step as before, unless `global_batch_size` is set. UserError where so many ranks cannot share them.
+    """Lets a training that resumes with other micro batches, or on another number of ranks (of all, or of those that
+    share a sequence), take as many sequences per step as before, unless `global_batch_size` is set. UserError where so
+    many ranks cannot share them.
     """
     manifest = read_manifest(checkpoint)
     if "run_identity" not in manifest or options.global_batch_size:
         return []
     then = Batch(1, 1, manifest["world_size"], manifest.get("sequence_parallel", 1))
-    if then.sequences == Batch(1, 1, world, options.sequence_parallel).sequences:
+    on_as_many = then.sequences == Batch(1, 1, world, options.sequence_parallel).sequences
+    if on_as_many and options.training.get("gradient_accumulation_steps"):
         return []
     total = manifest["run_identity"]["sequences per step"]
     kept = [

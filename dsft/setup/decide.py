@@ -586,10 +586,9 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
             zero = earlier["plan"]["zero"]
             plan = earlier["plan"]
-            per_step = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
-            if not job.accumulation and job.sequences_per_step in (None, per_step):  # it follows
-                micro = job.micro_batch or plan["micro_batch"]
-                job = dataclasses.replace(job, micro_batch=micro, sequences_per_step=per_step)
+            if not job.micro_batch and not job.accumulation:
+                accumulation = None if job.sequences_per_step else plan["accumulation"]
+                job = dataclasses.replace(job, micro_batch=plan["micro_batch"], accumulation=accumulation)
             job = dataclasses.replace(
                 job,
                 checkpointing=plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing,

@@ -257,6 +257,8 @@ def test_a_resume_on_other_ranks_takes_as_many_sequences_per_step_as_before(tmp_
     options = TrainConfig(training={MICRO: 2, ACCUMULATION: 3})
     assert values(keep_global_batch(options, path, 3)) == {"global_batch_size": 12, ACCUMULATION: 2}
     assert keep_global_batch(options, path, 2) == []
+    smaller = replace(options, training={MICRO: 1})
+    assert values(keep_global_batch(smaller, path, 2)) == {"global_batch_size": 12, ACCUMULATION: 6}, "it follows"
     assert keep_global_batch(TrainConfig(global_batch_size=24), path, 3) == []
     shared = replace(options, sequence_parallel=2)
     assert values(keep_global_batch(shared, path, 2)) == {"global_batch_size": 12, ACCUMULATION: 6}

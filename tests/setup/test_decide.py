@@ -153,7 +153,9 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
             (tmp_path / "run" / "checkpoint-5" / name).write_text(json.dumps(content))
         return resume_decisions(config, 2, facts)
 
-    assert resumed() == (str(tmp_path / "run" / "checkpoint-5"), [], False)
+    path, (decision, _), is_end = resumed()
+    assert (path, is_end) == (str(tmp_path / "run" / "checkpoint-5"), False)
+    assert (decision.name, decision.value) == ("global_batch_size", 4)
     with pytest.raises(UserError, match=r"is of another run \(trained elements"):
         resumed(another=(3,))
 

@@ -87,7 +87,6 @@ def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_re
     ("given", "expected"),
     [
         ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}, {"micro_batch": 6, "accumulation": 1}),
-        ({"per_device_train_batch_size": 3}, {"micro_batch": 3, "accumulation": 2}),  # as many sequences per step
         ({"activation_checkpointing": False}, {"activation_checkpointing": False, "checkpoint_every": 1}),
         ({"activation_checkpointing_kwargs": {"every_n_layers": 1}}, {"checkpoint_every": 1}),
     ],
