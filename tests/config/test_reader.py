@@ -9,7 +9,6 @@ from typing import Literal
 
 import pytest
 import yaml
-from transformers import TrainingArguments
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
 from dsft.config.deepspeed import read_zero_file
@@ -29,20 +28,6 @@ from dsft.config.reader import (
 )
 from dsft.errors import UserError
 from dsft.models.model_folder import load_template
-
-
-def test_every_training_argument_can_be_set_by_its_own_name_and_default():
-    types = field_types(TrainingArguments)
-    defaults = {name: TrainingArguments.__dataclass_fields__[name].default for name in types}
-    plain = {
-        name: value
-        for name, value in defaults.items()
-        if isinstance(value, (bool, int, float, str)) and not hasattr(value, "value")
-    }
-    problems: list[str] = []
-    checked = check_values(plain, types, problems)
-    assert problems == []
-    assert len(checked) == len(plain) > 60
 
 
 def test_names_of_other_trainers_are_not_options_and_mean_options_that_exist():
