@@ -125,9 +125,7 @@ def small_model(
         # At least two layers, and one of each kind.
         kinds = vars(text).get(text.attribute_map.get("layer_types", "layer_types"))
         layers = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else 2
-        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-            if isinstance(getattr(text, name, None), int):
-                setattr(text, name, min(layers, getattr(text, name)))
+        text.num_hidden_layers = min(layers, text.num_hidden_layers)
         if kinds:
             text.layer_types = kinds[:layers]
         rope = getattr(text, "rope_parameters", None) or {}
