@@ -15,7 +15,7 @@ import yaml
 
 from dsft.cli.commands import ConvertOptions
 from dsft.config.options import HINTS, IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfig
-from dsft.config.reader import check_values, make_config, own_names, read_yaml, training_types
+from dsft.config.reader import make_config, own_names, read_yaml, training_types
 from dsft.errors import UserError, raise_if_any
 from dsft.runtime.console import show_text
 
@@ -39,16 +39,14 @@ def convert_file(options: ConvertOptions) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     show_text(f"dsft: {output}: {len(values)} options")
-    missing: list[str] = []
-    make_config(TrainConfig, values, missing)
-    for remark in [*remarks, *(f"to do: {problem}" for problem in missing)]:
+    for remark in remarks:
         show_text(f"dsft: {remark}")
     config = shlex.quote(str(output))
     show_text(f"dsft: next: dsft preview --config {config}, then dsft plan --config {config}")
 
 
 def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns (dsft's options, a remark for each option that was renamed or left out)."""
+    """Returns (dsft's options, a remark for each option that was renamed, left out, or cannot be used as it is)."""
     types = training_types()
     remarks: list[str] = []
     values: dict[str, Any] = {}
@@ -73,14 +71,9 @@ def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             remarks.append(f"{key}: left out; no counterpart")
         else:
             values[key] = value
-    for key in list(values):
-        problems: list[str] = []
-        checked = check_values({key: values[key]}, types, problems)
-        if problems:
-            remarks += [f"left out: {problem}" for problem in problems]
-            del values[key]
-        else:
-            values[key] = checked[key]
+    problems: list[str] = []
+    make_config(TrainConfig, values, problems)
+    remarks += [f"to do: {problem}" for problem in problems]
     return values, remarks
 
 

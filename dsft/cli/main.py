@@ -90,7 +90,7 @@ def run_command(name: str, words: list[str]) -> None:
         output.register(sys.stdout, 0)
         if not output.poll(0):  # another pipe broke
             raise
-        # `dsft plan --all | head`: nobody reads on. Python flushes once more at its exit.
+        # `dsft plan --json | head`: nobody reads on. Python flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:  # what a command reads or writes is what its words name

@@ -164,9 +164,8 @@ def _with_sizes(texts: list[str], samples: list[Sample], **tokens: Any) -> Token
         **tokens,
         hashes=np.array(hashes, np.uint64),
         document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
-        # As lm-evaluation-harness counts words, len(re.split(r"\s+", text)), here without the words themselves
-        # (lm_eval/tasks/wikitext/preprocess_wikitext.py).
-        document_words=np.array([1 + sum(1 for _ in re.finditer(r"\s+", text)) for text in texts], np.int64),
+        # As lm-evaluation-harness counts words (lm_eval/tasks/wikitext/preprocess_wikitext.py).
+        document_words=np.array([len(re.split(r"\s+", text)) for text in texts], np.int64),
     )
 
 

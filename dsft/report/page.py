@@ -173,12 +173,12 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
 
 def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
     """Return a table for each folder of results of several models, in a run's folder or beside it."""
-    folders: list[Path] = []
+    folders: dict[Path, Path] = {}  # whatever it is called -> as the user calls it
     for run in runs:
         for file in [*run.folder.glob(f"*/{REPORTS}"), *run.folder.parent.glob(f"*/{REPORTS}")]:
-            folders.append(file.parent.resolve())
+            folders.setdefault(file.parent.resolve(), file.parent)
     tables = {}
-    for folder in sorted(set(folders)):
+    for folder in sorted(folders.values()):
         try:
             rows = [each.row() for each in compare_results(read_evaluations([str(folder)]))]
         except UserError:  # of one model, or of different texts

@@ -50,11 +50,11 @@ EXPECTED = {
         "model": "m",
         "method": "lora",
         "lora_r": 8,
-        "lora_target_modules": ["all-linear"],
+        "lora_target_modules": "all-linear",
         "seq_len": 1024,
         "output_dir": "out",
     },
-    "trl": {"model": "m", "data": ["owner/name"], "seq_len": 512, "method": "lora", "learning_rate": 1e-4},
+    "trl": {"model": "m", "data": "owner/name", "seq_len": 512, "method": "lora", "learning_rate": 1e-4},
 }
 
 
