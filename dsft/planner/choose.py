@@ -184,9 +184,7 @@ def checkpointing_flags(plan: Plan, job: Job) -> str:
 def candidate_names(job: Job, machine: Machine) -> list[str]:
     """List the configurations that make sense for this model and machine."""
     left_out = set()
-    if job.fp32_accumulation and job.dtype != "float32":  # these add up gradients in the model's type alone
-        left_out |= {"0", "1"}
-    elif machine.world_size == 1:
+    if machine.world_size == 1:
         # Nothing is sharded: 1 is 2 with fewer buffers, but has a second copy of the weights in fp32.
         left_out |= {"1", "2"} if job.dtype == "float32" else {"0"}
     if job.dtype == "float16" or job.bf16_states:
@@ -242,8 +240,7 @@ def settings(
     if pinned:  # pinned memory is rounded up to powers of two, pageable memory is not
         sections.append(sections[-1] | {part: zero[part] | {"pin_memory": False} for part in pinned})
     # Stage 0 refuses to add up in another type than the model's; stage 1 would hold all gradients in full.
-    wants_sums = job.fp32_accumulation or wants_fp32_sums(job, accumulation)
-    if wants_sums and zero.get("stage", 0) >= 2 and job.dtype != "float32":
+    if wants_fp32_sums(job, accumulation) and zero.get("stage", 0) >= 2:
         for section in sections:
             yield config | {"zero_optimization": section, "data_types": {"grad_accum_dtype": "fp32"}}
         if job.fp32_accumulation:
@@ -279,8 +276,10 @@ def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) ->
 
 
 def wants_fp32_sums(job: Job, accumulation: int) -> bool:
-    """Whether gradients should be added up in fp32 where the user left it open."""
-    return job.dtype == "bfloat16" and job.fp32_accumulation is None and accumulation >= MANY_MICRO_BATCHES
+    """Whether gradients in half precision should be added up in fp32: as asked for, else of many micro batches."""
+    if job.fp32_accumulation is None:
+        return job.dtype == "bfloat16" and accumulation >= MANY_MICRO_BATCHES
+    return job.fp32_accumulation and job.dtype != "float32"
 
 
 def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:

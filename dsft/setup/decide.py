@@ -557,7 +557,8 @@ def choose_plan(
         plans = [plan for plan in plans if plan.zero not in left_out]
     plan = choose(plans, machine)
     notes = unmodelled(job, plan.deepspeed_config)
-    if own_file is None and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(plan.deepspeed_config):
+    is_unsaid = own_file is None and job.fp32_accumulation is None
+    if is_unsaid and wants_fp32_sums(job, plan.accumulation) and not sums_in_fp32(plan.deepspeed_config):
         notes.append(f"Gradients of {plan.accumulation} micro batches are added up in bfloat16: float32 does not fit.")
     return Choice(
         plan=plan,
