@@ -154,7 +154,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         return {}
     manifest = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or not manifest:
-        raise ValueError(f"{path} holds no JSON object, or an empty one")
+        raise ValueError(f"{path} is not a JSON object, or an empty one")
     if SEAL in manifest and manifest != sealed(manifest):
         raise ValueError(f"{path} has changed")
     return manifest

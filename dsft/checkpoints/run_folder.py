@@ -73,7 +73,7 @@ def check_output_dir(config, problems: list[str]) -> None:
     check_writable(str(path), problems)
     if resume and resume != "auto" and not os.path.isfile(Path(resume) / TRAINER_STATE):
         problems.append(
-            f"resume_from_checkpoint={resume}: holds no {TRAINER_STATE}, so it is no complete checkpoint; use auto"
+            f"resume_from_checkpoint={resume}: has no {TRAINER_STATE}, so it is not a complete checkpoint; use auto"
             " or a checkpoint-N folder"
         )
     if resume == "auto" and config.overwrite and LAUNCH not in os.environ:  # a restart of dsft launch has both
@@ -202,7 +202,7 @@ def start_from_weights(config: TrainConfig, checkpoint: str | None) -> list[Deci
     output_dir = Path(config.training["output_dir"]).resolve()
     if checkpoint is None:
         raise UserError(
-            f"resume_weights_only: output_dir={output_dir} holds no checkpoint to go on from; name the one whose"
+            f"resume_weights_only: output_dir={output_dir} contains no checkpoint to continue from; name the one whose"
             " weights are taken with resume_from_checkpoint"
         )
     if output_dir in Path(checkpoint).resolve().parents:
@@ -250,16 +250,16 @@ def write_run(output_dir: str, **sections: Any) -> None:
 
 
 def read_run(output_dir: str) -> dict[str, Any]:
-    """Read run.json of a run. Raises UserError where the folder is no run, or run.json no JSON object."""
+    """Read run.json of a run. Raises UserError where the folder is not a run's, or run.json is not a JSON object."""
     if not is_run(output_dir):
-        raise UserError(f"{output_dir}: is no run folder, it has no {RUN}")
+        raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}")
     path = Path(output_dir) / RUN
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error}); was it written by dsft?") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no JSON object; was it written by dsft?")
+        raise UserError(f"{path}: is not a JSON object; was it written by dsft?")
     return content
 
 
@@ -267,7 +267,7 @@ def read_options_of_run(output_dir: str) -> dict[str, Any]:
     """Read the options that a run was started with. Raises UserError where there are none."""
     options = read_run(output_dir).get("config")
     if not isinstance(options, dict) or "model" not in options:
-        raise UserError(f"{output_dir}: its run.json holds no options of a training; name model and data instead")
+        raise UserError(f"{output_dir}: its run.json has no options of a training; name model and data instead")
     return options
 
 
@@ -316,7 +316,9 @@ def find_weights(source: str) -> Path:
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
     has_files = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "global_step*", "*model*.bin"))
     if not has_files and not is_step_folder(str(folder)):
-        raise UserError(f"{source}: holds neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder")
+        raise UserError(
+            f"{source}: contains neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"
+        )
     return folder
 
 
@@ -324,7 +326,7 @@ def find_adapter(source: str) -> Path:
     """Find the folder with an adapter that `source` means, as `find_weights`. Raises UserError where it is none."""
     folder = find_weights(source)
     if adapter_base(str(folder)) is None:
-        raise UserError(f"{folder}: is no adapter, it has no adapter_config.json; use dsft export")
+        raise UserError(f"{folder}: is not an adapter: it has no adapter_config.json; use dsft export")
     return folder
 
 

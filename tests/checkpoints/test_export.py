@@ -255,7 +255,7 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
     ):
         with pytest.raises(UserError, match=part):
             export(str(source), str(out))
-    with pytest.raises(UserError, match="is no adapter"):
+    with pytest.raises(UserError, match="is not an adapter"):
         merge(str(tiny / "model"), str(tmp_path / "o"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")

@@ -159,7 +159,7 @@ def test_a_resume_of_another_run_is_refused_before_any_rank_starts(run_of_six, o
             start(**words)
     with pytest.raises(UserError, match="seed of the order: 42 then, 7 now"):
         start(seed=7)
-    with pytest.raises(UserError, match="gone: holds no trainer_state.json"):
+    with pytest.raises(UserError, match="gone: has no trainer_state.json"):
         start(resume_from_checkpoint=str(tmp_path / "gone"))
 
 

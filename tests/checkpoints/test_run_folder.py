@@ -89,7 +89,7 @@ def test_sections_of_run_json_are_added_and_replaced_and_the_first_write_stays_i
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(UserError, match=f"{tmp_path}: is no run folder, it has no run.json"):
+    with pytest.raises(UserError, match=f"{tmp_path}: is not a run folder: it has no run.json"):
         read_run(str(tmp_path))
 
 

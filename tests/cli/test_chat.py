@@ -126,7 +126,7 @@ def test_the_analysis_of_gpt_oss_is_no_content_of_the_next_turn(tiny, tmp_path, 
     ("source", "words", "text"),
     [
         ("{tiny}/model", [], "its tokenizer has no chat template"),
-        ("{tmp}", [], "{tmp}: holds neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"),
+        ("{tmp}", [], "{tmp}: contains neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"),
         ("{tmp}/away", [], "model={tmp}/away: there is no such folder or file"),
         ("{tiny}/chat", ["--prompt", "the " * 300], "and the model 256 positions; shorten --prompt"),
         ("{tiny}/chat", ["--chat_template", "chatmll"], "chat_template: chatmll is neither a file"),

@@ -78,7 +78,7 @@ INIT = ["init", "--model", "m", "--data", "d", "--out"]
         ([*INIT, "/proc/run.yaml"], "/proc/run.yaml: No such file or directory"),
         (["quickstart", "file"], "file: File exists"),
         (["export", "file", "out"], "file: dsft export reads folders of models"),
-        (["export", "folder", "loop"], "folder: holds neither safetensors"),
+        (["export", "folder", "loop"], "folder: contains neither safetensors"),
         (["verify", LONG], "File name too long"),
         (["compare", LONG], "File name too long"),
         (["plan", "--model", "m", "--hostfile", LONG], "File name too long"),

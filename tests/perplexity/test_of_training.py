@@ -133,7 +133,7 @@ def test_a_model_of_a_run_has_the_tokenizer_that_it_was_trained_with(tmp_path):
 
 
 def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
-    for run, part in ((tmp_path, "is no run folder"), (tmp_path / "started", "holds no final model yet")):
+    for run, part in ((tmp_path, "is not a run folder"), (tmp_path / "started", "holds no final model yet")):
         if run != tmp_path:
             run.mkdir()
             (run / "run.json").write_text((runs / "share" / "run.json").read_text())
@@ -142,7 +142,7 @@ def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
         assert len(caught.value.problems) == 1, caught.value.problems
 
 
-@pytest.mark.parametrize(("content", "named"), [("{", "cannot be read"), ("{}", "holds no options of a training")])
+@pytest.mark.parametrize(("content", "named"), [("{", "cannot be read"), ("{}", "has no options of a training")])
 def test_a_run_json_that_dsft_did_not_write_is_one_problem(content, named, tmp_path):
     (tmp_path / "run.json").write_text(content)
     problems = []

@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_early_has_a_page_and_what_is_not_a_run_is_refused
     (read,) = read_runs([str(new)])
     assert read.status == "killed" and read.points("loss") == [(1, 2.0)]
     assert write_report([str(new)], tmp_path / "pages" / "page.html").is_file()
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report([str(tmp_path)])
 
 

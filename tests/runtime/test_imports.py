@@ -26,7 +26,7 @@ BAD = {
     ("prepare", "--data", "no.jsonl", "--model", "./nowhere"): ["data: no.jsonl", "model=./nowhere"],
     ("export", "./nowhere", "out"): ["./nowhere: is not a folder"],
     ("plan", "--model", "./nowhere", "--zero", "4", "--gpus", "8x80GB"): ["model=./nowhere", "zero=4"],
-    ("merge", "./dsft", "out"): ["./dsft: holds neither safetensors"],
+    ("merge", "./dsft", "out"): ["./dsft: contains neither safetensors"],
 }
 
 

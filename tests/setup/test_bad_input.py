@@ -41,7 +41,7 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ({"method": "lora", "lora_modules_to_save": ["nothing"]}, ["lora_modules_to_save: 'nothing'"]),
         (
             {"resume_from_checkpoint": "/nowhere/checkpoint-2"},
-            ["resume_from_checkpoint=/nowhere/checkpoint-2: holds no trainer_state.json"],
+            ["resume_from_checkpoint=/nowhere/checkpoint-2: has no trainer_state.json"],
         ),
         ({"eval_strategy": "epoch"}, ["eval_strategy needs held-out data"]),
         (

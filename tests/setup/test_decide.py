@@ -110,7 +110,9 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     (tmp_path / "run-8" / FINAL).mkdir()
     assert decided(8) == (True, {}, True)
     assert decided(None) == (False, {}, False), "nothing is there"
-    with pytest.raises(UserError, match="holds no checkpoint to go on from; name the one whose weights are taken"):
+    with pytest.raises(
+        UserError, match="contains no checkpoint to continue from; name the one whose weights are taken"
+    ):
         decided(None, resume_weights_only=True)
     other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
     weights = {"model": other["resume_from_checkpoint"], "resume_from_checkpoint": None}
