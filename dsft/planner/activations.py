@@ -247,11 +247,11 @@ class _SavedBytes:
     def _entering(self, index: int):
         def hook(layer, args, kwargs):
             self.layer = index
-            hidden = args[0] if args else kwargs["hidden_states"]
-            # Rotary angles and masks are there once for all layers: little beside what each of them keeps.
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and tensor is not hidden:
-                    self.ignore([tensor])
+            if index == 0:
+                # Rotary angles and masks are there once for all layers: little beside what each of them keeps.
+                hidden = args[0] if args else kwargs["hidden_states"]
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                self.ignore([tensor for tensor in tensors if tensor is not hidden])
 
         return hook
 
