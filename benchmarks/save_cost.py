@@ -120,9 +120,9 @@ def measure(folder: Path, model: Path, zero: str) -> dict:
 
 
 def written_elements(folder: Path) -> int:
-    from dsft.checkpoints.export import SafetensorsSource
+    from dsft.models.weight_files import shapes_in
 
-    return sum(math.prod(shape) for shape in SafetensorsSource(folder).shapes.values())
+    return sum(math.prod(shape) for shape in shapes_in(folder).values())
 
 
 def own_bytes(pid: int) -> int:

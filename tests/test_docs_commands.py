@@ -33,6 +33,7 @@ NOT_RUN = {
     "git clone URL dsft && cd dsft && python3 -m venv .venv && . .venv/bin/activate"
     " && pip install -c constraints.txt -e .": NETWORK,
     "pip install -c constraints.txt -e '.[quantization]'": NETWORK,
+    "pip install -c constraints.txt -e .": NETWORK,
     "python3 -m venv .venv && . .venv/bin/activate && pip install -c constraints.txt -e .": NETWORK,
     "dsft eval --model meta-llama/Llama-2-7b-hf --data wikitext:wikitext-2-raw-v1:test --protocol gptq": NETWORK,
     "dsft eval base --quantization none nf4 int8 --reference base --data test.txt"
@@ -40,8 +41,6 @@ NOT_RUN = {
     "dsft eval base base-Q4_K_M.gguf base-GPTQ --reference base --data test.txt --output_dir formats": (
         "needs packages, GPTQ a GPU: tests/perplexity/test_quantized_models.py"
     ),
-    "dsft convert axolotl.yaml --output run.yaml": "needs such a file: tests/cli/test_convert.py",
-    "dsft convert sft.sh --output run.yaml": "needs such a file: tests/cli/test_convert.py",
     "dsft export model-Q4_K_M.gguf unpacked": "needs such a file: tests/checkpoints/test_export.py",
     "dsft export gpt-oss-120b unpacked": "needs such a model: tests/models/test_quantization.py",
     "deepspeed --num_gpus 8 dsft/eval_ppl.py --model meta-llama/Llama-3.1-8B --data books.jsonl --seq_len 131072"
@@ -68,13 +67,17 @@ NOT_RUN = {
     "dsft launch --hostfile hosts train --config run.yaml": NODES,
     "sbatch scripts/slurm/torchrun.sbatch --config run.yaml": NODES,
     "sbatch scripts/slurm/tasks.sbatch --config run.yaml": NODES,
-    "MASTER_ADDR=node-0 NODE_RANK=0 dsft launch --nodes 2 train --config run.yaml": NODES,
-    "dsft launch --hostfile hosts --no_ssh train --config run.yaml": NODES,
-    "dsft launch --accelerate ds_configs/accelerate/zero3_2x8.yaml --node_rank 0 train --config run.yaml": NODES,
+    "deepspeed --hostfile hosts dsft/train.py --config run.yaml": NODES,
+    "deepspeed --hostfile hosts --no_ssh --node_rank 0 --master_addr node-0 dsft/train.py --config run.yaml": NODES,
+    "accelerate launch --config_file ds_configs/accelerate/zero3_2x8.yaml --machine_rank 0 dsft/train.py"
+    " --config run.yaml": NODES,
+    "accelerate launch --config_file ds_configs/accelerate/zero3_2x8_pdsh.yaml dsft/train.py --config run.yaml": NODES,
+    "HEAD=node-0 NODES=2 RANKS_PER_NODE=8 scripts/torchrun/train --config run.yaml": NODES,
+    "HOSTFILE=hosts scripts/mpi/train --config run.yaml": NODES,
 }
 """Command -> why it is not run here."""
 BEGUN_WITHOUT = {
-    "docs/migrating.md": ["runs/first"],
+    "docs/migrating.md": ["run.yaml", "runs/first"],
     "README.md": ["run.yaml", "runs/first"],
     "docs/data.md": ["runs/first"],
     "docs/first_model.md": ["run.yaml", "runs/first", "results"],
@@ -94,6 +97,8 @@ NAMES = (
     "Qwen/Qwen2.5-0.5B",
     "Qwen/Qwen2.5-0.5B-Instruct",
 )
+CHAT_MODELS = ("chat_model", "Qwen/Qwen2.5-0.5B-Instruct")
+AXOLOTL = "base_model: base\ntrain_file: train.jsonl\nsequence_len: 256\nmax_steps: 2\noutput_dir: runs/first\n"
 TRAININGS = {
     "runs/first": {"zero": "3", "max_steps": 20, "save_steps": 20, "save_strategy": "steps"},
     "runs/second": {"zero": "0", "learning_rate": 1e-3},
@@ -108,7 +113,7 @@ def made(tmp_path_factory) -> Path:
     for name in ("ds_configs", "hostfiles", "scripts", "dsft"):
         (folder / name).symlink_to(ROOT / name)
     for seed, name in enumerate(NAMES):
-        write_model(folder / name, seed=seed, chat=name == "chat_model", **SIZES)
+        write_model(folder / name, seed=seed, chat=name in CHAT_MODELS, **SIZES)
     for name in ("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-405B"):
         usual_config(name).save_pretrained(folder / name)
     for seed, (name, number) in enumerate({"train.jsonl": 300, "test.jsonl": 20}.items()):
@@ -119,6 +124,7 @@ def made(tmp_path_factory) -> Path:
     for name in ("test.txt", "news.txt"):
         (folder / name).write_text(" ".join(sentences(200)))
     (folder / "run.yaml").write_text(RUN)
+    (folder / "axolotl.yaml").write_text(AXOLOTL)
     for output_dir, options in TRAININGS.items():
         words = ["--config", "run.yaml", *flags({"output_dir": output_dir} | options)]
         result = run_entry("dsft.train", words, world=2, folder=folder)
