@@ -14,6 +14,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -114,17 +115,18 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     if head is None or decoder is model:
         raise UserError(f"its architecture {config.model_type} has no language model with a head, which dsft trains")
     reached = {id(p) for part in (decoder, model.get_input_embeddings(), head) for p in part.parameters()}
-    outermost: list[str] = []  # the largest parts none of whose parameters are reached
-    for name, module in model.named_modules(remove_duplicate=False):
-        if f"{name}.".startswith(tuple(part for part in outermost if part.endswith("."))):
-            continue
-        prefix = f"{name}." if name else ""
-        parameters = {id(parameter) for parameter in module.parameters()}
-        if parameters and not parameters & reached:
-            outermost.append(prefix)
-        elif parameters - reached:
-            direct = module.named_parameters(recurse=False)
-            outermost += [f"{prefix}{key}" for key, parameter in direct if id(parameter) not in reached]
+    left_out = []
+    taken: set[str] = set()  # names of parameters that are reached, and of all modules around them
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in reached:
+            taken.update(accumulate(name.split("."), "{}.{}".format))
+        else:
+            left_out.append(name)
+    outermost = {}  # the largest parts none of whose parameters are reached
+    for name in left_out:
+        prefixes = accumulate(name.split("."), "{}.{}".format)
+        part = next(prefix for prefix in prefixes if prefix not in taken)
+        outermost[name if part == name else f"{part}."] = None
     return crossing + tuple(outermost)
 
 
