@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from dsft.data.tokens import Store
 from dsft.models.chunked_head import next_tokens
@@ -260,24 +261,13 @@ class EpochSampler(torch.utils.data.Sampler):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         real = torch.randperm(len(self.items), generator=generator).numpy()
         lengths = self.items.lengths
-        per_step = self.per_step
-
-        def longest_first(size: int) -> np.ndarray:  # of each `size` items that follow each other
-            return real[np.lexsort((-lengths[real], np.arange(len(real)) // size))]
-
         if self.strategy == "sequential":
             real = np.arange(len(real))
-        elif self.strategy == "batch_rebalance":
-            real = longest_first(per_step)
+        elif self.strategy == "batch_rebalance":  # the longest first within each step
+            real = real[np.lexsort((-lengths[real], np.arange(len(real)) // self.per_step))]
         elif self.strategy == "group_by_length":
-            # Looked for among those of 50 steps, as transformers' own LengthGroupedSampler does (trainer_pt_utils.py).
-            by_length = longest_first(50 * per_step)
-            num_full = len(by_length) // per_step
-            rest = by_length[num_full * per_step :]
-            steps = by_length[: num_full * per_step].reshape(num_full, per_step)
-            steps = steps[torch.randperm(num_full, generator=generator).numpy()]
-            real = np.concatenate([steps.reshape(-1), rest])
-        num_items = self.steps * per_step
+            real = np.array(get_length_grouped_indices(lengths.tolist(), self.per_step, generator=generator))
+        num_items = self.steps * self.per_step
         return [*real.tolist(), *range(len(real), num_items)][:num_items]
 
 
