@@ -7,13 +7,13 @@ answer is trained in the rendering of the whole chat if that begins alike, else 
 Templates are not parsed: neither their {% generation %} markers nor their roles are read.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -420,12 +420,11 @@ class _Forms:
         return message
 
 
-_forms_of: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (template, number of tokens) -> _Forms
+@functools.lru_cache(maxsize=32)
+def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str, _num_tokens: int) -> _Forms:
+    return _Forms(tokenizer, template)
 
 
 def _forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
-    forms = _forms_of.setdefault(tokenizer, {})
-    key = (template, len(tokenizer))
-    if key not in forms:
-        forms[key] = _Forms(tokenizer, template)
-    return forms[key]
+    """Returns the forms of a template, found once for a tokenizer with as many tokens."""
+    return _forms_of(tokenizer, template, len(tokenizer))
