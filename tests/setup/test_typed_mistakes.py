@@ -31,7 +31,7 @@ CASES = {
     "preview --data TEXTS": "model: missing",
     "preview --model MODEL --data nowhere.txt": "nowhere.txt does not exist",
     "prepare --model MODEL --data EMPTY": "is empty",
-    "launch --hostfile nowhere train": "there is no such file",
+    f"launch --hostfile nowhere {TRAIN}": "no such file",
     "launch --hostfile TEXTS --slurm train": "--slurm: removed; sbatch",
     "launch tain": "expected train or eval, got 'tain'",
     # names of options
