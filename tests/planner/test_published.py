@@ -126,15 +126,6 @@ RUNS = {
         loss="fused",
         measured=21.3 * GB,
     ),
-    "litgpt-8b-lora": Published(
-        source="Lightning-AI/litgpt, config_hub/finetune/README.md",
-        model=usual_config("meta-llama/Llama-3.1-8B"),
-        lora={"lora_r": 32} | QUERY_AND_VALUE,
-        seq_len=512,
-        checkpointing=False,
-        loss="fused",
-        measured=19.73 * GB,
-    ),
     "torchtune-3b-full": Published(
         source="pytorch/torchtune 0.6, single-device full finetuning of Llama 3.2 3B, packed",
         model=usual_config("meta-llama/Llama-3.2-3B"),
@@ -225,16 +216,6 @@ RUNS = {
         checkpointing=False,
         loss="tiled",
         measured=71.8 * GiB,
-    ),
-    "own-1b-full-h200": Published(
-        source="benchmarks/gpus.md, one H200",
-        model=usual_config("meta-llama/Llama-3.2-1B"),
-        zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000},
-        micro_batch=4,
-        seq_len=4096,
-        checkpointing=False,
-        loss="tiled",
-        measured=45.2 * GiB,
     ),
     "own-1b-offload-h200": Published(
         source="benchmarks/gpus.md, one H200",

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import shutil
@@ -10,21 +9,18 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import grid
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, write_jsonl, write_model
+from tiny import write_jsonl, write_model
 
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.resume import run_identity
 from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.checkpoints.save import trained_shapes
-from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.build import build_model
 from dsft.models.measure import measure_model
-from dsft.planner.choose import as_dict
 from dsft.planner.speed import CARDS
 from dsft.runtime.hardware import Machine
 from dsft.setup import decide
@@ -160,19 +156,6 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
     assert (decision.name, decision.value) == ("global_batch_size", 4)
     with pytest.raises(UserError, match=r"is of another run \(trained elements"):
         resumed(another=(3,))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "method"), grid(itertools.product(ARCHITECTURES, ("full", "lora")), [("mixtral", "lora")])
-)
-def test_plan_and_train_make_the_same_choice_with_the_same_bytes(resolved, capsys, tmp_path, architecture, method):
-    folder = str(write_model(tmp_path / "model", architecture))
-    flags = {"model": folder, "method": method, "seq_len": 32, "dtype": "bfloat16"}
-    run = resolved(global_batch_size=64, per_device_train_batch_size=None, **flags)
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    main(["plan", *words, "--global_batch_size", "64", "--gpus", "8x80GB", "--json"])
-    on_paper = json.loads(capsys.readouterr().out)["chosen"]
-    assert on_paper == json.loads(json.dumps(as_dict(run.plan) | {"reason": run.reason}))
 
 
 def test_what_ends_every_rank_is_found_before_one_starts(options, tiny, tmp_path, monkeypatch):

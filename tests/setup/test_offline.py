@@ -1,12 +1,14 @@
 """`dsft plan` decides what `dsft train` would, and says what it rounds and what it takes for granted."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
 import yaml
 from conftest import grid
 from peft import LoraConfig, get_peft_model
+from tiny import ARCHITECTURES, write_model
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from dsft.cli.main import main
@@ -49,9 +51,17 @@ def asked(options, tiny, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", grid(VARIANTS, ["no batch", "lora", "a stage", "packed"]))
-def test_a_config_is_planned_as_it_would_be_trained(asked, capsys, tmp_path, name):
-    values = asked(**VARIANTS[name])
+KINDS = [*VARIANTS, *map(" ".join, itertools.product(ARCHITECTURES, ("full", "lora")))]
+
+
+@pytest.mark.parametrize("kind", grid(KINDS, ["no batch", "lora", "a stage", "packed", "mixtral lora"]))
+def test_a_config_is_planned_as_it_would_be_trained(asked, capsys, tmp_path, kind):
+    if kind in VARIANTS:
+        changes = VARIANTS[kind]
+    else:
+        architecture, method = kind.split()
+        changes = {"model": str(write_model(tmp_path / "model", architecture)), "method": method, BATCH: None}
+    values = asked(**changes)
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values))
     problems: list[str] = []
