@@ -324,8 +324,9 @@ class Results:
         Collective. Args: `about`: what is known of it before it is scored.
         """
         same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
-        has_tokens = tokens is None or tokens.is_dir()
-        evaluation = distributed.on_rank_0(lambda: same[0] if same and has_tokens else None)
+        if tokens:  # those of an evaluation that was interrupted are not all
+            same = [each for each in same if each.tokens_folder and tokens.is_dir()]
+        evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
         if evaluation is None:
             return None
         # A copy of a model or of its data has the same result, and output_dir may have been moved.
