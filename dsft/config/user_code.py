@@ -18,16 +18,15 @@ from typing import Any
 from dsft.errors import UserError
 
 KEYS = ("map_row", "compute_loss", "callbacks")  # options that hold it; callbacks is a list
-LAST_CALLS = 3
-"""Of a traceback of user code, which are shown."""
 
 
 def named(options: Any) -> Iterator[tuple[str, Any]]:
     """Yields option and value of all user code that `options` name."""
     for key in KEYS:
-        value = getattr(options, key, None) or []
+        value = getattr(options, key, None)
         for each in value if isinstance(value, list) else [value]:
-            yield key, each
+            if each is not None:
+                yield key, each
 
 
 def name_of(value: Any) -> str:
@@ -116,8 +115,8 @@ def digests(options: Any) -> dict[str, str]:
 
 
 def failed(where: str, error: BaseException) -> UserError:
-    """Returns the error of user code as one of dsft: what it was, and the last lines of its traceback."""
-    text = "".join(traceback.format_exception(error, limit=-LAST_CALLS)).rstrip()
+    """Returns the error of user code as one of dsft: what it was, and its traceback."""
+    text = "".join(traceback.format_exception(error)).rstrip()
     return UserError(f"{where} raised {type(error).__name__}: {error}\n{text}")
 
 
