@@ -245,32 +245,26 @@ def fullness(options: argparse.Namespace) -> list[dict]:
     for path in sorted(options.instructions.glob("*.jsonl")):
         for seq_len in (512, 1024, 2048, 4096):
             with tempfile.TemporaryDirectory() as cache:
-                made = {}
-                for name, more in (("packed", {"packing": True}), ("padded", {})):
-                    config = TrainConfig(
-                        tokenizer=str(options.tokenizer),
-                        data=[str(path)],
-                        seq_len=seq_len,
-                        data_cache=cache,
-                        prompt_template="{question}\n",
-                        completion_template="{answer}",
-                        **more,
-                    )
-                    tokenizer = load_tokenizer(config)
-                    made[name] = load_training_data(
-                        config,
-                        check_sources(config.data, config, tokenizer, key="data", problems=[]),
-                        [],
-                        tokenizer,
-                    )
+                config = TrainConfig(
+                    tokenizer=str(options.tokenizer),
+                    data=[str(path)],
+                    seq_len=seq_len,
+                    data_cache=cache,
+                    prompt_template="{question}\n",
+                    completion_template="{answer}",
+                    packing=True,
+                )
+                tokenizer = load_tokenizer(config)
+                sources = check_sources(config.data, config, tokenizer, key="data", problems=[])
+                counts = load_training_data(config, sources, [], tokenizer).counts
                 rates.append(
                     {
                         "file": path.name,
                         "seq_len": seq_len,
-                        "samples": made["packed"].counts["sequences"],
-                        "tokens": made["packed"].counts["tokens"],
-                        "packed_rows": made["packed"].counts["packed_rows"],
-                        "fill_rate": made["packed"].counts["fill_rate"],
+                        "samples": counts["sequences"],
+                        "tokens": counts["tokens"],
+                        "packed_rows": counts["packed_rows"],
+                        "fill_rate": counts["fill_rate"],
                     }
                 )
     return rates
