@@ -106,7 +106,7 @@ def run_chat(options: ChatOptions) -> str | None:
         from dsft.data.tokens import encode_open
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.measure import max_positions
-        from dsft.models.tokenizer import generate_ids, load_tokenizer
+        from dsft.models.tokenizer import generate, load_tokenizer
     fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
         model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
@@ -138,7 +138,7 @@ def run_chat(options: ChatOptions) -> str | None:
             raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; {way_out}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         how = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
-        made = generate_ids(model, tokenizer, ids, streamer=streamer, **how)
+        made = generate(model, tokenizer, ids, streamer=streamer, **how)
         message = {"role": "assistant", "content": tokenizer.decode(made, skip_special_tokens=True)}
         # Reasoning is no content of later turns. gpt-oss' tokenizer has no response_template.
         if tokenizer.response_template and not options.chat_template:

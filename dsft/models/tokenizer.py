@@ -4,7 +4,6 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -160,13 +159,7 @@ def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]
     return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 
-def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], **how: Any) -> str:
-    """Returns the text of `generate_ids`, without special tokens."""
-    made = generate_ids(model, tokenizer, ids, **how)
-    return tokenizer.decode(made, skip_special_tokens=True)
-
-
-def generate_ids(
+def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: list[int],

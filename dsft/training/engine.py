@@ -60,8 +60,8 @@ def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: Pre
     with gathered(model):
         if distributed.rank() == 0:
             for prompt in prompts:
-                answer = generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS, streamer=Heartbeats())
-                answers.append(answer)
+                ids = generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS, streamer=Heartbeats())
+                answers.append(tokenizer.decode(ids, skip_special_tokens=True))
     model.train(was_training)
     distributed.wait_long("samples are generated")
     return distributed.from_all(answers)

@@ -113,7 +113,7 @@ def test_the_analysis_of_gpt_oss_is_no_content_of_the_next_turn(tiny, tmp_path, 
         prompts.append(ids)
         return tokenizer(next(answers), add_special_tokens=False).input_ids
 
-    monkeypatch.setattr("dsft.models.tokenizer.generate_ids", generated)
+    monkeypatch.setattr("dsft.models.tokenizer.generate", generated)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the loss\na rank\nthe end"))
     chat(capsys, folder)
     roles, texts = ("user", "assistant", "user", "assistant", "user"), ("the loss", "a rank", "a rank", "", "the end")
