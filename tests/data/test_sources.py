@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import HeldOut, Source, find_sources, read_file
+from dsft.data.sources import HeldOut, find_sources, read_file
 from dsft.errors import UserError
 
 
@@ -172,21 +172,6 @@ def test_folders_globs_and_names_on_the_hub(tmp_path):
         ["does", "not", "exist"],
         ["has", "none", "of"],
     ]
-
-
-def test_a_data_set_of_the_hub_is_loaded_once(monkeypatch):
-    loads = []
-
-    def load_dataset(name, config, *, split):
-        loads.append(name)
-        return datasets.Dataset.from_dict({"text": ["a", "b"]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for _ in range(2):  # two models that are evaluated on it
-        source = Source(name="owner/once", key="data", hub=("owner/once", None, "train"))
-        assert [row.values["text"] for batch in source.batches() for row in batch.rows] == ["a", "b"]
-        assert source.first_batch().rows and source.identity
-    assert loads == ["owner/once"]
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonlines", "a.jsonl.GZ", "a.tsv"])
