@@ -636,7 +636,12 @@ def smaller_plan(run: TrainingRun) -> Plan | None:
     machine = run.machine
     per_step = run.job.batch(plan.micro_batch, plan.accumulation, machine).sequences
     job = dataclasses.replace(
-        run.job, checkpointing=None, micro_batch=None, accumulation=None, sequences_per_step=per_step
+        run.job,
+        checkpointing=None,
+        checkpoint_every=run.job.checkpoint_every or 1,  # the others' options are long
+        micro_batch=None,
+        accumulation=None,
+        sequences_per_step=per_step,
     )
     smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
     best = choose_plan(job, smaller, left_out=refused_candidates(run)).plan
