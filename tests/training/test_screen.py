@@ -21,7 +21,6 @@ from conftest import flags, read_json
 from ranks import run_entry
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dsft.runtime import console
 from dsft.training.callbacks import Compute, LearningCheck, ProgressLog, Sums, Work, step_metrics
 
 NOISE = (
@@ -168,20 +167,3 @@ def test_on_a_terminal_one_line_moves_below_those_that_stay(monkeypatch, capsys,
     assert any("3/3" in text for text in drawn)
     assert {len(text) <= columns for text in drawn} == {True}
     assert "\n" not in moved.rstrip("\n"), "nothing of it stays"
-
-
-def test_where_no_bar_is_seen_lines_say_how_far_the_work_is(monkeypatch, capsys):
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    for is_shown in (True, False):
-        with console.progress_bar(
-            is_shown=is_shown, total=2000, desc="Perplexity", unit="token", unit_scale=True
-        ) as bar:
-            for _ in range(4):
-                bar.update(500)
-        said = capsys.readouterr().err
-        assert "\r" not in said
-        assert bool(said) == is_shown and ("Perplexity: 50%, 1.00k of 2.00k, " in said) == is_shown
-    monkeypatch.setattr(console, "LINE_SECONDS", 3600.0)
-    with console.progress_bar(is_shown=True, total=2, desc="Perplexity") as bar:
-        bar.update(2)
-    assert capsys.readouterr().err == "", "work of seconds has no line"
