@@ -135,7 +135,8 @@ def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_s
         words = {"zero": "2", "max_steps": 6, "resume_from_checkpoint": resume} | words
         return resume_decisions(make_config(TrainConfig, options(run, **words), []), 2)
 
-    assert decided("auto") == (str(run / "checkpoint-4"), [], False)
+    checkpoint, _, is_complete = decided("auto")
+    assert (checkpoint, is_complete) == (str(run / "checkpoint-4"), False)
     assert f"{newest} is incomplete and is skipped: {damaged}" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"{damaged}; it is incomplete, use another or auto"):
         decided(str(newest))
