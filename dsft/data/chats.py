@@ -136,22 +136,20 @@ class _ChatRenderer:
             if answer.prompt is None and not self.rules.keep_all:
                 self.notes["unprompted"] = f"the chat template has no generation prompt for message {turn + 1}"
                 continue
+            # An open end is the end of the sequence.
+            anywhere = self.rules.keep_all and not (answer.ends_open and turn == len(self.source) - 1)
             for sequence in sequences or [whole]:
-                span = self.place(answer, sequence.text)
+                span = self.place(answer, sequence.text, anywhere=anywhere)
                 if span:
                     break
             else:  # the template renders it otherwise once the chat goes on
-                if self.rules.keep_all and not (answer.ends_open and turn == len(self.source) - 1):
-                    sequence = sequences[0] if sequences else whole
-                    span = self.locate(answer, sequence.text)
-                    if span is None:
-                        self.unrendered(self.not_rendered(turn, "content"))
-                        continue
-                else:
-                    sequence = Rendered(text=answer.text, spans=[], ends_open=answer.ends_open)
-                    if answer.ends_open:
-                        sequence.text = answer.text[: answer.end]
-                    span = (answer.start, answer.end, answer.weight)
+                if anywhere:
+                    self.unrendered(self.not_rendered(turn, "content"))
+                    continue
+                sequence = Rendered(text=answer.text, spans=[], ends_open=answer.ends_open)
+                if answer.ends_open:
+                    sequence.text = answer.text[: answer.end]
+                span = (answer.start, answer.end, answer.weight)
             if sequence not in sequences:
                 sequences.append(sequence)
             sequence.spans.insert(0, span)
@@ -304,34 +302,31 @@ class _ChatRenderer:
         closing = _THINKING_END.search(text, end)
         return closing.end() if closing else end
 
-    def place(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
-        """Finds an answer in the rendering of a longer chat; None if it stands behind another text there."""
+    def place(self, answer: _Answer, text: str, *, anywhere: bool = False) -> tuple[int, int, float] | None:
+        """Finds an answer in the rendering of a longer chat; None if it stands behind another text there. `anywhere`:
+        also behind another text, without its reasoning and with another end.
+        """
         trained = answer.text[answer.start : answer.end]
+        places = []  # (where it begins in `text`, start and end in the answer's own)
         for begin in (answer.text[: answer.start], answer.prompt or ""):
-            if not text.startswith(begin + trained):
+            if text.startswith(begin + trained):
+                places.append((len(begin), answer.start, answer.end))
+        if anywhere:
+            shared = _count_shared(_THINKING_OPENS.sub("", answer.prompt or ""), text)
+            for start, end in ((answer.start, answer.end), (answer.content_start, answer.last)):
+                places.append((text.find(answer.text[start:end], shared), start, end))
+        for begins, start, end in places:
+            if begins < 0:
                 continue
-            end = len(begin) + len(trained)
-            if answer.ends_open:  # the next turn may begin with what ends this one, as GLM's <|user|>
-                follows = self.forms.special.match(text, _skip_space(text, end))
-                if follows is None:
-                    continue
-                end = follows.end()
-            return len(begin), end, answer.weight
-        return None
-
-    def locate(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
-        """Finds an answer in the one rendering that there is, also without its reasoning and with another end."""
-        prompt = _THINKING_OPENS.sub("", answer.prompt or "")
-        begins = _count_shared(prompt, text)
-        for start, end in ((answer.start, answer.end), (answer.content_start, answer.last)):
-            position = text.find(answer.text[start:end], begins)
-            if position < 0:
-                continue
-            stop = position + end - start
-            if end < answer.end or answer.ends_open:
+            stop = begins + end - start
+            if (
+                end < answer.end or answer.ends_open
+            ):  # the next turn may begin with what ends this one, as GLM's <|user|>
                 follows = self.forms.special.match(text, _skip_space(text, stop))
+                if not follows and not anywhere:
+                    continue
                 stop = follows.end() if follows else stop
-            return position, stop, answer.weight
+            return begins, stop, answer.weight
         return None
 
 
