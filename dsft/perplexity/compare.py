@@ -70,6 +70,8 @@ class Comparison:
     gained_most: tuple[int, ...]
     """Documents, by their place in the data from 0 as in documents.parquet, the largest gain first."""
     lost_most: tuple[int, ...]
+    examples: tuple[tuple[str, int, str], ...] = ()
+    """The document that gained most, and the one that lost most: which, its number, how it begins."""
     note: str = ""
 
     def row(self) -> dict[str, str]:
@@ -98,10 +100,15 @@ class Comparisons(tuple[Comparison, ...]):
         rows = [each.row() for each in self]
         lines = [f"against {self[0].base}; intervals over pairs: {one_of(dict.fromkeys(each.units for each in self))}"]
         lines += dict.fromkeys(f"{each.model} on {each.data}: {each.note}" for each in self if each.note)
+        lines += [f"{model} {which}, document {number}: {text}" for model, which, number, text in self.examples()]
         table = Table(*rows[0], caption="\n".join(lines), caption_justify="left")
         for row in rows:
             table.add_row(*row.values())
         return table
+
+    def examples(self) -> list[tuple[str, str, int, str]]:
+        """Return the documents that changed most: model, which one it is, its number, how it begins."""
+        return [(each.model, *example) for each in self for example in each.examples]
 
     def __str__(self) -> str:
         return frame([each.row() for each in self]).to_string(index=False)
@@ -287,6 +294,12 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     better = int((change_D < 0).sum())
     worse = int((change_D > 0).sum())
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last
+    gained_most = tuple(order[: min(better, MOVED)])
+    lost_most = tuple(order[::-1][: min(worse, MOVED)])
+    examples = []
+    for which, documents in (("gained most", gained_most), ("lost most", lost_most)):
+        if documents and base.document_texts:
+            examples.append((which, documents[0], " ".join(base.document_texts[documents[0]].split())))
     return Comparison(
         model=other.model,
         base=base.model,
@@ -303,8 +316,9 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         same=int(is_scored_D.sum()) - better - worse,
         p_value=sign_test(better, worse),
         units=units,
-        gained_most=tuple(order[: min(better, MOVED)]),
-        lost_most=tuple(order[::-1][: min(worse, MOVED)]),
+        gained_most=gained_most,
+        lost_most=lost_most,
+        examples=tuple(examples),
         note="; ".join(notes),
     )
 

@@ -46,12 +46,13 @@ from dsft.runtime.hardware import Machine, has_gpu, memory_errors_explained, pea
 from dsft.runtime.software import versions
 
 TOKENS = "tokens.parquet"  # folder in output_dir
+SHOWN_TOKENS = 32  # of a document, in comparisons
 OTHER_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what is kept of it."""
-SCORING = 13  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 14  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 
 
@@ -222,6 +223,9 @@ def _jobs(
             "model_hash": identities[0]["content"],
             "hashes": hashes,
             "document_groups": groups,
+            "document_texts": candidate.tokenizer.batch_decode(
+                windows.beginnings(SHOWN_TOKENS), skip_special_tokens=True
+            ),
             "fingerprint": job_fingerprint,
             "versions": installed,
         }

@@ -62,6 +62,11 @@ class Windows:
     def document_starts(self) -> np.ndarray:
         return np.concatenate([[0], self.document_ends])[:-1]
 
+    def beginnings(self, tokens: int) -> list[list[int]]:
+        """Return the first `tokens` of each document, or all if it is shorter."""
+        bounds = zip(self.document_starts, self.document_ends, strict=True)
+        return [self.tokens[start : min(start + tokens, end)].tolist() for start, end in bounds]
+
     def documents_of(self, places: np.ndarray) -> np.ndarray:
         """Return which documents hold these places in `tokens`."""
         return np.searchsorted(self.document_ends, places, side="right")

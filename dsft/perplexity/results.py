@@ -133,6 +133,8 @@ class Evaluation:
     """With verify: the largest |nats - plain nats| / plain nats of the documents that were scored again."""
     document_groups: dict[str, np.ndarray] = field(default_factory=dict)
     """[D] with group_by: the value of each document, by column."""
+    document_texts: list[str] = field(default_factory=list)
+    """How each document begins."""
     is_known: bool = False
     """Whether an earlier evaluation made it."""
 
@@ -144,7 +146,7 @@ class Evaluation:
             source = find_mode(self.protocol).source
             definition = f"perplexity = exp(nats / tokens), protocol {self.protocol} ({source})"
         report = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("perplexity", "is_known", "document_groups"):
+        for name in ("perplexity", "is_known", "document_groups", "document_texts"):
             del report[name]
         report |= {name: getattr(result, name) for name in RESULT_FIELDS}
         report |= {
@@ -166,6 +168,7 @@ class Evaluation:
             "data": [self.data] * result.documents,
             "protocol": [self.protocol or ""] * result.documents,
             "document": np.arange(result.documents),
+            "text": self.document_texts or [""] * result.documents,
         }
         columns |= {name: getattr(result, f"document_{name}") for name in DOCUMENT_COLUMNS}
         columns |= dict(zip(COLUMNS[1:], result.document_pairs, strict=False))
@@ -362,7 +365,7 @@ def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
         **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
     )
     values = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
-    values |= {"perplexity": perplexity, "is_known": True}
+    values |= {"perplexity": perplexity, "is_known": True, "document_texts": table["text"].to_pylist()}
     values["document_groups"] = {
         name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]
     }

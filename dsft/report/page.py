@@ -180,10 +180,15 @@ def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
     tables = {}
     for folder in sorted(folders.values()):
         try:
-            rows = [each.row() for each in compare_results(read_evaluations([str(folder)]))]
+            comparisons = compare_results(read_evaluations([str(folder)]))
         except UserError:  # of one model, or of different texts
             continue
+        rows = [each.row() for each in comparisons]
         tables[f"Perplexity: {folder}"] = [[*rows[0]], *([*row.values()] for row in rows)]
+        examples = [[model, which, f"{number}", text] for model, which, number, text in comparisons.examples()]
+        if examples:
+            header = ["model", "document that", "number", "begins"]
+            tables[f"Documents that changed most: {folder}"] = [header, *examples]
     return tables
 
 

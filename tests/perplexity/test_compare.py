@@ -266,7 +266,7 @@ def test_results_and_comparisons_are_frames_of_pandas():
     table = comparisons.to_pandas()
     assert table["perplexity_ratio_high"][0] == comparisons[0].perplexity_ratio.high and table["better"][0] > 20
     frame = base.to_pandas()
-    assert list(frame.columns) == ["model", "data", "protocol", "document", "nats", "tokens", "bytes", "words"]
+    assert list(frame.columns) == ["model", "data", "protocol", "document", "text", "nats", "tokens", "bytes", "words"]
     assert frame["nats"].tolist() == base.perplexity.document_nats.tolist()
 
 
@@ -288,6 +288,22 @@ def test_what_is_read_back_is_what_was_written(folders):
     assert (
         report["units"].endswith("blocks of neighbouring windows") and report["perplexity"][0] < report["perplexity"][1]
     )
+
+
+def test_the_documents_that_changed_most_are_shown_with_their_text(tmp_path):
+    texts = [f"{number} begins\nso" for number in range(40)]
+    for seed, model in enumerate(("base", "other")):
+        Results(tmp_path).add(evaluation(model, seed, document_texts=texts))
+    comparisons = compare(str(tmp_path))
+    change = (
+        read_evaluations([str(tmp_path)])[1].perplexity.document_nats - evaluation("base", 0).perplexity.document_nats
+    )
+    gained = int(change.argmin())
+    lost = int(change.argmax())
+    assert comparisons.examples() == [
+        ("other", "gained most", gained, f"{gained} begins so"),
+        ("other", "lost most", lost, f"{lost} begins so"),
+    ]
 
 
 @pytest.mark.parametrize("lacking", ["mode", "documents", "blocks"])

@@ -453,6 +453,16 @@ def test_several_models_and_data_sets_in_one_launch_and_an_interruption_between(
     assert sums[0] == sums[1]
     assert len(results[0]) == 4 and not list(out.glob("partial/*"))
     table = load_dataset("parquet", data_files=str(out / "documents.parquet"), split="train")
-    assert set(table.column_names) == {"model", "data", "protocol", "document", "nats", "tokens", "bytes", "words"}
+    assert set(table.column_names) == {
+        "model",
+        "data",
+        "protocol",
+        "document",
+        "text",
+        "nats",
+        "tokens",
+        "bytes",
+        "words",
+    }
     first = table.filter(lambda row: row["model"] == results[1][0]["model"] and row["data"] == results[1][0]["data"])
     assert len(first) == 31 and math.fsum(first["nats"]) == results[1][0]["nats"]
