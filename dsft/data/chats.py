@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -322,7 +323,7 @@ class _ChatRenderer:
             if (
                 end < answer.end or answer.ends_open
             ):  # the next turn may begin with what ends this one, as GLM's <|user|>
-                follows = self.forms.special.match(text, _skip_space(text, stop))
+                follows = self.forms.follows.match(text, stop)
                 if not follows and not anywhere:
                     continue
                 stop = follows.end() if follows else stop
@@ -359,18 +360,8 @@ def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
 
 def _count_shared(first: Iterable[str], second: Iterable[str]) -> int:
     """Counts the characters, or tokens, that both begin with."""
-    number = 0
-    for mine, theirs in zip(first, second, strict=False):
-        if mine != theirs:
-            break
-        number += 1
-    return number
-
-
-def _skip_space(text: str, position: int) -> int:
-    while text[position : position + 1].isspace():
-        position += 1
-    return position
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class _Forms:
@@ -380,7 +371,9 @@ class _Forms:
         self.parts = False
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self.special = re.compile(pattern)
+        self.follows = re.compile(rf"\s*(?:{pattern})")
 
         def render(*messages: Message) -> str:
             try:
