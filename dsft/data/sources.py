@@ -26,9 +26,6 @@ from os.path import getsize
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import pyarrow
-import pyarrow.parquet
-
 from dsft.config import user_code
 from dsft.config.options import DataFields
 from dsft.errors import UserError, one_line
@@ -303,6 +300,8 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def _open_zstd(path: str, mode: str) -> BinaryIO:
+    import pyarrow  # a launch does without
+
     # The package zstandard takes a file that ends within a frame for a whole one.
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(path, mode), "zstd"))
 
@@ -348,6 +347,8 @@ def _read_csv(path: str) -> Iterator[Row]:
 
 def _read_columnar(path: str) -> Iterator[Row]:
     """Reads Parquet, and Arrow's stream as `datasets` writes it."""
+    import pyarrow.parquet
+
     with pyarrow.memory_map(path) as file:
         if ending(path) == ".parquet":
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256)  # rows decoded at once

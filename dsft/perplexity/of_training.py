@@ -12,7 +12,6 @@ from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_
 from dsft.config.options import EvalConfig, TrainConfig, flagged_dtype, shuffle_seed
 from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
 from dsft.errors import UserError
-from dsft.perplexity.modes import mode_problems
 
 SHARED = (
     *("dtype", "tokenizer", "revision", "trust_remote_code", "attn_implementation", "seed", "data_cache"),
@@ -63,6 +62,8 @@ def evaluation_config(
                 problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
             values = _of_training(options, run, problems, overridden=values) | values
     config = replace(make_config(EvalConfig, dict(values), problems, also=also), has_seq_len=has_seq_len)
+    from dsft.perplexity.modes import mode_problems  # with numpy, which a launch of a training does without
+
     problems += mode_problems(config)
     return config
 
