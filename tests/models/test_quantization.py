@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from conftest import read_json
 from packages import write_package
 from peft import PeftModel
@@ -156,3 +157,17 @@ def test_a_model_on_disk_has_the_bits_that_its_format_names(section, bits):
     config = LlamaConfig(quantization_config=section)
     assert quantization_on_disk(config).bits == bits
     assert quantization_on_disk(LlamaConfig()) is None
+
+
+def test_experts_are_counted_by_their_class_whatever_their_dimensions(tmp_path):
+    """gpt-oss has biases of two dimensions, JetMoE no module called experts."""
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    for config, names in (
+        (transformers.GptOssConfig(**small, num_local_experts=4, head_dim=8), ("experts",)),
+        (transformers.JetMoeConfig(**small, num_local_experts=4, kv_channels=8), ("input_linear", "output_linear")),
+    ):
+        config.save_pretrained(tmp_path / config.model_type)
+        size = measure_model(TrainConfig(model=str(tmp_path / config.model_type / "config.json"))).size
+        model = AutoModelForCausalLM.from_config(config)
+        expected = sum(p.numel() for name, p in model.named_parameters() if {*names} & {*name.split(".")})
+        assert size.expert_params == expected > 0, config.model_type
