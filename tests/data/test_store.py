@@ -182,7 +182,7 @@ def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 17], marks=pytest.mark.exhaustive)], ids=len)
+@pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 16], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
     """Killed at some moments; the workers end too. Then it is done from the beginning, and a second time it is there
     already.
