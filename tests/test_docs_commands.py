@@ -78,7 +78,7 @@ NOT_RUN = {
 """Command -> why it is not run here."""
 BEGUN_WITHOUT = {
     "docs/migrating.md": ["run.yaml", "runs/first"],
-    "README.md": ["run.yaml", "runs/first"],
+    "README.md": ["run.yaml", "runs/first", "runs/lora", "results"],
     "docs/data.md": ["runs/first"],
     "docs/first_model.md": ["run.yaml", "runs/first", "results"],
     "docs/methods.md": ["runs/lora", "results"],
