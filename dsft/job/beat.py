@@ -157,6 +157,7 @@ class _Beat(threading.Thread):
         self.run_file: Path | None = None
         self.store: Store | None = None
         self.hosts: list[str] = []
+        self.beats = 0
         self.entries: dict[str, _Entry] = {}
         self.siblings = select.poll()  # ranks of this node: readable when they exit
         self.rank_of_sibling: dict[int, int] = {}
@@ -228,11 +229,13 @@ class _Beat(threading.Thread):
             self.fail(f"made no progress for {self.limit:.0f} s, {self.place()}", shows_stacks=True)
 
     def _look_at_job(self, now: float) -> None:
+        self.beats += 1
         idle = now - self.last_progress
         entry = {
+            "beat": self.beats,
             "step": self.step,
             "place": self.place(),
-            "idle": idle,  # another at each beat: an entry that stays the same is a rank's that is lost
+            "idle": idle,
             "limit": self.limit,
             "waits": idle > self.limit and _waits_for_others(),
         }
@@ -439,7 +442,7 @@ def connect() -> None:
         client = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
         store = dist.PrefixStore(f"dsft/beat/{restart}", client)
-        store.set(f"rank {_beat.rank}", json.dumps({"step": -1, "idle": 0, "limit": 1, "waits": False}))
+        store.set(f"rank {_beat.rank}", json.dumps({"beat": 0, "step": -1, "idle": 0, "limit": 1, "waits": False}))
         node = [_beat.host, os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text()]
         places: list[Any] = [None] * _beat.world_size
         dist.all_gather_object(places, [node, os.getpid()])
