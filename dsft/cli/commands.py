@@ -236,10 +236,10 @@ _CONVERTED = (
 _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may be left out."
 
 COMMANDS = {
-    "init": Command("write a commented run.yaml to begin with", "dsft.cli.init:run", InitOptions),
+    "init": Command("write a commented run.yaml to begin with", "dsft.cli.run_files:write_run_file", InitOptions),
     "convert": Command(
         "a configuration of axolotl, LLaMA-Factory or TRL as a run.yaml",
-        "dsft.cli.convert:convert_file",
+        "dsft.cli.run_files:convert_file",
         ConvertOptions,
         details=_CONVERTED,
     ),

@@ -2,8 +2,8 @@ import pandas
 import pytest
 
 from dsft.cli.commands import InitOptions
-from dsft.cli.init import run
 from dsft.cli.main import main
+from dsft.cli.run_files import write_run_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
 from dsft.data.formats import format_rules
@@ -17,7 +17,7 @@ def test_the_file_is_one_that_a_training_takes(tmp_path, monkeypatch, capsys, me
     data = ["a file: with #.jsonl", "ns/name:train[:50%]"]
     (tmp_path / data[0]).write_text('{"text": "a"}\n' * 12)
     path = tmp_path / "new" / "run.yaml"
-    run(InitOptions(model="ns/model", data=data, method=method, out=str(path)))
+    write_run_file(InitOptions(model="ns/model", data=data, method=method, out=str(path)))
     assert f"dsft preview --config {path}" in capsys.readouterr().out
     problems: list[str] = []
     config = read_config(TrainConfig, ["--config", str(path)], problems)
@@ -25,7 +25,7 @@ def test_the_file_is_one_that_a_training_takes(tmp_path, monkeypatch, capsys, me
     assert (config.model, config.data, config.method, config.zero) == ("ns/model", data, method, "auto")
     assert config.training["learning_rate"] == rate and config.training["output_dir"] == "runs/first"
     with pytest.raises(UserError, match="run.yaml: exists"):
-        run(InitOptions(model="ns/other", data=data, out=str(path)))
+        write_run_file(InitOptions(model="ns/other", data=data, out=str(path)))
     assert "ns/other" not in path.read_text()
 
 
@@ -67,7 +67,7 @@ def test_what_is_written_for_data_of_every_shape_passes_preview(tiny, tmp_path, 
     else:
         rows.to_json(path, orient="records", lines=True)
     config = str(tmp_path / "run.yaml")
-    run(InitOptions(model=str(tiny / "chat"), data=[str(path)], out=config))
+    write_run_file(InitOptions(model=str(tiny / "chat"), data=[str(path)], out=config))
     main(["preview", "--config", config, "--data_cache", str(tmp_path / "cache")])
     shown = capsys.readouterr().out
     assert "held out: 1 rows" in shown or "held out: 2 rows" in shown
