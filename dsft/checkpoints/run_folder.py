@@ -349,8 +349,9 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     data += f"\n\nHeld out: {held_out}" if held_out else ""
     options = {}
     for name in OPTIONS_ON_THE_CARD:
-        is_of_adapter = name.startswith("lora")
-        if config.get(name) not in (None, -1) and (config["method"] != "full" or not is_of_adapter):
+        if name.startswith("lora") and (config["method"] == "full" or config.get("adapter")):
+            continue  # a saved adapter has its own shape
+        if config.get(name) not in (None, -1):
             options[name] = config[name]
     measured = {}
     for name, text in ON_THE_CARD.items():
