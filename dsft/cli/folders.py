@@ -27,7 +27,7 @@ CHAT_HELP = "/system TEXT is given to the model first, /reset begins from scratc
 
 
 def show_checkpoints(options: FolderOptions) -> None:
-    """Print checkpoints, oldest first, and how to resume from the newest. Raises UserError where there are none."""
+    """Print checkpoints, oldest first, and how to resume from the newest. Raises UserError if there are none."""
     from rich.table import Column, Table
 
     folders = checkpoints(options.folder)
@@ -92,7 +92,7 @@ def chat(model: str, prompt: str, **options: Any) -> str:
 
 def run_chat(options: ChatOptions) -> str | None:
     """Answer each line that is typed, or `prompt` alone, in the model's own chat template. transformers' TextStreamer
-    prints answers while they are made. Raises UserError where there is no model or no chat template, or, with `prompt`,
+    prints answers while they are made. Raises UserError if there is no model or no chat template, or, with `prompt`,
     no answer.
     """
     if problem := missing("model", options.model):

@@ -53,7 +53,7 @@ class FieldDoc:
     placeholder: str
     """What stands for its value: TEXT, N, a|b ..."""
     default: str
-    """As it would be written; empty where there is none."""
+    """As it would be written; empty if there is none."""
     text: str
     is_positional: bool = False
 

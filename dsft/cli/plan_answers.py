@@ -233,7 +233,7 @@ def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
 
 def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[float, str] | None:
     """(seconds of the whole training, its steps or epochs): of `max_steps`, or of its epochs over so many tokens, else
-    over those of the data; None where neither is known.
+    over those of the data; None if neither is known.
     """
     if not plan.has_time_estimate:
         return None
@@ -249,7 +249,7 @@ def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[
 
 
 def count_tokens(run: TrainingRun) -> float | None:
-    """Estimate the tokens of the data by its first rows; None where there is none, or it takes long to read."""
+    """Estimate the tokens of the data by its first rows; None if there is none, or it takes long to read."""
     size_bytes = sum(each.source.size_bytes for each in run.data)
     if not run.data or run.tokenizer is None or size_bytes > MOST_READ_BYTES:
         return None
@@ -378,7 +378,7 @@ def _tried(options: TrainConfig, name: str, value: Any, machine: Machine) -> Alt
 
 def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
     """(the most tokens per sequence that fit, their plan), one sequence per GPU, or for all GPUs that share one, at a
-    time; None where none fits.
+    time; None if none fits.
     """
     job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
 

@@ -127,7 +127,7 @@ def _number(text: str) -> float:
 
 
 def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
-    """Value of a dotted key, or None where it, or a section on the way, is missing."""
+    """Value of a dotted key, or None if it, or a section on the way, is missing."""
     for part in key.split("."):
         if not isinstance(deepspeed_config, dict) or part not in deepspeed_config:
             return None

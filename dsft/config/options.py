@@ -450,11 +450,11 @@ class TrainConfig(ModelFields, LoraFields, TrainedFields, TrainDataFields, ZeroF
 
     @property
     def held_out_names(self) -> list[str]:
-        """Their names, in the same order; empty where they have none."""
+        """Their names, in the same order; empty if they have none."""
         return [*self.eval_data] if isinstance(self.eval_data, dict) else []
 
     def value(self, name: str) -> Any:
-        """The option called `name`, dsft's own or of TrainingArguments; None where it is not set."""
+        """The option called `name`, dsft's own or of TrainingArguments; None if it is not set."""
         return getattr(self, name) if hasattr(self, name) else self.training.get(name)
 
 
@@ -528,7 +528,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Largest number of documents of each data set, the first ones."""
     zero: str = "auto"
     """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
-    stage 3 may offload parameters to the host; auto takes 0 where it fits."""
+    stage 3 may offload parameters to the host; auto takes 0 if it fits."""
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
     small, or one window."""
@@ -556,7 +556,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
 
     def value(self, name: str) -> Any:
-        """The option called `name`; None where there is none, or it is not set."""
+        """The option called `name`; None if there is none, or it is not set."""
         return getattr(self, name, None)
 
 

@@ -171,14 +171,14 @@ def training_types() -> dict[str, Any]:
 
 
 def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
-    """Option -> value of `--config FILE` with all flags over it, unchecked; None where the file cannot be read."""
+    """Option -> value of `--config FILE` with all flags over it, unchecked; None if the file cannot be read."""
     flags = read_flags(argv, problems)
     values = read_named_file(flags, problems)
     return None if values is None else values | flags
 
 
 def read_named_file(flags: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """Takes `--config FILE` out of the flags: the mapping in it, an empty one without; None where it is unreadable."""
+    """Takes `--config FILE` out of the flags: the mapping in it, an empty one without; None if it is unreadable."""
     path = flags.pop("config", None)
     if path is None or isinstance(path, str):
         return {} if path is None else read_yaml(path, problems)
@@ -187,7 +187,7 @@ def read_named_file(flags: dict[str, Any], problems: list[str]) -> dict[str, Any
 
 
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
-    """The mapping in a YAML file; None where it is unreadable or malformed, which goes to `problems` with its line."""
+    """The mapping in a YAML file; None if it is unreadable or malformed, which goes to `problems` with its line."""
     try:
         loader = _Loader(read_text(path))
         content = loader.get_single_data()

@@ -121,7 +121,7 @@ def failed(where: str, error: BaseException) -> UserError:
 
 
 def mapped(map_row: Callable[[dict], Any], values: dict[str, Any], where: Callable[[], str]) -> dict[str, Any] | None:
-    """Returns what `map_row` makes of a row; None where it leaves it out.
+    """Returns what `map_row` makes of a row; None if it leaves it out.
 
     Raises:
         UserError: naming the row, where it fails or returns anything else.

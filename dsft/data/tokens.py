@@ -88,7 +88,7 @@ class Tokens:
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of UTF-8
     document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     weights: np.ndarray | None = None
-    """[F] float32: what the token's loss is multiplied by, 0 where it is not trained; None where it is 1 in all."""
+    """[F] float32: what the token's loss is multiplied by, 0 if it is not trained; None if it is 1 in all."""
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -364,7 +364,7 @@ def _puts_blank_before(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def end_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the end token that is to follow a text; none where a text that was rendered before has it."""
+    """Returns the end token that is to follow a text; none if a text that was rendered before has it."""
     eos = tokenizer.eos_token
     return [] if eos is None or text.rstrip().endswith(eos) else [tokenizer.eos_token_id]
 

@@ -157,7 +157,7 @@ class TrainingData:
     held_out_counts: dict[str, Any] | None
     uses_chat_template: bool = False  # whether all rows are chats
     prompts: list[Prompt] = field(default_factory=list)  # answered at each evaluation
-    held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty where they have none
+    held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty if they have none
     strategy: str = "random"  # train_sampling_strategy of items that are single sequences
     notes: list[str] = field(default_factory=list)
 

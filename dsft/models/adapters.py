@@ -107,7 +107,7 @@ def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: in
 
 
 def adapter_folder(adapter: str) -> str:
-    """Returns the folder of a saved adapter, of a hub id that in the cache. Raises OSError where there is none."""
+    """Returns the folder of a saved adapter, of a hub id that in the cache. Raises OSError if there is none."""
     return adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
 
 
@@ -317,7 +317,7 @@ def further_problems(
 
 def grow_for(model: PreTrainedModel, adapter: str) -> None:
     """Gives a base as many rows as a saved adapter holds, or else those that it trains and the base has not.
-    Collective. Raises UserError where it was saved without a grown head or embedding: peft leaves out what it does not
+    Collective. Raises UserError if it was saved without a grown head or embedding: peft leaves out what it does not
     adapt where it adapts the other.
     """
     vocab_size = model.config.get_text_config().vocab_size

@@ -173,7 +173,7 @@ def build_model(
 def load_weights(name: str, **options) -> PreTrainedModel:
     """Loads the model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged); of a
     checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), from these.
-    Raises UserError where a weight would not be what it is on disk, on every rank.
+    Raises UserError if a weight would not be what it is on disk, on every rank.
     """
     folder = Path(name)
     if has_only_shards(name):
@@ -217,7 +217,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
 def read_generation_config(folder: str | Path) -> GenerationConfig | None:
     """Reads the generation_config.json of a local folder, if there is one: where answers stop. transformers takes a
-    broken one for none. Raises UserError where it cannot be read.
+    broken one for none. Raises UserError if it cannot be read.
     """
     file = Path(folder) / GENERATION_CONFIG_NAME
     if not file.is_file():
@@ -230,7 +230,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig | None:
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Lets `model` stop where the generation_config.json beside an adapter or DeepSpeed's shards says, if there is one:
-    that of an adapter goes before its base's. Raises UserError where it cannot be read.
+    that of an adapter goes before its base's. Raises UserError if it cannot be read.
     """
     config = read_generation_config(folder)
     if config and model.can_generate():

@@ -74,7 +74,7 @@ class ModelSize:
     embedding_params: int
     """Of the input embedding; a tied head is the same weight."""
     head_params: int
-    """Of the output head where it is a weight of its own; 0 where it is tied."""
+    """Of the output head where it is a weight of its own; 0 if it is tied."""
     expert_params: int
     """Of all routed experts together, which no linear layer holds."""
     active_params: int
@@ -104,7 +104,7 @@ class ModelSize:
     head_dim: int
     vocab_size: int
     max_positions: int | None
-    """The longest sequence the model has positions for; None where there is no limit."""
+    """The longest sequence the model has positions for; None if there is no limit."""
     lora_r: int
     """Rank of the adapters (of a type without one, the option's); 0 in full finetuning."""
     quantization: Quantization | None
@@ -200,7 +200,7 @@ def measure_model(
     new_tokens: Sequence[int] = (),
 ) -> ModelFacts:
     """Measures the model that `options` name, with its adapters where the method has some, without its weights.
-    Raises UserError where no model can be built from what is there, it is an adapter, or its adapters do not fit it.
+    Raises UserError if no model can be built from what is there, it is an adapter, or its adapters do not fit it.
 
     Args:
         scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
@@ -275,7 +275,7 @@ def measure_model(
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
     """Lets a model add so much of its router's auxiliary loss, or none with 0; None leaves it as it is.
-    Raises UserError where its architecture has none.
+    Raises UserError if its architecture has none.
     """
     text = config.get_text_config()
     if coefficient is None:
@@ -309,7 +309,7 @@ def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]
 
 
 def max_positions(text: PreTrainedConfig) -> int | None:
-    """The longest sequence that a text model of this config has positions for; None where there is no limit."""
+    """The longest sequence that a text model of this config has positions for; None if there is no limit."""
     positions = _first(text, "max_position_embeddings", "max_seq_len", "max_sequence_length", "max_positions")
     if not isinstance(positions, int) or positions <= 0:  # XLNet has -1
         return None

@@ -79,8 +79,8 @@ def number_in(path: Path) -> list[int]:
 
 def adapter_description(model: str) -> dict[str, Any] | None:
     """The content of the adapter_config.json of an adapter's folder, or of the checkpoint of one whose `global_step`
-    folder `model` is; None where there is no adapter.
-    Raises UserError where the file describes no adapter, or names no base, or its own folder as that.
+    folder `model` is; None if there is no adapter.
+    Raises UserError if the file describes no adapter, or names no base, or its own folder as that.
     """
     file = folder_of(model) / ADAPTER_CONFIG
     if not file.is_file():
@@ -103,7 +103,7 @@ def adapter_description(model: str) -> dict[str, Any] | None:
 
 
 def adapter_base(model: str) -> str | None:
-    """The base model that an adapter names; None where `model` is no adapter. Raises as `adapter_description`, and if
+    """The base model that an adapter names; None if `model` is not an adapter. Raises as `adapter_description`, and if
     the base is a path at which nothing is.
     """
     content = adapter_description(model)
@@ -205,7 +205,7 @@ def no_model(model: str, error: BaseException) -> str:
 
 def load_template(name: str) -> str:
     """Returns the text of a preset or a file; of a JSON file, as older packages with images have one, that of its key
-    chat_template. Raises ValueError where it is neither, or is no Jinja.
+    chat_template. Raises ValueError if it is neither, or is no Jinja.
     """
     try:
         template = read_text(PRESETS.get(name, name))

@@ -51,7 +51,7 @@ WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
 
 def auto_class(config: PreTrainedConfig) -> type:
     """Returns the auto class of transformers that loads a package of `config` for text.
-    Raises UserError where there is none, with the reason and without the model's name.
+    Raises UserError if there is none, with the reason and without the model's name.
     """
     remote = getattr(config, "auto_map", None) or {}
     why = "no causal language model, which dsft trains"
@@ -101,7 +101,7 @@ def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
 
 def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     """Returns the beginnings of the names of parameters that no text token passes through.
-    Raises UserError where no language model with a head is found in the package.
+    Raises UserError if no language model with a head is found in the package.
     """
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -143,7 +143,7 @@ class Quantization:
     format: str  # as the option `quantization` names it, or as the config or the file on disk does
     bits: int = 8  # of one weight in memory, without scales
     scale_bytes: float = 0.0  # of one weight, its part of the scales
-    package: str = ""  # that makes it while weights load; empty where it lies on disk
+    package: str = ""  # that makes it while weights load; empty if it lies on disk
     trainable: bool = False  # method qlora trains adapters over it
     can_be_unpacked: bool = False
     """Adapters are trained and evaluated over its unpacked weights, and `dsft export` writes those."""
@@ -168,7 +168,7 @@ class Quantization:
         return self.format
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
-        """Return the configuration with which transformers loads it; None where the model's own config contains it."""
+        """Return the configuration with which transformers loads it; None if the model's own config contains it."""
         if self.format == "gguf":
             return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
         if self.package == "bitsandbytes" and self.bits == 8:
@@ -203,8 +203,8 @@ PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum"
 
 
 def quantization_of(method: str, name: str) -> Quantization | None:
-    """Return the format `name` of the base that this method trains over; None where it is not quantised.
-    Raises UserError where there is no such format.
+    """Return the format `name` of the base that this method trains over; None if it is not quantised.
+    Raises UserError if there is no such format.
     """
     if method != "qlora":
         return None
@@ -220,7 +220,7 @@ def unknown_format(name: str, known: list[str]) -> str:
 def quantization_on_disk(
     config: PreTrainedConfig, *, disk_bytes: int | None = None, trained: bool = False
 ) -> Quantization | None:
-    """Return the format that a model's config names; None where its weights are not quantised.
+    """Return the format that a model's config names; None if its weights are not quantised.
 
     Args:
         disk_bytes: of the files of its weights, where they are here.
@@ -243,7 +243,7 @@ def quantization_on_disk(
 
 
 def unpacking_config(config: PreTrainedConfig) -> Any:
-    """Return what lets transformers unpack weights while it loads them; None where adapters get them packed."""
+    """Return what lets transformers unpack weights while it loads them; None if adapters get them packed."""
     section, method = _section(config)
     if not section or method not in UNPACKABLE:
         return None

@@ -198,7 +198,7 @@ def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
 @torch.no_grad()
 def row_rules(model: nn.Module) -> RowRules:
     """Find the rules of a loaded model, from its config and by a trial. Collective.
-    Raises UserError where its tokens see later ones.
+    Raises UserError if its tokens see later ones.
     """
     later, neighbour = (distributed.max_over_ranks(value) for value in _differences(model))
     # Quantised products may round the inputs too (LLM.int8() by the rows of a batch).
@@ -213,7 +213,7 @@ def row_rules(model: nn.Module) -> RowRules:
 
 @one_thread()
 def architecture_problems(model: str, config: PreTrainedConfig, **options) -> list[str]:
-    """Explain why an architecture predicts nothing; nothing where no small one can be tried."""
+    """Explain why an architecture predicts nothing; nothing if no small one can be tried."""
     try:
         later, _ = _differences(small_model(config, **options).eval())
     except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
@@ -286,7 +286,7 @@ def try_packing(
 @one_thread()
 @torch.no_grad()
 def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options) -> str | None:
-    """Explains why samples in one row would see each other in this architecture; None where they do not: changed tokens
+    """Explains why samples in one row would see each other in this architecture; None if they do not: changed tokens
     of a first sample must not change the logits of a second one, and those must be what the second gives alone.
     """
     try:
@@ -326,7 +326,7 @@ def attention_like_eager(
     trust_remote_code: bool = False,
 ) -> str | None:
     """Picks the first of `kernels` that computes on every rank as eager attention does, for a model that has no sdpa;
-    None where none does. Packed rows ask for more (`try_packing`). Collective.
+    None if none does. Packed rows ask for more (`try_packing`). Collective.
     """
     options = {"device": distributed.device(), "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     for kernel in kernels if dtype != "float32" else ():

@@ -158,7 +158,7 @@ MOVING_ROPES = ("longrope", "dynamic")
 
 
 def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
-    """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty where they can."""
+    """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty if they can."""
     if size > 1 and world % size:  # what is below 1 is a problem of the options
         return f"must divide the number of ranks, which is {world}"
     if model is None:
@@ -170,7 +170,7 @@ def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
 
 
 def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:
-    """Return why rows of `model` cannot be spread over `size` ranks, by its config; empty where they may.
+    """Return why rows of `model` cannot be spread over `size` ranks, by its config; empty if they may.
     `attention`: of the planner (`attention_of`), for rows without a mask.
     """
     text = facts.config.get_text_config()

@@ -107,7 +107,7 @@ def _has_own_tokens(adapter: str) -> bool:
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
-    """Says that a model of `vocab_size` rows has none for some tokens; empty where it has. Special tokens that no
+    """Says that a model of `vocab_size` rows has none for some tokens; empty if it has. Special tokens that no
     text has do not count: that for images of Gemma 3 1B has no row.
     """
     template = str(tokenizer.chat_template)

@@ -3,7 +3,7 @@ what a stranger put into them, and by parameter those that DeepSpeed's ZeRO leav
 
 A pickle is a program: whoever wrote it decides what reading it runs. torch's weights-only unpickler makes tensors,
 plain containers and the classes it allows, and nothing else. Allowed are those that DeepSpeed 0.19.8 and
-transformers' Trainer store. Safetensors are no pickles.
+transformers' Trainer store. Safetensors are not pickles.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def _read_tensor(file: str, name: str) -> torch.Tensor:
 
 
 def weight_bytes_in(model: str) -> int | None:
-    """Bytes of the files that a folder's weights are loaded from; None where they are not all here."""
+    """Bytes of the files that a folder's weights are loaded from; None if they are not all here."""
     files = []
     with contextlib.suppress(UserError):  # whoever loads them reports it
         files = find_files(model, WEIGHT_FILES) if Path(model).is_dir() else []
@@ -223,7 +223,7 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
 
 def load_pickle(file: Path) -> Any:
     """Load a file of `torch.save` onto the CPU, mapped where its format allows.
-    Raises UserError where it cannot be read, or asks for a class that no checkpoint holds.
+    Raises UserError if it cannot be read, or asks for a class that no checkpoint holds.
     """
     _allow_known_classes()
     try:
@@ -285,7 +285,7 @@ class ZeroShards:
     Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
     (checkpoint/ds_to_universal.py reads the same): stages 1 and 2 cut the concatenation of all parameters into equal
     parts, stage 3 cuts every parameter.
-    Raises UserError where the files are no such checkpoint, cannot be read, or have a layout that is not supported.
+    Raises UserError if the files are no such checkpoint, cannot be read, or have a layout that is not supported.
     """
 
     def __init__(self, checkpoint: str | Path):
@@ -307,7 +307,7 @@ class ZeroShards:
             )
         groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
         self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-        self.step: int | None = None  # of the optimizer; None where it does not count
+        self.step: int | None = None  # of the optimizer; None if it does not count
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]

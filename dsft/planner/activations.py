@@ -54,7 +54,7 @@ class Activations:
     layers_fixed: tuple[float, ...]
     """The same, of a micro batch of any size: weights that are merged with adapters."""
     is_measured: bool = True
-    """False where the model's code does not run without values, and a Llama of its widths is taken."""
+    """False if the model's code does not run without values, and a Llama of its widths is taken."""
 
 
 def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:

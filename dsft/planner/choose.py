@@ -82,7 +82,7 @@ class Needs:
     host_bytes: int
     """Host memory of one node, all its ranks together."""
     limiting_resource: str
-    """ "GPU memory", "host memory", or both joined by " and "; empty where it fits."""
+    """ "GPU memory", "host memory", or both joined by " and "; empty if it fits."""
 
     @property
     def fits(self) -> bool:
@@ -471,13 +471,13 @@ class EvaluationChoice:
     candidates: tuple[EvaluationPlan, ...]
     reason: str
     longest_window: int | None
-    """Tokens of the longest window that fits in some way, each in a batch of its own; 0 where none fits; None where
+    """Tokens of the longest window that fits in some way, each in a batch of its own; 0 if none fits; None where
     attention holds a matrix.
     """
 
 
 def longest_length(fits: Callable[[int], bool], size: ModelSize) -> int:
-    """Return the most tokens of a sequence that fit; 0 where none do."""
+    """Return the most tokens of a sequence that fit; 0 if none do."""
     positions = size.max_positions or MOST_POSITIONS
     step = min(LENGTH_STEP, positions)
     return step * bisect_left(range(step, positions + 1, step), True, key=lambda length: not fits(length))

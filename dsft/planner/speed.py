@@ -41,7 +41,7 @@ class Card:
     tflops: float
     """Dense bf16 (fp16 where there is no bf16) matrix products by the data sheet."""
     utilisation: float | None = None
-    """Share of that rate that a training reaches, by published steps of its generation; None where there are none."""
+    """Share of that rate that a training reaches, by published steps of its generation; None if there are none."""
     memory_gbps: float
     """GB/s of its own memory."""
     nvlink_gbps: float

@@ -93,10 +93,10 @@ class TrainingRun:
 
     # What `check_run` knows from the options and the files they name.
     model: ModelFacts | None = None
-    """None where the model cannot be measured, which is a problem."""
+    """None if the model cannot be measured, which is a problem."""
     tokenizer: PreTrainedTokenizerBase | None = None
     data: list[FormattedSource] = field(default_factory=list)
-    """Empty where none is named, or none can be read where a plan is made."""
+    """Empty if none is named, or none can be read where a plan is made."""
     held_out: list[FormattedSource] = field(default_factory=list)
     zero_file: dict[str, Any] | None = None
     """The DeepSpeed JSON of an explicit `zero`; None with auto."""
