@@ -74,7 +74,7 @@ def in_own_folder(folder: Path, function, *arguments) -> list[str]:
 
 def test_files_of_the_same_name_and_another_content_are_told(options, tiny, tmp_path):
     zero = (CONFIG_DIR / "zero3.json").read_text()
-    checkpoint = '{"step": 7, "files": {}, "world_size": 2, "run_identity": {}}'
+    checkpoint = '{"step": 7, "files": {}, "world_size": 2, "run_identity": {"sequences per step": 4}}'
     for node, bucket, manifest in (("node-0", "auto", checkpoint), ("node-1", "1000000", checkpoint.replace("7", "4"))):
         (tmp_path / node / "checkpoint-2" / "global_step2").mkdir(parents=True)
         (tmp_path / node / "zero.json").write_text(
