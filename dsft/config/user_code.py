@@ -55,6 +55,8 @@ def load(key: str, value: Any) -> Any:
         except ModuleNotFoundError as error:
             raise UserError(f"{here}: {error}, neither among installed packages nor in {os.getcwd()}") from None
         except Exception as error:
+            if isinstance(error, AttributeError) and error.name in re.split(r"\W", value):
+                raise UserError(f"{here}: {error}") from None
             raise failed(here, error) from None
     if key != "callbacks":
         if not isinstance(code, FunctionType):
