@@ -48,7 +48,7 @@ def test_a_name_and_the_object_are_the_same_code(module):
     [
         ("map_row", "own_rows", "name it as module:function, such as my_code:map_row"),
         ("map_row", "own_row:double", "No module named 'own_row', neither among installed packages nor in"),
-        ("map_row", "own_rows:duble", "raised AttributeError: module 'own_rows' has no attribute 'duble'"),
+        ("map_row", "own_rows:duble", "module 'own_rows' has no attribute 'duble'"),
         ("map_row", "own_rows:number", "expected a function, got int"),
         ("callbacks", None, "got None"),
         ("callbacks", "own_rows:double", "expected a class or an object of transformers.TrainerCallback"),
