@@ -138,6 +138,8 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         for name in ("include", "exclude", "num_nodes"):
             if getattr(options, name):
                 problems.append(f"--{name}: chooses from a host file; name one with --hostfile")
+    if options.bind_cores_to_rank and not shutil.which("numactl"):
+        problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
     raise_if_any(problems)
     name, *words = words
     if name == "eval" and words and not words[0].startswith("--"):

@@ -349,9 +349,10 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
         for parameter, given in names.items():
             if any(options.value(name) is not None for name in given):
                 filled[parameter] = AUTO
-        # torch's Adam, which needs no compiler; DeepSpeed's own alone has these parameters.
-        is_of_fused_adam = {"bias_correction", "set_grad_none"} & optimizer.get("params", {}).keys()
-        if kind in ("adam", "adamw") and not offloads(deepspeed_config) and not is_of_fused_adam:
+        # torch's Adam, which needs no compiler, unless a parameter chooses another implementation.
+        chosen = {"bias_correction", "set_grad_none", "torch_adam", "fused", "foreach"}
+        has_chosen = not chosen.isdisjoint(optimizer.get("params", {}))
+        if kind in ("adam", "adamw") and not offloads(deepspeed_config) and not has_chosen:
             filled |= {"torch_adam": True, "fused": True}
         followed["optimizer"] = optimizer | {"params": filled | optimizer.get("params", {})}
     scheduler = followed.get("scheduler")

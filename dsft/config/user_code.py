@@ -5,6 +5,7 @@ It is loaded where it is needed, from modules that Python finds and files of the
 
 import hashlib
 import inspect
+import linecache
 import os
 import pkgutil
 import re
@@ -46,7 +47,7 @@ def load(key: str, value: Any) -> Any:
     code = value
     here = f"{key}={name_of(value)}"
     if isinstance(value, str):
-        if not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        if not re.fullmatch(r"(?:\.?[^\W\d]\w*)+:(?:\.?[^\W\d]\w*)+", value):
             raise UserError(f"{here}: name it as module:function, such as my_code:{key}")
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # last: a file there hides no library
@@ -92,6 +93,8 @@ def digest(code: Any) -> str:
         content = Path(inspect.getsourcefile(code)).read_bytes()
     except (OSError, TypeError):  # a cell of a notebook
         content = b""
+        if isinstance(code, FunctionType):
+            content = "".join(linecache.getlines(code.__code__.co_filename)).encode()
     values = []
     if isinstance(code, FunctionType):
         compiled = code.__code__

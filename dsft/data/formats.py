@@ -371,7 +371,7 @@ def _from_table(row: dict[str, Any], rules: FormatRules) -> Chat:
     if not questions:
         raise ValueError(f"column {names[0]!r} is empty")
     answer = _cell(row, rules.columns["assistant"][0])
-    (earlier,) = rules.columns.get("history", ["history"])
+    (earlier,) = rules.columns.get("history", [None])
     history = row.get(earlier) or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"column {earlier!r} must be a list of [question, answer]")

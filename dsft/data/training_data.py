@@ -244,6 +244,11 @@ def load_training_data(
             " plain, or add_tokens: markers, is learnt faster"
         )
     are_chats = tokenizer.chat_template and all(each.rules.form is Chat for each in data)
+    if tokenizer.eos_token_id is None and not are_chats:
+        notes.append(
+            f"the tokenizer {tokenizer.name_or_path} has no end token: the model will not stop by itself; add one to"
+            " its files (tokenizer.eos_token = ..., save_pretrained)"
+        )
     if tokenizer.chat_template and not are_chats:
         notes.append(UNUSED_TEMPLATE)
     for store in stores:

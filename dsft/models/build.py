@@ -243,7 +243,10 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     state: dict[str, torch.Tensor] = {}  # on rank 0 alone: no host holds it once for each of its ranks
 
     def read() -> list[str]:
-        state.update(_zero_state(checkpoint, step_folder(folder)))
+        try:
+            state.update(_zero_state(checkpoint, step_folder(folder)))
+        except (OSError, MemoryError, RuntimeError, AssertionError, ValueError, KeyError) as error:  # of DeepSpeed
+            raise UserError(f"model={folder}: its shards cannot be read ({one_line(error)})") from error
         return [*state]
 
     names = distributed.on_rank_0(read)

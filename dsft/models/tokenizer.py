@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import cached_file
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.adapters import TOKEN_FIELDS
+from dsft.models.adapters import TOKEN_FIELDS, adapter_folder
 from dsft.models.measure import CONFIG_ERRORS, max_positions
 from dsft.models.model_folder import adapter_base, adapter_description, described_in, load_template, located, misnamed
 
@@ -99,11 +100,13 @@ def tokenizer_folder(model: str) -> str:
 def _has_own_tokens(adapter: str) -> bool:
     """Whether the folder of a saved adapter trained rows of tokens, and has a tokenizer: the only one with new ones."""
     try:
-        content = adapter_description(adapter) or {}
-    except UserError:  # `measure_model` reports it
+        content = adapter_description(adapter_folder(adapter)) or {}
+    except (OSError, UserError):  # `measure_model` reports it
         return False
-    trains_rows = any(content.get(name) for name in (*TOKEN_FIELDS, "modules_to_save"))
-    return trains_rows and any(Path(adapter).glob("tokenizer*.json"))
+    if not any(content.get(name) for name in (*TOKEN_FIELDS, "modules_to_save")):
+        return False
+    options = {"_raise_exceptions_for_missing_entries": False}
+    return any(cached_file(adapter, file, **options) for file in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:

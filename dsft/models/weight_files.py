@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,8 @@ from dsft.models.model_folder import (
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-READ_ENDINGS = (".safetensors", ".bin", ".pt", ".json", ".py")
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt")
+READ_ENDINGS = (*WEIGHT_ENDINGS, ".json", ".py")
 RESULTS = "perplexity.json"  # an evaluation may have written it beside the model
 BLOCK_BYTES = 1 << 16
 BLOCKS = 64
@@ -143,9 +144,12 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
     return {name: [*tensor.shape] for name, tensor in tensors.items()}
 
 
-def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, str]:
+def model_identity(
+    model: str, *, revision: str | None, seed: int, endings: Collection[str] = READ_ENDINGS
+) -> dict[str, str]:
     """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
-    whose commit is its identity; `seed`: of the random weights if the model is a config.json alone.
+    whose commit is its identity; `seed`: of the random weights if the model is a config.json alone; `endings`: of the
+    files that count.
     """
     content = hashlib.sha256()
     changed = hashlib.sha256()
@@ -163,7 +167,7 @@ def model_identity(model: str, *, revision: str | None, seed: int) -> dict[str, 
         files = [path]
         for folder in {path, Path(described_in(name))} if path.is_dir() else ():
             inside = [*folder.glob("*"), *folder.glob("global_step*/*")]  # other folders may be those of runs
-            files += [file for file in inside if file.suffix in READ_ENDINGS or file.name == "latest"]
+            files += [file for file in inside if file.suffix in endings or file.name == "latest"]
         for file in sorted(file for file in set(files) if file.is_file() and file.name != RESULTS):
             size = file.stat().st_size
             content.update(f"{file.name} {size}".encode())

@@ -199,7 +199,8 @@ def compare_results(
 def _find_base(base: str | None, models: list[str]) -> str:
     if base is None or base in models:
         return base or models[0]
-    matching = [model for model in models if Path(model).match(base)]
+    parts = Path(base).parts
+    matching = [model for model in models if parts and Path(model).parts[-len(parts) :] == parts]
     if len(matching) != 1:
         raise UserError(
             f"base={base} matches {len(matching)} of the models in these results: {', '.join(models)}"

@@ -365,7 +365,8 @@ def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
         **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
     )
     values = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
-    values |= {"perplexity": perplexity, "is_known": True, "document_texts": table["text"].to_pylist()}
+    texts = table["text"].to_pylist() if "text" in table.column_names else []
+    values |= {"perplexity": perplexity, "is_known": True, "document_texts": texts}
     values["document_groups"] = {
         name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]
     }

@@ -413,7 +413,8 @@ def set_library_variables() -> None:
             threads = cpu_count() // ranks_per_node()
             launchers = set(launchers_of(os.environ))
             if launchers and launchers <= {"srun", "mpirun"}:  # which may have tied the rank to its part of all
-                threads = min(cpu_count(), os.cpu_count() // ranks_per_node())
+                of_node = int(os.environ.get("SLURM_CPUS_ON_NODE", os.cpu_count()))
+                threads = min(cpu_count(), of_node // ranks_per_node())
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     elif "OMP_NUM_THREADS" not in os.environ and cpu_count() < torch.get_num_threads():

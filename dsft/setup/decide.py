@@ -52,6 +52,7 @@ from dsft.models.probes import (
     KERNELS,
     architecture_problems,
     attention_like_eager,
+    length_limits,
     try_packing,
 )
 from dsft.models.sequence_parallel import failed_trial, refused_model
@@ -260,6 +261,8 @@ def decide_run(run: TrainingRun) -> None:
         trial["kernels"] = KERNELS[:1]
     if options.packing:
         kernel, problem = try_packing(model.config, asked=options.attn_implementation, **trial)
+        if limits := [limit for limit in length_limits(model.config) if limit < options.seq_len]:
+            problem = f"whose longrope treats all samples of a row as long if one has more than {limits[0]:,} tokens"
         run.apply(
             [
                 Decision("packing", problem is None, problem or "samples in one row are kept apart"),
@@ -587,9 +590,9 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
             zero = earlier["plan"]["zero"]
             plan = earlier["plan"]
-            if not job.micro_batch and not job.accumulation:
-                accumulation = None if job.sequences_per_step else plan["accumulation"]
-                job = dataclasses.replace(job, micro_batch=plan["micro_batch"], accumulation=accumulation)
+            per_step = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
+            if not job.micro_batch and not job.accumulation and job.sequences_per_step in (None, per_step):
+                job = dataclasses.replace(job, micro_batch=plan["micro_batch"], accumulation=plan["accumulation"])
             job = dataclasses.replace(
                 job,
                 checkpointing=plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing,

@@ -91,6 +91,9 @@ def check_evaluation(
                 " per byte with dsft compare"
             )
     distributed.raise_together(problems)
+    for model in models if config.quantization else []:
+        if on_disk := model.facts.size.quantization:
+            say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
     return candidates, reference, data_sets
 
 

@@ -43,7 +43,7 @@ from dsft.models.package import unreached
 from dsft.models.probes import length_limits
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
-from dsft.models.weight_files import model_identity, safe_unpickling
+from dsft.models.weight_files import WEIGHT_ENDINGS, model_identity, safe_unpickling
 from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import checkpointing_flags
 from dsft.runtime import distributed
@@ -180,7 +180,8 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         """Distinguishes frozen weights from others of the same shapes, by the files that they came from."""
         if all(parameter.requires_grad for parameter in model.parameters()):
             return None
-        content = model_identity(options.model, revision=options.revision, seed=args.seed)["content"][:16]
+        identity = model_identity(options.model, revision=options.revision, seed=args.seed, endings=WEIGHT_ENDINGS)
+        content = identity["content"][:16]
         if options.method != "full" and (options.trainable or options.frozen):
             return f"{content} seed {args.seed}"  # adapters that are frozen keep what it has drawn
         return content
@@ -258,11 +259,19 @@ def recorded(
             raise
         outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
-            write_run(run.output_dir, results=trainer.results(), **outcome)
+            _write_results(run, trainer.results(), **outcome)
             if distributed.world_size() > 1:
                 atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
         distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
         raise
+
+
+def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -> None:
+    """Writes how the run ended to run.json; a full disk does not change that."""
+    try:
+        write_run(run.output_dir, results=results, **sections)
+    except OSError as error:
+        say(f"warning: {run.output_dir}/{RUN} could not be written ({error})")
 
 
 def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractContextManager[None]:
@@ -373,7 +382,7 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
         )
     if distributed.rank() == 0:
         results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
-        write_run(run.output_dir, results=results | trainer.results(), status="done")
+        _write_results(run, results | trainer.results(), status="done")
         card = model_card(
             read_run(run.output_dir),
             data=describe_counts(data.counts),
