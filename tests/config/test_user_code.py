@@ -108,3 +108,15 @@ def test_options_are_written_with_names():
     assert written["map_row"].endswith(":test_options_are_written_with_names.<locals>.rows")
     assert written["callbacks"][0].endswith("<locals>.Mine") and written["callbacks"][1] == "mine:Other"
     assert written["compute_loss"] is None
+
+
+def test_a_cell_of_a_notebook_is_known_by_all_of_its_text():
+    digests = set()
+    for method in ("lower", "upper"):
+        name = f"<cell {method}>"
+        source = f"def clean(text):\n    return text.{method}()\ndef map_row(row):\n    return clean(row)\n"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        cell = {"__name__": "__main__"}
+        exec(compile(source, name, "exec"), cell)
+        digests.add(user_code.digest(cell["map_row"]))
+    assert len(digests) == 2

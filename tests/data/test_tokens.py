@@ -150,6 +150,14 @@ def test_tables_and_pairs_become_chats(tokenizer, row, options):
     assert trained(tokens, tokenizer).endswith("4<|end|>")
 
 
+def test_a_history_that_is_not_named_is_not_in_the_prompt(tokenizer):
+    row = {"q": "big", "a": "small", "history": [["red", "blue"]]}
+    columns = {"user": "q", "assistant": "a"}
+    dropped = made([row], tokenizer, columns=columns, drop_keys=["history"])
+    assert dropped.ids.tolist() == made([{"q": "big", "a": "small"}], tokenizer, columns=columns).ids.tolist()
+    assert len(made([row], tokenizer, columns=columns | {"history": "history"}).ids) > len(dropped.ids)
+
+
 def test_columns_and_as_chat_are_checked(tokenizer):
     for columns, message in (
         ({"user": "q"}, "name user and assistant, or messages"),
