@@ -198,7 +198,8 @@ def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
     job.process.kill()
     job.ended()
     logs = "".join(file.read_text(errors="replace") for file in (job.output_dir / "logs").iterdir())
-    assert "ended by: " in logs, logs[-4000:]  # pdsh, through which the screen gets it, ends first
+    # The ranks miss the launcher, or ssh hangs up first and they save. pdsh, which passes on the screen, ends before.
+    assert "ended by: " in logs or "asked to stop" in logs, logs[-4000:]
 
 
 @pytest.mark.exhaustive
