@@ -49,7 +49,7 @@ from dsft.errors import (
 )
 from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE, Cause
 from dsft.perplexity.of_training import read_evaluation
-from dsft.runtime.console import show_text
+from dsft.runtime.console import OPERATOR_LOG, show_text
 from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import (
     CHECKS_ALONE,
@@ -349,11 +349,14 @@ def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
 
 
 def accelerator() -> dict[str, str]:
-    """The variable by which DeepSpeed knows that there is no GPU. Raises UserError: there are GPUs that torch does not
-    see.
+    """The variables by which DeepSpeed knows that there is no GPU, and torch does not warn of it in each process.
+    Raises UserError: there are GPUs that torch does not see.
     """
     require_seen_gpus()
-    return {} if has_gpu() else {"DS_ACCELERATOR": "cpu"}
+    if has_gpu():
+        return {}
+    logs = [os.environ.get("TORCH_LOGS"), f"-{OPERATOR_LOG}"]
+    return {"DS_ACCELERATOR": "cpu", "TORCH_LOGS": ",".join(filter(None, logs))}
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
