@@ -104,7 +104,9 @@ def hosts_of(options: HostFields) -> dict[str, int]:
         hosts = runner.fetch_hostfile(hostfile)
         hosts = runner.parse_inclusion_exclusion(hosts, options.include or "", options.exclude or "")
     except ValueError as error:
-        raise UserError(f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
+        given = [f"--{name} {getattr(options, name)}" for name in ("include", "exclude") if getattr(options, name)]
+        where = " ".join([f"--hostfile {hostfile}", *given])
+        raise UserError(f"{where}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
     finally:
         runner.logger.disabled = False
     if options.num_nodes and options.num_nodes > len(hosts):  # DeepSpeed would take those that there are without a word
