@@ -71,7 +71,7 @@ class Comparison:
     """Documents, by their place in the data from 0 as in documents.parquet, the largest gain first."""
     lost_most: tuple[int, ...]
     examples: tuple[tuple[str, int, str], ...] = ()
-    """The document that gained most, and the one that lost most: which, its number, how it begins."""
+    """The document that gained most, and the one that lost most: which, its number, some of its text."""
     note: str = ""
 
     def row(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class Comparisons(tuple[Comparison, ...]):
         return table
 
     def examples(self) -> list[tuple[str, str, int, str]]:
-        """Return the documents that changed most: model, which one it is, its number, how it begins."""
+        """Return the documents that changed most: model, which one it is, its number, some of its text."""
         return [(each.model, *example) for each in self for example in each.examples]
 
     def __str__(self) -> str:

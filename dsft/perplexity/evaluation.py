@@ -224,7 +224,7 @@ def _jobs(
             "hashes": hashes,
             "document_groups": groups,
             "document_texts": candidate.tokenizer.batch_decode(
-                windows.beginnings(SHOWN_TOKENS), skip_special_tokens=True
+                windows.excerpts(SHOWN_TOKENS), skip_special_tokens=True
             ),
             "fingerprint": job_fingerprint,
             "versions": installed,

@@ -62,10 +62,14 @@ class Windows:
     def document_starts(self) -> np.ndarray:
         return np.concatenate([[0], self.document_ends])[:-1]
 
-    def beginnings(self, tokens: int) -> list[list[int]]:
-        """Return the first `tokens` of each document, or all if it is shorter."""
-        bounds = zip(self.document_starts, self.document_ends, strict=True)
-        return [self.tokens[start : min(start + tokens, end)].tolist() for start, end in bounds]
+    def excerpts(self, tokens: int) -> list[list[int]]:
+        """Return up to `tokens` of each document, half of them before the first that may be scored."""
+        excerpts = []
+        for start, end in zip(self.document_starts, self.document_ends, strict=True):
+            first = start + int(self.scorable[start:end].argmax()) if end > start else start
+            begin = max(start, first - tokens // 2)
+            excerpts.append(self.tokens[begin : min(begin + tokens, end)].tolist())
+        return excerpts
 
     def documents_of(self, places: np.ndarray) -> np.ndarray:
         """Return which documents hold these places in `tokens`."""

@@ -134,7 +134,7 @@ class Evaluation:
     document_groups: dict[str, np.ndarray] = field(default_factory=dict)
     """[D] with group_by: the value of each document, by column."""
     document_texts: list[str] = field(default_factory=list)
-    """How each document begins."""
+    """Some of each document's text, from where it is scored."""
     is_known: bool = False
     """Whether an earlier evaluation made it."""
 

@@ -187,7 +187,7 @@ def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
         tables[f"Perplexity: {folder}"] = [[*rows[0]], *([*row.values()] for row in rows)]
         examples = [[model, which, f"{number}", text] for model, which, number, text in comparisons.examples()]
         if examples:
-            header = ["model", "document that", "number", "begins"]
+            header = ["model", "document that", "number", "text"]
             tables[f"Documents that changed most: {folder}"] = [header, *examples]
     return tables
 
