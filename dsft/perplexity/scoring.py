@@ -21,7 +21,7 @@ Shape suffixes: B batch, T time, V vocabulary, N scored tokens, R those of one t
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch import nn
 
 from dsft.data.epoch import form_batches
 from dsft.job import beat as watchdog
-from dsft.models.chunked_head import ChunkedHead, scored_rows
+from dsft.models.chunked_head import ROW_TILE, ChunkedHead, scored_rows
 from dsft.models.probes import RowRules, row_rules
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.perplexity.modes import Windows, pieces_of
@@ -41,6 +41,7 @@ from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits
 
 STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
+LEAST = -1e30  # below any logit but -inf, which whole parts of the vocabulary may be
 
 
 @contextlib.contextmanager
@@ -198,25 +199,41 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
     with contextlib.ExitStack() as gathered:
         for scorer in scorers:
             gathered.enter_context(scorer.weights())
-        rows = scored_rows(scorers[0].config.get_text_config().vocab_size)
+        rows = ROW_TILE[targets_BT.device.type]
         if len(scorers) > 1:  # compared in float64, which takes several copies
-            rows = max(1, rows // 8)
+            rows = max(1, scored_rows(scorers[0].config.get_text_config().vocab_size) // 8)
         parts = [each.split(rows) for each in (targets_BT[is_scored_BT], *outputs)]
         for targets_R, *outputs_R in zip(*parts, strict=True):
             if not len(targets_R):
                 continue
-            logits = [scorer.logits(output) for scorer, output in zip(scorers, outputs_R, strict=True)]
-            if len(logits) > 1:
+            if len(scorers) > 1:
+                logits = [scorer.logits(output) for scorer, output in zip(scorers, outputs_R, strict=True)]
                 columns_KR = compare_logits(*logits, targets_R)
             else:
-                columns_KR = negative_log_likelihood(*logits, targets_R)[None]
+                columns_KR = negative_log_likelihood(scorers[0].tiles(*outputs_R), targets_R)[None]
             columns.append(columns_KR.double().cpu())
     return torch.cat(columns, dim=1).double().mul_(STEPS).round_().div_(STEPS)
 
 
-def negative_log_likelihood(logits_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
-    """Return [R] in fp32: log-sum-exp over the vocabulary less the target's logit."""
-    return logits_RV.logsumexp(dim=1) - logits_RV.gather(1, targets_R[:, None])[:, 0]
+def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_R: torch.Tensor) -> torch.Tensor:
+    """Return [R] in fp32: log-sum-exp over the vocabulary less the target's logit.
+
+    Args:
+        parts: fp32 logits, [R, W] of one part of the vocabulary after the other; overwritten, since a copy would cost
+            as much as the head.
+    """
+    log_sums = []
+    start = 0
+    wanted_R = torch.zeros(len(targets_R), device=targets_R.device)
+    for logits_RW in parts:
+        column_R = targets_R - start
+        start += logits_RW.shape[1]
+        is_here_R = (column_R >= 0) & (targets_R < start)
+        at_column_R = logits_RW.gather(1, column_R.where(is_here_R, 0)[:, None])[:, 0]
+        wanted_R = torch.where(is_here_R, at_column_R, wanted_R)
+        largest_R1 = logits_RW.amax(dim=1, keepdim=True).clamp_(min=LEAST)
+        log_sums.append(largest_R1[:, 0] + logits_RW.sub_(largest_R1).exp_().sum(dim=1).log())
+    return torch.stack(log_sums).logsumexp(dim=0) - wanted_R
 
 
 def compare_logits(logits_RV: torch.Tensor, reference_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
 from dsft.errors import UserError
-from dsft.models.chunked_head import scored_rows
+from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.measure import ModelFacts, ModelSize
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.activations import LIGER_MODELS, attention_of
@@ -574,7 +574,8 @@ def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> E
             weights += item * size.num_params // machine.world_size
     # The backbone without gradients, or, after it, hidden states twice and a tile of the logits in fp32.
     backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(job.activations.layers))
-    tile = min(tokens, scored_rows(size.vocab_size)) * size.vocab_size
+    device = "cuda" if machine.has_gpu else "cpu"
+    tile = min(tokens, ROW_TILE[device]) * min(size.vocab_size, VOCAB_TILE[device])
     head = tokens * 2 * item * size.hidden_size + tile * (4 + 2 * item)
     terms = [
         Term("weights, and what is gathered", weights, "all, or shards and live parameters"),

@@ -78,7 +78,7 @@ def test_logits_of_minus_infinity_add_nothing():
     logits[:, :, :10] = -math.inf
     targets = torch.arange(30, 35)
     model, reference = (each.double().log_softmax(-1) for each in logits)
-    nats = scoring.negative_log_likelihood(logits[0], targets)
+    nats = scoring.negative_log_likelihood([logits[0].clone()], targets)
     expected = -model.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(nats.double(), expected, atol=1e-5, rtol=0)
     columns = scoring.compare_logits(*logits, targets)

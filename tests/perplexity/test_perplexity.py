@@ -362,18 +362,20 @@ def test_parts_of_the_head_give_plain_full_logits_in_every_architecture(architec
 
 
 def test_no_full_logits_exist(tiny, monkeypatch):
-    """Whatever the log-softmax gets is a part: never more logits than TILE_LOGITS."""
+    """Whatever the log-softmax gets is a part: never more positions or columns than ROW_TILE and VOCAB_TILE."""
     seen = []
     original = scoring.negative_log_likelihood
 
-    def watch(logits, targets):
-        seen.append(logits.shape)
-        return original(logits, targets)
+    def watch(parts, targets):
+        parts = [part.clone() for part in parts]
+        seen.extend(part.shape for part in parts)
+        return original(parts, targets)
 
     monkeypatch.setattr(scoring, "negative_log_likelihood", watch)
-    monkeypatch.setattr(chunked_head, "TILE_LOGITS", 16 * 384)
+    monkeypatch.setitem(chunked_head.ROW_TILE, "cpu", 16)
+    monkeypatch.setitem(chunked_head.VOCAB_TILE, "cpu", 128)
     evaluate(**mode_options(tiny, {"mode": "windows"}), progress=False)
-    assert len(seen) > 10 and max(rows * columns for rows, columns in seen) == 16 * 384
+    assert len(seen) > 10 and max(rows for rows, _ in seen) == 16 and max(columns for _, columns in seen) == 128
 
 
 def test_problems_of_the_evaluator_come_together(tiny):
