@@ -313,6 +313,13 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
             problems.append(f"{section}.{place}: {text}")
         return problems
     except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
+        for key in content:
+            others = {other: value for other, value in content.items() if other != key}
+            try:
+                DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | others)
+            except Exception:  # another entry is the cause
+                continue
+            return [f"{key}: {one_line(error)}"]
         return [one_line(error)]
     return []
 

@@ -116,7 +116,11 @@ def measure_or_assume(job: Job) -> Activations:
 def measure_activations(job: Job) -> Activations:
     """Run one forward of the model without weights and count what its backward would need."""
     config = job.model_config
-    model = empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[job.attention])
+    try:
+        model = empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[job.attention])
+    except KeyError:  # Falcon has a class of its own for each of transformers' names
+        name = "eager" if job.attention == "eager" else "sdpa"
+        model = empty_model(copy.deepcopy(config), attn_implementation=name)
     if job.adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, job.adapters)

@@ -582,9 +582,8 @@ def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> E
         Term("backbone, or hidden states and logits", int(max(backbone, head)), "the larger of both", "compute"),
         *host_terms(layout),
     ]
-    if (
-        ranks > 1
-    ):  # queries, keys and values once exchanged, and two more copies of queries on their way (ulysses_sp.py)
+    if ranks > 1:
+        # Queries, keys and values once exchanged, and two more copies of queries on their way (ulysses_sp.py).
         queries, keys = size.exchanged_widths(ranks)
         exchanged = tokens * (3 * queries + 2 * keys) * item
         terms.append(Term("positions exchanged for heads", exchanged, "tokens x width", "compute"))

@@ -22,7 +22,7 @@ from dsft.errors import one_line
 
 PACKAGE = Path(__file__).resolve().parent.parent  # folder of dsft
 TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "datasets")
-"""Whose versions dsft was tested between: constraints-oldest.txt to constraints.txt."""
+"""Whose newest tested versions stand in constraints.txt."""
 PACKAGES = ("dsft", *TESTED_PACKAGES, "safetensors")
 NUMERIC_PACKAGES = (*TESTED_PACKAGES, "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")

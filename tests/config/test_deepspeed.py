@@ -130,6 +130,8 @@ def test_what_is_right_beside_its_stage_is_taken(content):
             ["only supported with ZeRO Stage 1, 2, or 3"],
         ),
         (2, {"bf16": {"bf16_optimizer_states": True}}, ["requires bf16_master_weights_and_grads"]),
+        (2, {"flops_profiler": 3}, ["zero=ds.json: flops_profiler: "]),
+        (2, {"wall_clock_breakdown": "x"}, ["zero=ds.json: wall_clock_breakdown: "]),
         (2, {"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op:", "too large by the number of ranks"]),
         (2, {"autotuning": {"enabled": True}}, ["autotuning.enabled:"]),
         (2, {"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal:"]),
