@@ -34,7 +34,6 @@ from dsft.perplexity.compare import Comparisons, compare_results, read_evaluatio
 from dsft.perplexity.documents import Documents, samples_in
 from dsft.perplexity.evaluation import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
-from dsft.perplexity.scoring import negative_log_likelihood
 from dsft.runtime.console import set_up_screen as set_up_screen
 from dsft.runtime.hardware import default_ranks, has_gpu
 
@@ -171,7 +170,8 @@ def token_nats(
     if not len(ids_T):
         return []
     logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
-    nats: list[float | None] = [None, *negative_log_likelihood(logits_TV[:-1].float(), ids_T[1:]).tolist()]
+    nats_T = torch.nn.functional.cross_entropy(logits_TV[:-1].float(), ids_T[1:], reduction="none")
+    nats: list[float | None] = [None, *nats_T.tolist()]
     pieces: list[tuple[str, float | None]] = []
     shown = 0
     for (_, end), special, value in zip(encoded["offset_mapping"], encoded["special_tokens_mask"], nats, strict=True):
