@@ -3,44 +3,33 @@ arithmetic's floor.
 
     pip install -c constraints.txt -e '.[benchmarks]'
     python benchmarks/perplexity_speed.py --out speed.json
-    python benchmarks/perplexity_speed.py --tokenizer gpt2/ --text wikitext2_valid.txt --documents gsm8k_test.jsonl
-    --out speed.json
+    python benchmarks/perplexity_speed.py --tokenizer gpt2/ --text wiki.txt --documents gsm8k.jsonl --out speed.json
 
-Every subject gets the same model (random weights, one seed), the same token ids, tokenised once, and the same windows:
-a prefix
-token, then windows of 512 predicted tokens with one token of context (dsft's mode `rolling`, which is
-lm-evaluation-harness's
-loglikelihood_rolling). Their perplexities must agree, and how far they do is printed. There are two data sets: `full`,
-one text
-cut into full windows, and `mixed`, documents of mixed length, each by itself.
+Every program gets the same model (random weights, one seed), the same token ids, tokenised once, and the same windows:
+a prefix token, then windows of 512 predicted tokens with one token of context. That is dsft's mode `rolling` and
+lm-evaluation-harness's loglikelihood_rolling. Their perplexities must agree; the difference is printed. There are two
+data sets: `full`, one text cut into full windows, and `mixed`, documents of mixed length, each by itself.
 
-- Each subject runs on one thread in a process of its own, forked before any model exists; subjects alternate, round
+- Each program runs on one thread in a process of its own, forked before any model exists. Programs alternate, round
   after round.
 - Speed is CPU milliseconds (process time) per scored token, so that waiting for a core does not count. Loading,
-  tokenising and one
-  warm-up on 16 tokens stand outside.
-- Extra memory is the peak of resident memory while scoring above the resident memory after the warm-up (the kernel's
-  VmHWM, the
-  same mark that ru_maxrss shows, set back at that moment).
+  tokenising and one warm-up on 16 tokens are not counted.
+- Extra memory is the peak of resident memory while scoring (the kernel's VmHWM, reset before) above the resident
+  memory after the warm-up.
 - The floor is 2 x matmul parameters x tokens / rate of torch.matmul, in the same process and dtype, at the model's own
   shapes, each at its best of several numbers of rows. Matmul parameters are those of all linear layers and the head,
-  tied or not;
-  attention's products, softmax and norms are not in it.
+  tied or not. Products of attention, softmax and norms are not counted.
 - ZeRO-3 on 2 ranks is compared with two replicas through the launcher, in wall seconds of scoring, and in CPU
   seconds of the whole launch.
-- The row profile: share of each kind of operator in the time of scoring, by torch.profiler.
-- KL to a reference, comparisons and large corpora: `perplexity_scale.py`.
 
-Ratios are medians over rounds of the ratio within a round. What it does not do: GPUs, trained models, several threads,
-time of loading
-or tokenising; absolute times of a shared machine mean little.
+Ratios are medians over rounds of the ratio within a round. Not measured: GPUs, trained models, several threads, loading
+and tokenising. Absolute times of a shared machine mean little.
 """
 
 import argparse
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import gc
 import importlib.metadata
 import json
@@ -58,7 +47,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would not survive the fork
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,16 +56,6 @@ import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from perplexity_scale import (
-    another,
-    comparison_seconds,
-    corpus_rows,
-    file_rows,
-    saved_logits_kl,
-    shares_by_kind,
-    slope,
-    tiled_kl,
-)
 from python_docs import write_python_docs
 from transformers import (
     AutoModelForCausalLM,
@@ -96,8 +74,7 @@ from dsft.units import IGNORED
 
 WINDOW = 512
 MIB = 1024**2
-ROWS = ("speed", "zero", "profile", "kl", "comparison", "corpus", "files")
-KL_WAYS = ("tiles", "saved logits")
+ROWS = ("speed", "zero")
 TITLES = {
     "dsft": "dsft, batch_tokens {}",
     "lm_eval": "lm-evaluation-harness, batch {}",
@@ -148,13 +125,6 @@ def parse_arguments() -> argparse.Namespace:
         default=[*ROWS],
         choices=ROWS,
         help="what is measured (default: all)",
-    )
-    parser.add_argument(
-        "--corpus_mib", nargs="+", type=int, default=[10, 100, 500, 1024], help="sizes of text (default: %(default)s)"
-    )
-    parser.add_argument("--corpus_text", type=Path, help="text of the rows `files`; by default the demo corpus")
-    parser.add_argument(
-        "--compared_documents", nargs="+", type=int, default=[100, 2000, 100_000], help="(default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--verbose", action="store_true", help="let the subjects write to the screen")
@@ -420,95 +390,6 @@ def best_seconds_per_row(outputs: int, inputs: int, dtype: torch.dtype) -> float
     return best
 
 
-def measure_kl(way: str, path: Path, dtype: str, corpus: Corpus) -> dict[str, float]:
-    """KL to a reference on one corpus, in this process: by dsft in tiles, or with saved logits."""
-    torch.set_num_threads(1)
-    models = another(load_model(path, dtype)), load_model(path, dtype)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ways = {
-            "tiles": lambda part: tiled_kl(models, as_windows(part), corpus.tokenizer.eos_token_id),
-            "saved logits": lambda part: saved_logits_kl(models, as_windows(part), folder / str(part.tokens)),
-        }
-        ways[way](dataclasses.replace(corpus, documents=[corpus.documents[0][:17]]))
-        before = resident_bytes_set_back()
-        wall, start = time.perf_counter(), time.process_time()
-        kl = ways[way](corpus)
-        return {
-            "cpu_ms_per_token": (time.process_time() - start) / corpus.tokens * 1e3,
-            "wall_ms_per_token": (time.perf_counter() - wall) / corpus.tokens * 1e3,
-            "extra_memory_bytes": status_bytes("VmHWM") - before,
-            "disk_bytes": sum(file.stat().st_size for file in folder.rglob("*.npy")),
-            "kl": kl,
-        }
-
-
-def measure_profile(path: Path, dtype: str, corpus: Corpus) -> dict[str, Any]:
-    """Where dsft's time goes on one corpus, and its share of the floor, in this process."""
-    torch.set_num_threads(1)
-    model = load_model(path, dtype)
-    run = dsft_subject(model, corpus.tokenizer, 4096)
-    run(dataclasses.replace(corpus, documents=[corpus.documents[0][:17]]))
-    start = time.process_time()
-    run(corpus)
-    seconds_per_token = (time.process_time() - start) / corpus.tokens
-    return {
-        "dtype": dtype,
-        "cpu_ms_per_token": seconds_per_token * 1e3,
-        "share_of_floor": floor_seconds_per_token(model)[0] / seconds_per_token,
-        "shares": shares_by_kind(lambda: run(corpus)),
-    }
-
-
-def compare_kl(args: argparse.Namespace, model: Path, corpora: dict[str, Corpus]) -> list[dict]:
-    """Both ways of KL in turn, on full windows."""
-    runs = []
-    for turn in range(args.repeats):
-        for dtype in args.dtypes:
-            for way in KL_WAYS:
-                result = call_apart(measure_kl, way, model, dtype, corpora["full"], verbose=args.verbose)
-                runs.append({"round": turn, "dtype": dtype, "way": way} | result)
-    return runs
-
-
-def scale_rows(
-    args: argparse.Namespace,
-    model: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    corpora: dict[str, Corpus],
-    folder: Path,
-) -> dict:
-    """The rows beyond one pass over one model."""
-    rows = {}
-    if "profile" in args.rows:
-        rows["profile"] = [
-            call_apart(measure_profile, model, dtype, corpora["full"], verbose=args.verbose)
-            for _ in range(args.repeats)
-            for dtype in args.dtypes
-        ]
-    if "kl" in args.rows:
-        rows["kl"] = compare_kl(args, model, corpora)
-    if "comparison" in args.rows:
-        rows["comparison"] = [
-            call_apart(comparison_seconds, documents, verbose=args.verbose) for documents in args.compared_documents
-        ]
-    if "corpus" in args.rows:
-        apart = functools.partial(call_apart, verbose=args.verbose)
-        rows["corpus"] = corpus_rows(args.corpus_mib, folder, tokenizer, apart, status_bytes)
-        if len(args.corpus_mib) > 1:
-            rows["corpus_slope"] = {mode: slope(rows["corpus"], mode) for mode in ("windows", "rolling")}
-    if "files" in args.rows:
-        apart = functools.partial(call_apart, verbose=args.verbose)
-        text = (args.corpus_text or folder / "demo/corpus/train.jsonl").read_text(encoding="utf-8")
-        rows["files"] = file_rows(folder, tokenizer, text, apart, status_bytes)
-    return rows
-
-
-def measure_apart(*job, verbose: bool) -> dict[str, float]:
-    """`measure(*job)` in a process of its own."""
-    return call_apart(measure, *job, verbose=verbose)
-
-
 def call_apart(function: Callable, *job, verbose: bool) -> dict[str, float]:
     """`function(*job)` in a process of its own."""
 
@@ -694,53 +575,6 @@ def goals_of(tables: list[dict], zero: dict | None) -> list[dict]:
     return goals
 
 
-def print_scale(scale: dict) -> None:
-    """The rows beyond one pass, as Markdown."""
-    for row in scale.get("profile", []):
-        print(f"\n**Profile, {row['dtype']}**: {row['share_of_floor']:.0%} of the floor; share of the time\n")
-        print("\n".join(f"- {kind}: {share:.1%}" for kind, share in row["shares"].items()))
-    runs = scale.get("kl", [])
-    for dtype in dict.fromkeys(run["dtype"] for run in runs):
-        ways = {way: [run for run in runs if (run["dtype"], run["way"]) == (dtype, way)] for way in KL_WAYS}
-        print(f"\n**KL, {dtype}**\n\n| | CPU ms/token | extra MiB | MiB on disk | KL |\n|---|---|---|---|---|")
-        for way, of_way in ways.items():
-            print(
-                f"| {way} | {statistics.median(run['cpu_ms_per_token'] for run in of_way):.3f} |"
-                f" {statistics.median(run['extra_memory_bytes'] for run in of_way) / MIB:.0f} |"
-                f" {of_way[0]['disk_bytes'] / MIB:.0f} | {of_way[0]['kl']:.6f} |"
-            )
-        pairs = zip(*ways.values(), strict=True)
-        ratio = statistics.median(saved["cpu_ms_per_token"] / tiles["cpu_ms_per_token"] for tiles, saved in pairs)
-        print(f"\nSaved logits take {ratio:.2f} times the time of tiles.")
-    if "comparison" in scale:
-        print("\n**Comparison**\n\n| documents | CPU s | units |\n|---|---|---|")
-        for row in scale["comparison"]:
-            print(f"| {row['documents']:,} | {row['cpu_seconds']:.2f} | {row['units']} |")
-    if "corpus" in scale:
-        print(
-            "\n**Prepared corpus, until the first batches**\n\n"
-            "| MiB of text | mode | s to the first | CPU s | private MiB |"
-        )
-        print("|---|---|---|---|---|")
-        for row in scale["corpus"]:
-            print(
-                f"| {row['mebibytes']:,} | {row['mode']} | {row['seconds_to_first_batch']:.2f} |"
-                f" {row['cpu_seconds']:.2f} | {row['private_bytes'] / MIB:.0f} |"
-            )
-    if "files" in scale:
-        print("\n**Files, until the first batches**\n")
-        print("| file | MiB of text | how | s to the first | CPU s | private MiB |")
-        print("|---|---|---|---|---|---|")
-        for row in scale["files"]:
-            print(
-                f"| {row['file']} | {row['mebibytes']} | {row.get('mode') or row['protocol']} |"
-                f" {row['seconds_to_first_batch']:.0f} | {row['cpu_seconds']:.0f} | {row['private_bytes'] / MIB:.0f} |"
-            )
-    if "corpus" in scale:
-        for mode, value in scale.get("corpus_slope", {}).items():
-            print(f"\nSlope ({mode}): {value:.4f} bytes of memory for each byte of text.")
-
-
 def print_markdown(tables: list[dict], goals: list[dict], zero: dict | None) -> None:
     for table in tables:
         print(
@@ -810,7 +644,7 @@ def main() -> None:
     begun = time.time()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if not (args.tokenizer and args.text and args.documents and args.corpus_text):
+        if not (args.tokenizer and args.text and args.documents):
             write_python_docs(folder / "demo")
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder / "demo/model")
         model = args.model or write_default_model(folder / "model", args.vocab_size)
@@ -828,7 +662,7 @@ def main() -> None:
             for dtype in args.dtypes:
                 for data, corpus in corpora.items():
                     for subject, setting in jobs:
-                        result = measure_apart(subject, setting, model, dtype, corpus, verbose=args.verbose)
+                        result = call_apart(measure, subject, setting, model, dtype, corpus, verbose=args.verbose)
                         runs.append(
                             {
                                 "round": turn,
@@ -848,17 +682,15 @@ def main() -> None:
         zero = None
         if args.zero_repeats and "zero" in args.rows:
             zero = compare_zero(args, model, tokenizer, folder)
-        scale = scale_rows(args, model, tokenizer, corpora, folder)
         tables = [summarise(runs, jobs, dtype, data) for dtype in args.dtypes for data in corpora] if runs else []
         goals = goals_of(tables, zero)
         print_markdown(tables, goals, zero)
-        print_scale(scale)
         counts = {
             data: {"documents": len(corpus.documents), "windows": len(corpus.spans()), "scored_tokens": corpus.tokens}
             for data, corpus in corpora.items()
         }
         results = {**surroundings(args), "data": counts, "goals": goals, "tables": tables, "zero": zero, "runs": runs}
-        results |= {"scale": scale, "load_average": os.getloadavg()}
+        results["load_average"] = os.getloadavg()
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
