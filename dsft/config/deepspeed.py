@@ -264,19 +264,15 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
     unknown = sorted(section.keys() - {"type", "params", "legacy_fusion"})
     if unknown:
         return [f"{key}.{name}: unknown key{nearest(name, ['type', 'params'])}" for name in unknown]
-    name = section.get("type")
-    if not isinstance(name, str):
-        return [f"{key}.type: {json.dumps(name)}; name its class, for example AdamW"]
-    if key == "scheduler":
-        known = VALID_LR_SCHEDULES
-        is_known = name in known
-    else:
-        known = OPTIMIZERS
-        is_known = name.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name)
-    if not is_known:
-        return [f"{key}.type: {name!r} is unknown{nearest(name, known)}"]
+    name = str(section.get("type"))
     kind = name.lower()
-    if key == "scheduler" or not stage(content) or kind in {each.lower() for each in OPTIMIZERS}:
+    if key == "scheduler":
+        if name in VALID_LR_SCHEDULES:
+            return []
+        return [f"scheduler.type: {name!r} is unknown{nearest(name, VALID_LR_SCHEDULES)}"]
+    if kind not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+        return [f"optimizer.type: {name!r} is unknown{nearest(name, OPTIMIZERS)}"]
+    if not stage(content) or kind in {each.lower() for each in OPTIMIZERS}:
         return []
     if kind in NOT_FOR_SHARDS:
         return [
@@ -288,7 +284,7 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
     # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
     return [
         f"optimizer.type {kind}: DeepSpeed has not tested it over ZeRO's shards; add"
-        " zero_allow_untested_optimizer=true, or take AdamW"
+        " zero_allow_untested_optimizer=true, or use AdamW"
     ]
 
 
@@ -338,8 +334,8 @@ def _names_of_models() -> set[str]:
 
 
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
-    """A copy in which an optimizer and the scheduler of a sound file follow the options in what it leaves out, where
-    DeepSpeed has defaults of its own: 1e-3 for a learning rate. Of others only what is given is followed.
+    """A copy in which the optimizer and the scheduler of a sound file follow the options in what it leaves out:
+    DeepSpeed has defaults of its own, such as a learning rate of 1e-3.
     """
     from deepspeed.runtime import lr_schedules
 
@@ -347,28 +343,22 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
     optimizer = followed.get("optimizer")
     if optimizer:
         kind = optimizer["type"].lower()
-        names = {"weight_decay": ["weight_decay"]}
-        if kind in ("adam", "adamw", "lion", "muon"):
-            names["betas"] = ["adam_beta1", "adam_beta2"]
-        if kind in ("adam", "adamw"):
-            names["eps"] = ["adam_epsilon"]
-        filled = {"lr": AUTO}
-        for parameter, given in names.items():
-            if any(options.value(name) is not None for name in given):
-                filled[parameter] = AUTO
+        is_adam = kind in ("adam", "adamw")
+        names = ["lr", "weight_decay"]
+        if is_adam:
+            names.append("eps")
+        # Those of Lion and Muon have other defaults.
+        if is_adam or (kind in ("lion", "muon") and {"adam_beta1", "adam_beta2"} & options.training.keys()):
+            names.append("betas")
+        filled = dict.fromkeys(names, AUTO)
         # torch's Adam, which needs no compiler, unless a parameter chooses another implementation.
         chosen = {"bias_correction", "set_grad_none", "torch_adam", "fused", "foreach"}
-        has_chosen = not chosen.isdisjoint(optimizer.get("params", {}))
-        if kind in ("adam", "adamw") and not offloads(deepspeed_config) and not has_chosen:
+        if is_adam and not offloads(deepspeed_config) and chosen.isdisjoint(optimizer.get("params", {})):
             filled |= {"torch_adam": True, "fused": True}
         followed["optimizer"] = optimizer | {"params": filled | optimizer.get("params", {})}
     scheduler = followed.get("scheduler")
     if scheduler:
-        filled = {}
         parameters = inspect.signature(getattr(lr_schedules, scheduler["type"])).parameters
-        for parameter in ("warmup_max_lr", "warmup_num_steps", "total_num_steps"):
-            option, _ = SAME_MEANING[f"scheduler.params.{parameter}"]
-            if parameter in parameters and options.value(option) is not None:
-                filled[parameter] = AUTO
-        followed["scheduler"] = scheduler | {"params": filled | scheduler.get("params", {})}
+        names = {"warmup_max_lr", "warmup_num_steps", "total_num_steps"} & parameters.keys()
+        followed["scheduler"] = scheduler | {"params": dict.fromkeys(names, AUTO) | scheduler.get("params", {})}
     return followed

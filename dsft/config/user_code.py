@@ -5,14 +5,12 @@ It is loaded where it is needed, from modules that Python finds and files of the
 
 import hashlib
 import inspect
-import linecache
 import os
 import pkgutil
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -82,33 +80,26 @@ def problems(options: Any) -> list[str]:
 
 
 def digest(code: Any) -> str:
-    """Hashes what a function, or the class of a callback, is made of: its file, since it may call other functions
-    there, its own code, as a cell of a notebook has it alone, default values and what it closes over.
+    """Hashes a function, or the class of a callback: all of its file or its cell of a notebook, since it may call other
+    functions there, its default values and what it closes over.
     """
     from datasets.fingerprint import Hasher  # here: seconds
 
     if not isinstance(code, FunctionType | type):
         code = type(code)
     try:
-        content = Path(inspect.getsourcefile(code)).read_bytes()
-    except (OSError, TypeError):  # a cell of a notebook
-        content = b""
-        if isinstance(code, FunctionType):
-            content = "".join(linecache.getlines(code.__code__.co_filename)).encode()
-    values = []
-    if isinstance(code, FunctionType):
-        compiled = code.__code__
-        # Not its sets, whose order is another one in each process.
-        constants = [each for each in compiled.co_consts if isinstance(each, str | bytes | int | float)]
-        content += compiled.co_code + repr((compiled.co_names, constants)).encode()
-        values = [code.__defaults__, code.__kwdefaults__, *(code.__closure__ or ())]
+        lines, _ = inspect.findsource(code)
+    except (OSError, TypeError):  # typed at a prompt
+        lines = [Hasher.hash(code)]
     hashes = []
-    for value in values:
-        try:
-            hashes.append(Hasher.hash(value))  # of arrays and tables too
-        except Exception:  # whatever a value that cannot be pickled raises
-            hashes.append(type(value).__name__)
-    return hashlib.sha256(content + f"{name_of(code)} {hashes}".encode()).hexdigest()[:12]
+    if isinstance(code, FunctionType):
+        for value in (code.__defaults__, code.__kwdefaults__, *(code.__closure__ or ())):
+            try:
+                hashes.append(Hasher.hash(value))  # of arrays and tables too
+            except Exception:  # whatever a value that cannot be pickled raises
+                hashes.append(type(value).__name__)
+    text = f"{name_of(code)} {hashes} {''.join(lines)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def digests(options: Any) -> dict[str, str]:
