@@ -277,7 +277,8 @@ def flag_words(flags: Mapping[str, object]) -> list[str]:
 def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> dict[str, Any]:
     """The options of the job by name, as its ranks read them."""
     if name == "train":
-        values = read_file_and_flags(words, []) or {}
+        in_file, flags = read_file_and_flags(words, [])
+        values = (in_file or {}) | flags
     else:  # a training's file means something else beside the flags of an evaluation
         defaults = EvalConfig()
         names = field_types(EvalConfig)

@@ -26,7 +26,8 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         UserError: unknown options.
     """
     problems: list[str] = []
-    values = read_file_and_flags(run_words, problems) or {}
+    in_file, flags = read_file_and_flags(run_words, problems)
+    values = (in_file or {}) | flags
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be of either run
     problems += [f"{name}: unknown key{nearest(name, known)}" for name in values if name not in known]
     if not options.hostfile and (options.include or options.exclude):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
-from dsft.config.reader import DuplicateKey, check_bounds, convert, read_text, unique_keys
+from dsft.config.reader import check_bounds, convert, read_text
 from dsft.errors import nearest, one_line
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -106,18 +106,26 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
         problems.append(f"zero={zero}: unknown; {hint}")
         return {}
     try:
-        content = json.loads(read_text(path), object_pairs_hook=unique_keys, parse_float=_number)
+        content = json.loads(read_text(path), object_pairs_hook=_mapping, parse_float=_number)
     except OSError as error:
         problems.append(f"zero={zero}: cannot be read ({error.strerror})")
-    except DuplicateKey as error:
-        problems.append(f"zero={zero}: duplicate key {error}; keep one")
     except (ValueError, RecursionError) as error:
         problems.append(f"zero={zero}: not valid JSON ({error})")
     else:
         if isinstance(content, dict):
             return content
-        problems.append(f"zero={zero}: must hold a JSON object")
+        problems.append(f"zero={zero}: must be a JSON object")
     return {}
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of a JSON object; of a key that is there twice json.loads would take the last without a word."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"duplicate key {key!r}; keep one")
+        content[key] = value
+    return content
 
 
 def _number(text: str) -> float:

@@ -14,7 +14,6 @@ import re
 import sys
 import types
 import typing
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -35,7 +34,7 @@ from dsft.config.options import (
     TrainConfig,
     argument_types,
 )
-from dsft.errors import UserError, limited_time, nearest, one_line, raise_if_any, without_second_errors
+from dsft.errors import UserError, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
 """Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
@@ -122,30 +121,29 @@ NEEDED = {
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
-    """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults where the
-    file cannot be read, of which nothing else is said then. A mistyped option may mean one of the class `also`.
+    """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults if the file
+    cannot be read, of which nothing else is said then. A mistyped option may mean one of the class `also`.
     """
-    values = read_file_and_flags(argv, problems)
-    return cls() if values is None else make_config(cls, values, problems, also=also)
+    values, flags = read_file_and_flags(argv, problems)
+    return cls() if values is None else make_config(cls, values | flags, problems, also=also)
 
 
-@limited_time("reading the options (aliases of YAML may be endless)")
 def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values = values | {"resume_from_checkpoint": "auto"}
-    if values.get("report_to", "none") is None:
-        values = {key: value for key, value in values.items() if key != "report_to"}
     notes: list[str] = []
-    values = own_names(values, all_types, notes)
     refused: list[str] = []
-    checked = check_values(values, all_types, refused, also=also)
-    options = {key: value for key, value in checked.items() if key in dsft_types}
+    checked = check_values(own_names(values, all_types, notes), all_types, refused, also=also)
+    options: dict[str, Any] = {"notes": tuple(notes)}
+    training: dict[str, Any] = {}
+    for name, value in checked.items():
+        (options if name in dsft_types else training)[name] = value
     if cls is TrainConfig:
-        options["training"] = {key: value for key, value in checked.items() if key not in dsft_types}
-    config = cls(**options, notes=tuple(notes))
+        options["training"] = training
+    config = cls(**options)
     problems += refused + without_second_errors(check_config(config), refused)
     return config
 
@@ -170,56 +168,46 @@ def training_types() -> dict[str, Any]:
     return argument_types() | field_types(TrainConfig)
 
 
-def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
-    """Option -> value of `--config FILE` with all flags over it, unchecked; None if the file cannot be read."""
+def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Returns the options in `--config FILE` and those of all other flags, unchecked; None if the file cannot be
+    read.
+    """
     flags = read_flags(argv, problems)
-    values = read_named_file(flags, problems)
-    return None if values is None else values | flags
-
-
-def read_named_file(flags: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
-    """Takes `--config FILE` out of the flags: the mapping in it, an empty one without; None if it is unreadable."""
     path = flags.pop("config", None)
-    if path is None or isinstance(path, str):
-        return {} if path is None else read_yaml(path, problems)
+    if path is None:
+        return {}, flags
+    if isinstance(path, str):
+        return read_yaml(path, problems), flags
     problems.append("--config: needs the path of one YAML file")
-    return None
+    return None, flags
 
 
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     """The mapping in a YAML file; None if it is unreadable or malformed, which goes to `problems` with its line."""
     try:
-        loader = _Loader(read_text(path))
-        content = loader.get_single_data()
+        content = yaml.load(read_text(path), _Loader)
     except OSError as error:
         problems.append(f"--config {path}: cannot be read ({error.strerror})")
-        return None
     except UnicodeDecodeError as error:
         problems.append(f"--config {path}: not valid UTF-8 ({error.reason} at byte {error.start})")
-        return None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: `!!int x`
         problems.append(f"--config {path}: not valid YAML: {one_line(error)}")
-        return None
-    problems += [f"--config {path}: {problem}" for problem in loader.problems]
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        problems.append(f"--config {path}: must hold 'key: value' lines, found a {type(content).__name__}")
-        return None
-    return {str(key): value for key, value in content.items()}
+    else:
+        if content is None:
+            return {}
+        if isinstance(content, dict):
+            return {str(key): value for key, value in content.items()}
+        problems.append(f"--config {path}: must contain 'key: value' lines, found a {type(content).__name__}")
+    return None
 
 
 class _Loader(yaml.SafeLoader):
-    """Notes keys that are given twice, of which PyYAML takes the last without a word. A time stays a text."""
+    """Refuses a key that is given twice, of which PyYAML takes the last without a word. A time stays a text."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.problems: list[str] = []
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[str, int] = {}
@@ -227,7 +215,7 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             first = lines.setdefault(str(key.value), line)
             if first != line:
-                self.problems.append(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
+                raise ValueError(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
         return super().construct_mapping(node, deep)
 
 
@@ -304,15 +292,15 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     values, left = read_options(cls, argv, problems)
     types_by_name = field_types(cls)
     fields = options_of(cls)
-    words: list[Any] = [word for word in left if not word.startswith("--")]
     for word in left:
         if word.startswith("--"):
             problems.append(f"{word}: unknown option{nearest(word, [f'--{name}' for name in fields])}")
+    raise_if_any(problems)  # the next word may be the value of an unknown option
+    words: list[Any] = left
     positional = [name for name, field in fields.items() if not field.kw_only and name not in values]
-    if positional and words and takes_list(types_by_name[positional[0]]):
+    if words and positional and takes_list(types_by_name[positional[0]]):
         words = [words]
     values |= check_values(dict(zip(positional, words, strict=False)), types_by_name, problems)
-    raise_if_any(problems)
     problems += [f"{word}: unexpected argument" for word in words[len(positional) :]]
     raise_if_any(problems)
     try:
@@ -331,31 +319,28 @@ def check_values(
     if len(HINTS.keys() & values.keys() - types_by_name.keys()) >= 3:
         problems.append("this looks like the file of another trainer: dsft convert FILE writes a run.yaml of it")
     for key, value in values.items():
-        if value is None and key in types_by_name and not takes_none(types_by_name[key]):
-            continue  # null in YAML: the option is not set
-        if key in REMOVED_OPTIONS and key not in types_by_name:
-            problems.append(f"{key}: removed; {REMOVED_OPTIONS[key]}")
-            continue
         if key not in types_by_name:
             known = [*types_by_name, *(field_types(also) if also else ())]
-            problems.append(f"{key}: unknown key{_hint(key, known)}")
+            problems.append(f"{key}: {_describe_unknown(key, known)}")
             continue
-        if isinstance(value, Repeated) and not takes_list(types_by_name[key]):
+        hint = types_by_name[key]
+        if value is None and (key == "report_to" or not takes_none(hint)):
+            continue  # null in YAML: the option is not set
+        if isinstance(value, Repeated) and not takes_list(hint):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
             continue
         if isinstance(value, str):
             value = SAME_VALUES.get((key, value), value)  # of other trainers
         try:
-            checked[key] = convert(value, types_by_name[key])
+            value = convert(value, hint)
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
-    for key in PATHS:
-        path = checked.get(key)
-        if isinstance(path, list):
-            checked[key] = [os.path.expanduser(each) for each in path]
-        elif isinstance(path, str):
-            checked[key] = os.path.expanduser(path)
-    for key in types_by_name:  # in one order, wherever the values stand
+            continue
+        if key in PATHS:
+            many = isinstance(value, list)
+            value = [os.path.expanduser(path) for path in value] if many else value and os.path.expanduser(value)
+        checked[key] = value
+    for key in types_by_name:  # in one order, wherever the values are
         problems += check_bounds(key, checked.get(key))
     return checked
 
@@ -367,43 +352,30 @@ def own_names(values: Mapping[str, Any], known: Collection[str], notes: list[str
         name = OURS.get(key)
         if key not in known and name in known and name not in values and name not in renamed:
             notes.append(f"{key}: read as {name}")
-            renamed[name] = value
-        else:
-            renamed[key] = value
+            key = name
+        renamed[key] = value
     return renamed
 
 
-def _hint(key: str, known: list[str]) -> str:
-    """Returns, after a semicolon, what an unknown option may mean; empty if nothing is similar."""
+def _describe_unknown(key: str, known: list[str]) -> str:
+    """Returns what an unknown option was once, or may mean."""
+    if key in REMOVED_OPTIONS:
+        return f"removed; {REMOVED_OPTIONS[key]}"
     if key in HINTS:
-        return f"; {HINTS[key]}"
+        return f"unknown key; {HINTS[key]}"
     if OURS.get(key) in known:
-        return f"; {OURS[key]} is set too, and has the same meaning: keep one"
-    return nearest(key, known)
+        return f"unknown key; {OURS[key]} is set too, and has the same meaning: keep one"
+    return f"unknown key{nearest(key, known)}"
 
 
 def takes_none(hint: Any) -> bool:
-    """Whether None is a value of its own for a field of this type; a text `none` is where it is a text."""
+    """Whether None is a value of its own for a field of this type; a text `none` is one if it takes texts."""
     return hint is Any or type(None) in (hint, *typing.get_args(hint))
 
 
 def takes_list(hint: Any) -> bool:
-    """Whether a field of this type can hold a list."""
+    """Whether a field of this type can be a list."""
     return any(typing.get_origin(member) in (list, Sequence) for member in (hint, *typing.get_args(hint)))
-
-
-def _choice(value: Any, enums: list[type[Enum]], choices: Sequence[Any]) -> Any:
-    """Returns the choice that `value` names, of a Literal or of an enumeration."""
-    if enums:  # also of `IntervalStrategy | str`: the enumeration is the law
-        choices = [str(member.value) for member in enums[0]]
-        # YAML reads a bare `no` as false.
-        value = "no" if value is False else str(getattr(value, "value", value))
-    for choice in choices:
-        # The type too: Literal[False] must not take a 0, nor Literal[0] a False.
-        if (type(value) is type(choice) and value == choice) or (isinstance(value, str) and value == str(choice)):
-            return choice
-    names = [str(choice) for choice in choices]
-    raise ValueError(f"invalid choice: {value!r} (choose from {', '.join(names)}){nearest(str(value), names)}")
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -414,37 +386,24 @@ def convert(value: Any, hint: Any) -> Any:
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
-    is_union = origin in (typing.Union, types.UnionType)
-    enums = [each for each in (arguments if is_union else (hint,)) if isinstance(each, type) and issubclass(each, Enum)]
     if hint is Any:
         return value
-    if origin is typing.Literal or (enums and not (is_union and value is None)):
-        return _choice(value, enums, arguments)
-    if is_union:
-        # A string fits `str` always and a list of one nearly always, so these come last.
-        members = sorted(arguments, key=lambda each: (typing.get_origin(each) is list, each is str, each is float))
-        if value == "none" and str in members:  # report_to and run_name of most scripts
-            return value
-        errors = []
-        for member in members:
-            try:
-                return convert(value, member)
-            except ValueError as error:
-                if member is not type(None):
-                    errors.append(str(error))
-        raise ValueError("; ".join(dict.fromkeys(errors)))
+    if origin in (typing.Union, types.UnionType):
+        return _convert_to_one_of(value, arguments)
+    if origin is typing.Literal:
+        return _choice(value, arguments)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _choice(value, [str(member.value) for member in hint])
     if origin in (list, Sequence):
         items = value if isinstance(value, list) else [value]
         return [convert(item, arguments[0] if arguments else Any) for item in items]
     if origin is dict or hint is dict:
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
-                value = json.loads(value, object_pairs_hook=unique_keys)
-            except DuplicateKey as error:
-                raise ValueError(f"duplicate key {error}; keep one") from None
-            except (json.JSONDecodeError, RecursionError):
+                value = json.loads(value)
+            except (ValueError, RecursionError):
                 try:
-                    value = yaml.safe_load(value)  # {key: text}, as in a file
+                    value = yaml.load(value, _Loader)  # {key: text}, as in a file
                 except (yaml.YAMLError, RecursionError) as error:
                     raise ValueError(f"neither JSON nor YAML ({one_line(error)})") from None
         if not isinstance(value, dict):
@@ -453,6 +412,40 @@ def convert(value: Any, hint: Any) -> Any:
         return {convert(key, key_type): convert(item, value_type) for key, item in value.items()}
     if hint not in SCALARS:
         raise ValueError(f"cannot be set from a file or a flag ({hint})")
+    return _convert_scalar(value, hint)
+
+
+def _convert_to_one_of(value: Any, members: Sequence[Any]) -> Any:
+    """Converts a value to the first type that takes it."""
+    errors = []
+    # An enumeration restricts the text beside it. A text takes everything and a list nearly, so these come last.
+    enums = [each for each in members if isinstance(each, type) and issubclass(each, Enum)]
+    if enums and value is not None:
+        members = enums
+    if value == "none" and str in members:  # report_to and run_name of most scripts
+        return value
+    for member in sorted(members, key=lambda each: (typing.get_origin(each) is list, each is str, each is float)):
+        try:
+            return convert(value, member)
+        except ValueError as error:
+            if member is not type(None):
+                errors.append(str(error))
+    raise ValueError("; ".join(dict.fromkeys(errors)))
+
+
+def _choice(value: Any, choices: Sequence[Any]) -> Any:
+    """Returns the choice of a Literal or an enumeration that `value` names."""
+    text = str(getattr(value, "value", value))
+    if value is False and "no" in choices:  # YAML reads a bare `no` so
+        return "no"
+    for choice in choices:
+        if text == str(choice):
+            return choice
+    names = [str(choice) for choice in choices]
+    raise ValueError(f"invalid choice: {text!r} (choose from {', '.join(names)}){nearest(text, names)}")
+
+
+def _convert_scalar(value: Any, hint: type) -> Any:
     if hint is str and isinstance(value, float):  # of YAML, which reads the revision 1.10 as 1.1
         raise ValueError(f"expected {SCALARS[str]}, got the number {value}; write it in quotes")
     try:
@@ -522,7 +515,8 @@ def _check_training(options: TrainConfig) -> list[str]:
     if not training.get("output_dir"):
         problems.append("output_dir: missing; name the folder of this run, for example runs/first")
     problems += [f"{key}: {why}" for key, why in REFUSED_ARGUMENTS.items() if training.get(key)]
-    if (optimizer := training.get("optim")) in REFUSED_OPTIMIZERS:
+    optimizer = training.get("optim")
+    if optimizer in REFUSED_OPTIMIZERS:
         problems.append(f"optim={optimizer}: {REFUSED_OPTIMIZERS[optimizer]}")
     for name in options.held_out_names:
         if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -530,12 +524,11 @@ def _check_training(options: TrainConfig) -> list[str]:
                 f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and another word than macro,"
                 " which is the mean of all sets"
             )
-    known = ["loss", "perplexity"]
-    for name in (*options.held_out_names, "macro") if options.held_out_names else ():
-        known += [f"{name}_loss", f"{name}_perplexity"]
+    sets = [f"{name}_" for name in (*options.held_out_names, "macro")] if options.held_out_names else []
+    known = [name + metric for name in ("", *sets) for metric in ("loss", "perplexity")]
     metric = training.get("metric_for_best_model")
     if metric and metric.removeprefix("eval_") not in known:
-        problems.append(f"metric_for_best_model={metric}: evaluation gives {', '.join(known)}{nearest(metric, known)}")
+        problems.append(f"metric_for_best_model={metric}: choose from {', '.join(known)}{nearest(metric, known)}")
     if options.early_stopping_patience is not None and training.get("eval_strategy") == "no":
         problems.append("early_stopping_patience needs evaluations; leave eval_strategy: no out")
     for name in ("trainable", "frozen", "learning_rates"):
@@ -543,25 +536,24 @@ def _check_training(options: TrainConfig) -> list[str]:
             try:
                 re.compile(pattern)
             except re.error as error:
-                problems.append(f"{name}: {pattern!r} is no regular expression ({error})")
+                problems.append(f"{name}: {pattern!r} is not a regular expression ({error})")
     for pattern, factor in options.learning_rates.items():
         if not 0 < factor <= MOST:
-            problems.append(f"learning_rates: {pattern}: {factor}: must be a number more than 0; frozen trains nothing")
+            problems.append(f"learning_rates: {pattern}: {factor}: must be more than 0; frozen trains nothing")
     if options.method == "full" and options.adapter:
         problems.append(f"adapter={options.adapter} needs method lora or qlora; method is full")
-    halves = {key: dtype for key, dtype in HALF_PRECISION.items() if training.get(key)}
-    if halves and options.dtype not in ("auto", *halves.values()):
-        problems.append(f"dtype={options.dtype} contradicts {next(iter(halves))}=true; keep one")
+    for flag, dtype in HALF_PRECISION.items():
+        if training.get(flag) and options.dtype not in ("auto", dtype):
+            problems.append(f"dtype={options.dtype} contradicts {flag}=true; keep one")
     return problems
 
 
 def _check_evaluation(options: EvalConfig) -> list[str]:
-    problems = [
-        f"{name}: {value} is named twice; name it once"
-        for name in ("model", "data", "quantization", "group_by")
-        for value, times in Counter(getattr(options, name)).items()
-        if times > 1
-    ]
+    problems = []
+    for name in ("model", "data", "quantization", "group_by"):
+        values = getattr(options, name)
+        twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+        problems += [f"{name}: {value} is named twice; name it once" for value in twice]
     # A protocol may have another length, of the model, and then checks it by itself.
     if not options.protocol and options.stride is not None and options.stride >= options.seq_len:
         problems.append(
@@ -571,23 +563,6 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")
     return problems
-
-
-class DuplicateKey(ValueError):
-    """A key that one JSON object has twice: json.loads would take the last one without a word."""
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of a JSON object, for `object_pairs_hook` of json.loads.
-
-    Raises:
-        DuplicateKey: naming the first key that is there twice.
-    """
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise DuplicateKey(repr(next(name for name in names if names.count(name) > 1)))
-    return values
 
 
 def read_text(path: str | Path) -> str:

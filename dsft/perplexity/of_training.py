@@ -10,7 +10,7 @@ from typing import Any
 
 from dsft.checkpoints.run_folder import FINAL, is_run, path_of, read_options_of_run
 from dsft.config.options import EvalConfig, TrainConfig, flagged_dtype, shuffle_seed
-from dsft.config.reader import check_values, field_types, make_config, read_flags, read_named_file, training_types
+from dsft.config.reader import check_values, field_types, make_config, read_file_and_flags, training_types
 from dsft.errors import UserError
 
 SHARED = (
@@ -25,8 +25,7 @@ PATHS = ("tokenizer", "chat_template", "data_cache")  # those of SHARED that may
 
 def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | None = None) -> EvalConfig:
     """Read the options of `dsft eval`; faults go to `problems`. `also`: as read_config has it."""
-    flags = read_flags(argv, problems)
-    values = read_named_file(flags, problems)
+    values, flags = read_file_and_flags(argv, problems)
     if values is None:  # of an unreadable file nothing else can be checked
         return EvalConfig()
     # A training's file sets an option that only a training has; the model is the base until output_dir has a final one.

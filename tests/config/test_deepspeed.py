@@ -158,7 +158,7 @@ def test_a_key_that_stands_twice_in_a_file_is_named(tmp_path):
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
     problems: list[str] = []
     read_zero_file(str(path), problems)
-    assert problems == [f"zero={path}: duplicate key 'stage'; keep one"]
+    assert problems == [f"zero={path}: not valid JSON (duplicate key 'stage'; keep one)"]
 
 
 def test_whole_numbers_are_whole_however_they_are_written(tmp_path):

@@ -73,7 +73,7 @@ CASES = {
     # files
     "train --config nowhere.yaml": "--config nowhere.yaml: cannot be read",
     "train --config BROKEN": "not valid YAML",
-    "train --config LIST": "must hold 'key: value' lines, found a list",
+    "train --config LIST": "must contain 'key: value' lines, found a list",
     f"{TRAIN} --config TWICE": "line 2: duplicate key lora_r, first on line 1",
     f"{TRAIN} --zero MISSPELT": "zero_optimizaton: unknown key; did you mean 'zero_optimization'",
     f"{TRAIN} --zero HALVES": "bfloat16 and fp16 modes cannot be simultaneously enabled",

@@ -18,7 +18,7 @@ PLAIN = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=RATE),
     "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=RATE),
     "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=RATE),
-    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=RATE, weight_decay=0.01),  # its own default
+    "AdamW": lambda weights: torch.optim.AdamW(weights, lr=RATE, weight_decay=0.0),
 }
 """Value of `optim`, or type in a DeepSpeed JSON -> the same over whole weights."""
 
