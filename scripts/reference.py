@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from dsft.cli.commands import COMMANDS
-from dsft.cli.help import Group, command_groups, usage
+from dsft.cli.help import FieldDoc, command_groups, usage
 from dsft.config.options import HINTS, OURS
 
 HEAD = """# Options of every command
@@ -27,7 +27,7 @@ def reference() -> str:
     for name, command in COMMANDS.items():
         parts.append(f"## dsft {name}\n\n{command.summary[0].upper()}{command.summary[1:]}.")
         parts.append(f"```\n{usage(name)}\n```")
-        parts += [_table(group) for group in command_groups(command)]
+        parts += [_table(heading, fields) for heading, fields in command_groups(command).items()]
     parts.append("Names of other trainers: [docs/migrating.md](migrating.md#names-of-other-trainers).")
     return "\n\n".join(parts)
 
@@ -40,12 +40,12 @@ def tables_of_migrating() -> str:
     return "\n\n".join([TABLES, NAMES_HEAD, "\n".join(names)]) + "\n"
 
 
-def _table(group: Group) -> str:
+def _table(heading: str, fields: list[FieldDoc]) -> str:
     rows = ["| option | value | default | |", "|---|---|---|---|"]
-    for field in group.fields:
-        cells = (f"`{'' if field.is_positional else '--'}{field.name}`", field.placeholder, field.default, field.text)
+    for field in fields:
+        cells = (f"`{field.flag}`", field.placeholder, field.default, field.text)
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join([group.heading, "", *rows])
+    return "\n".join([heading, "", *rows])
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def with_commands(find: Callable[[Path], list[str]]) -> pytest.MarkDecorator:
 
 
 def own_options(name: str) -> set[str]:
-    return {field.name for group in command_groups(COMMANDS[name]) for field in group.fields} | OF_ALL
+    return {field.name for fields in command_groups(COMMANDS[name]).values() for field in fields} | OF_ALL
 
 
 def options(name: str) -> set[str]:

@@ -17,8 +17,6 @@ from dsft.cli.main import main
 from dsft.config.options import TrainConfig
 from dsft.models.measure import measure_model
 
-FULL = "train --config {folder}/full.yaml"
-
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory) -> Path:
@@ -26,7 +24,7 @@ def short(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("short") / "quickstart"
     quickstart.write_demo_data(folder)
     entries = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
-    for command in (FULL, *quickstart.STEPS.values()):
+    for command in (quickstart.FULL, *quickstart.STEPS.values()):
         name, *words = command.format(folder=folder, base=folder / "runs/full/final").split()
         words += ["--max_steps", 6] if name == "train" else []
         if name in entries:

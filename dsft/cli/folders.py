@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +107,28 @@ def run_chat(options: ChatOptions) -> str | None:
         from dsft.models.build import build_model, resolve_dtype
         from dsft.models.measure import max_positions
         from dsft.models.tokenizer import generate, load_tokenizer
-    fields = ("chat_template", "trust_remote_code", "trust_checkpoint")
     config = EvalConfig(
-        model=source, revision=base_revision(source), **{name: getattr(options, name) for name in fields}
+        model=source,
+        revision=base_revision(source),
+        chat_template=options.chat_template,
+        trust_remote_code=options.trust_remote_code,
+        trust_checkpoint=options.trust_checkpoint,
     )
     tokenizer = load_tokenizer(config)
     if not tokenizer.chat_template and not options.raw:
         raise UserError(
-            f"{source}: its tokenizer has no chat template, so there is no form for turns; --raw continues text, and"
-            " --chat_template names the template that it was trained in (a file, or a preset such as chatml)"
+            f"{source}: its tokenizer has no chat template; --raw continues text, and --chat_template names the"
+            " template that it was trained in (a file, or a preset such as chatml)"
         )
-    runs = [folder for folder in (Path(options.model), Path(options.model).parent) if is_run(folder)]
-    if not options.raw and runs and read_run(str(runs[0])).get("uses_chat_template") is False:
+    run = next((folder for folder in (Path(options.model), Path(options.model).parent) if is_run(folder)), None)
+    if run and not options.raw and read_run(str(run)).get("uses_chat_template") is False:
         note = "dsft: note: this model was trained on rows without its chat template; --raw continues text"
         print(note, file=sys.stderr)
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
     positions = max_positions(model.config.get_text_config())
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-    def answer(messages: list[dict]) -> dict:
+    def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Prints an answer; returns it as the message that the next turn is asked with."""
         try:
             if options.raw:
@@ -136,25 +140,31 @@ def run_chat(options: ChatOptions) -> str | None:
         if positions and len(ids) >= positions:
             way_out = "/reset it" if options.prompt is None else "shorten --prompt"
             raise UserError(f"the chat has {len(ids):,} tokens, and the model {positions:,} positions; {way_out}")
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        how = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
-        made = generate(model, tokenizer, ids, streamer=streamer, **how)
-        message = {"role": "assistant", "content": tokenizer.decode(made, skip_special_tokens=True)}
-        # Reasoning is no content of later turns. gpt-oss' tokenizer has no response_template.
-        if tokenizer.response_template and not options.chat_template:
+        made = generate(
+            model,
+            tokenizer,
+            ids,
+            streamer=streamer,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+        )
+        if tokenizer.response_template and not options.chat_template:  # finds reasoning, which later turns leave out
             with contextlib.suppress(ValueError):  # of an answer that lacks what the template asks for
-                message = {"content": ""} | tokenizer.parse_response(made, prefix=ids)
-        elif "<|channel|>" in (text := tokenizer.decode(made)):
-            message["content"] = re.sub(r"<\|\w+\|>$", "", text.partition("<|channel|>final<|message|>")[2])
-        return message
+                return {"content": ""} | tokenizer.parse_response(made, prefix=ids)
+        return {"role": "assistant", "content": tokenizer.decode(made, skip_special_tokens=True)}
 
-    def begun(system: str | None) -> list[dict]:
-        return [{"role": "system", "content": system}] if system else []
-
-    system = options.system
-    messages = begun(system)
     if options.prompt is not None:
-        return answer([*messages, {"role": "user", "content": options.prompt}])["content"]
+        return answer([*_begin_chat(options.system), {"role": "user", "content": options.prompt}])["content"]
+    _talk(answer, source=source, system=options.system)
+
+
+def _begin_chat(system: str | None) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _talk(answer: Callable[[list[dict[str, Any]]], dict[str, Any]], *, source: str, system: str | None) -> None:
+    """Read lines until /quit or the end of the input, and answer each as the next turn of a chat."""
+    messages = _begin_chat(system)
     is_typed = sys.stdin.isatty()
     if is_typed:
         with contextlib.suppress(ImportError):
@@ -171,7 +181,7 @@ def run_chat(options: ChatOptions) -> str | None:
             return
         if command in ("/system", "/reset"):
             system = rest.strip() if command == "/system" else system
-            messages = begun(system)
+            messages = _begin_chat(system)
         elif command.startswith("/"):
             show_text(f"dsft: {CHAT_HELP}")
         elif line:

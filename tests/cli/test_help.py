@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import re
 import runpy
 import subprocess
@@ -37,7 +38,7 @@ def test_the_list_of_commands_fits_a_screen():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_text_and_every_common_one_exists(name):
-    fields = [field for group in command_groups(COMMANDS[name]) for field in group.fields]
+    fields = list(itertools.chain.from_iterable(command_groups(COMMANDS[name]).values()))
     names = [field.name for field in fields]
     assert len(set(names)) == len(names)
     assert COMMANDS[name].common <= set(names)
@@ -47,7 +48,7 @@ def test_every_option_has_a_text_and_every_common_one_exists(name):
 
 
 def test_the_help_of_train_has_every_option_that_its_reader_takes():
-    names = {field.name for group in command_groups(COMMANDS["train"]) for field in group.fields}
+    names = {field.name for fields in command_groups(COMMANDS["train"]).values() for field in fields}
     options = field_types(TrainConfig, TrainingArguments).keys()
     assert options - names == {*REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"} & options
 

@@ -18,7 +18,6 @@ from dsft.launch import accelerator
 from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     ask_gpu,
-    cpu_computes_bfloat16,
     free_host_bytes,
     host_memory_bytes,
     require_kernels,
@@ -26,19 +25,6 @@ from dsft.runtime.hardware import (
     wait_for_freed_gpu,
 )
 from dsft.units import GiB
-
-
-@pytest.mark.parametrize(
-    ("flags", "native"),
-    [
-        ("flags : fpu avx512f avx512_bf16", True),
-        ("Features : fp asimd bf16 i8mm", True),
-        ("flags : fpu avx512f avx512_vnni", False),
-    ],
-)
-def test_a_cpu_that_multiplies_bfloat16_is_known_by_its_flags(tmp_path, flags, native):
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
-    assert cpu_computes_bfloat16(tmp_path / "cpuinfo") is native
 
 
 def test_a_card_without_kernels_is_refused_by_name(monkeypatch):
