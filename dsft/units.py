@@ -81,13 +81,6 @@ def in_digits(value: float) -> str:
     return f"{value:.4g}"
 
 
-def describe_value(value: int | float | list[float]) -> str:
-    """Write a count, a share or the epochs per source."""
-    if isinstance(value, list):
-        return ", ".join(f"{number:.3g}" for number in value)
-    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
-
-
 def plural(number: int, noun: str) -> str:
     """Write "1 node", "2 nodes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

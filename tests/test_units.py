@@ -8,7 +8,6 @@ import pytest
 from dsft.units import (
     Batch,
     GiB,
-    describe_value,
     in_columns,
     in_digits,
     in_gib,
@@ -38,7 +37,6 @@ def test_numbers_have_four_digits_and_integers_all(value, text):
 def test_counts_and_choices_are_read_as_sentences():
     assert [plural(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
     assert [one_of(range(1, last)) for last in (2, 3, 4)] == ["1", "1 or 2", "1, 2 or 3"]
-    assert [describe_value(value) for value in (1234, 0.5, [1.0, 0.25])] == ["1,234", "50.0%", "1, 0.25"]
 
 
 def test_rows_are_padded_to_the_next_multiple_of_eight():

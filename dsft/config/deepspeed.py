@@ -24,6 +24,8 @@ SAME_MEANING = {
     "train_batch_size": ("global_batch_size", int),
     "gradient_clipping": ("max_grad_norm", float),
     "optimizer.params.lr": ("learning_rate", float),
+    "optimizer.params.betas.0": ("adam_beta1", float),
+    "optimizer.params.betas.1": ("adam_beta2", float),
     "optimizer.params.eps": ("adam_epsilon", float),
     "optimizer.params.weight_decay": ("weight_decay", float),
     "scheduler.params.warmup_max_lr": ("learning_rate", float),
@@ -32,7 +34,7 @@ SAME_MEANING = {
     "bf16.enabled": ("bf16", bool),
     "fp16.enabled": ("fp16", bool),
 }
-"""DeepSpeed key -> the option of ours with the same meaning, and its type."""
+"""Place in DeepSpeed's configuration -> the option of ours with the same meaning, and its type."""
 AUTO = "auto"
 NUMBERS = tuple(key for key in SAME_MEANING if "." not in key)
 FILLED = (
@@ -43,8 +45,6 @@ FILLED = (
     "zero_optimization.stage3_param_persistence_threshold",
 )
 """What transformers fills if it is "auto" (integrations/deepspeed.py), beside the entries of SAME_MEANING."""
-SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
-"""Entries that dsft reads itself."""
 OTHER_SECTIONS = """
 zero_optimization timers activation_checkpointing aio tensorboard wandb comet csv_monitor flops_profiler elasticity
 compression_training comms_logger hybrid_engine eigenvalue nebula autotuning compile tensor_parallel amp
@@ -59,6 +59,7 @@ NOT_FOR_SHARDS = {
 }
 """Types of optimizers, in small letters, that mean nothing over shards -> why."""
 ALLOWED = {
+    "zero_optimization.stage": ([0, 1, 2, 3], "a number without quotes, 0 to 3, is expected"),
     "zero_optimization.cpu_offload": ([False], 'an old name; write "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ([False], 'an old name; write "offload_param": {"device": "cpu"}'),
     "zero_optimization.zenflow": ([], "DeepSpeed copies the weights transposed, and trains a scrambled model"),
@@ -134,36 +135,37 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
-def get_value(deepspeed_config: dict[str, Any], key: str) -> Any:
-    """Value of a dotted key, or None if it, or a section on the way, is missing."""
-    for part in key.split("."):
-        if not isinstance(deepspeed_config, dict) or part not in deepspeed_config:
+def get_value(deepspeed_config: dict[str, Any], place: str) -> Any:
+    """Value at a place such as optimizer.params.betas.0, or None if it, or a section on the way, is missing."""
+    value: Any = deepspeed_config
+    for part in place.split("."):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
             return None
-        deepspeed_config = deepspeed_config[part]
-    return deepspeed_config
+    return value
 
 
 def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[Decision], list[str]]:
     """Takes the fixed numbers of a DeepSpeed JSON as decisions; if an option has another value, names both."""
     decisions: list[Decision] = []
     problems: list[str] = []
-    given = {key: (name, get_value(deepspeed_config, key)) for key, (name, _) in SAME_MEANING.items()}
-    betas = get_value(deepspeed_config, "optimizer.params.betas")
-    if isinstance(betas, list) and len(betas) == 2:
-        given["optimizer.params.betas[0]"] = ("adam_beta1", betas[0])
-        given["optimizer.params.betas[1]"] = ("adam_beta2", betas[1])
-    for key, (name, theirs) in given.items():
+    for place, (name, _) in SAME_MEANING.items():
+        theirs = get_value(deepspeed_config, place)
         if theirs is None or theirs == AUTO:
             continue
         ours = decide(options, decisions).value(name)
+        option = f"{name}={ours}"
         if name in HALF_PRECISION and options.dtype != "auto":
             ours = options.dtype == HALF_PRECISION[name]
+            option = f"dtype={options.dtype}"
         if ours is None:
-            decisions.append(Decision(name, theirs, f"{options.zero} has {key}={theirs}"))
+            decisions.append(Decision(name, theirs, f"{options.zero} has {place}={theirs}"))
         elif ours != theirs:
-            option = f"dtype={options.dtype}" if name in HALF_PRECISION else f"{name}={ours}"
             problems.append(
-                f'{options.zero} has {key}={json.dumps(theirs)}, but {option}; keep one, or write "auto" in the JSON'
+                f'{options.zero} has {place}={json.dumps(theirs)}, but {option}; keep one, or write "auto" in the JSON'
             )
     return decisions, problems
 
@@ -220,11 +222,6 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
     known.update(OTHER_SECTIONS.split())
     problems = [f"{key}: unknown key{nearest(key, known)}" for key in content if key not in known]
-    for key in SECTIONS:
-        if not isinstance(content.get(key, {}), dict):
-            problems.append(f"{key}={json.dumps(content[key])}: must be a JSON object; leave it out for the default")
-    if problems:
-        return [f"zero={zero}: {problem}" for problem in problems]
     for place, (name, kind) in SAME_MEANING.items():
         value = get_value(content, place)
         if value is None or value == AUTO or kind is bool:
@@ -243,7 +240,7 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         if value is not None and value not in right:
             problems.append(f"{place}: {why}; leave it out")
     for key in ("optimizer", "scheduler"):
-        if key in content:
+        if isinstance(content.get(key), dict):
             problems += _check_type(key, content)
     # Each entry is sound by itself: DeepSpeed compares them with each other. Batches are dsft's.
     if not problems:

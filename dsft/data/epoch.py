@@ -21,7 +21,7 @@ from dsft.data.tokens import Store
 from dsft.models.chunked_head import next_tokens
 from dsft.models.probes import RowRules, positions
 from dsft.models.sequence_parallel import share_of
-from dsft.units import IGNORED, describe_value, padded_width
+from dsft.units import IGNORED, padded_width
 
 Sequence = dict[str, np.ndarray]
 """input_ids and labels, both [T] int64; weights, [T] float32, where the loss of a label is multiplied by it."""
@@ -143,9 +143,9 @@ def describe_counts(counts: dict[str, Any]) -> str:
     for name, value in counts.items():
         name = name.replace("_", " ")
         if isinstance(value, float):
-            words.append(f"{name} {describe_value(value)}")
+            words.append(f"{name} {value:.1%}")
         elif value:
-            words.append(f"{describe_value(value)} {name}")
+            words.append(f"{value:,} {name}")
     return ", ".join(words)
 
 

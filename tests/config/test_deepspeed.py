@@ -58,7 +58,7 @@ def test_a_file_with_all_that_users_write_has_no_problem():
             ["zero_optimization.offload_optimizer.pin_memry: unknown key", "'pin_memory'"],
         ),
         ("zero_optimization", {"stage": 4}, ["zero_optimization.stage"]),
-        ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "JSON object"]),
+        ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "nothing fills this in"]),
         ("bf16", {"enbled": True}, ["bf16.enbled: unknown key", "'enabled'"]),
         ("fp16", {"enabled": 7}, ["fp16.enabled"]),
         ("", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["cannot be simultaneously enabled"]),
