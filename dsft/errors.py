@@ -4,6 +4,7 @@
 exit code 2. It does not catch our own bugs: those keep their traceback and Python's exit code 1.
 """
 
+import contextlib
 import difflib
 import errno
 import functools
@@ -11,9 +12,12 @@ import io
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from dsft.units import in_columns
 
@@ -23,6 +27,8 @@ EXIT_UNSAVED = 4
 EXIT_NOT_STARTED = 5
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
+MOST_SECONDS = 10
+"""Of `limited_time`."""
 RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
 
 
@@ -38,6 +44,34 @@ class UserError(ValueError):
     def __reduce__(self):
         """So that it can travel between ranks."""
         return UserError, (self.problems,)
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception: nothing within the body may take it for a fault of its own."""
+
+
+@contextlib.contextmanager
+def limited_time(doing: str) -> Iterator[None]:
+    """Raises UserError if the body computes for longer than MOST_SECONDS: text of other people, such as a regular
+    expression or the loops of a template, may keep a program busy for ever. Of the main thread alone, whose alarm it
+    takes.
+    """
+
+    def stop(*_: Any) -> None:
+        raise _TimeIsUp
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)  # a busy machine takes longer
+    try:
+        yield
+    except _TimeIsUp:
+        raise UserError(f"{doing} takes more than {MOST_SECONDS} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
+        signal.signal(signal.SIGVTALRM, handler)
 
 
 class TrainingStopped(RuntimeError):

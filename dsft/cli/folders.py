@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +152,11 @@ def run_chat(options: ChatOptions) -> str | None:
         if tokenizer.response_template and not options.chat_template:  # finds reasoning, which later turns leave out
             with contextlib.suppress(ValueError):  # of an answer that lacks what the template asks for
                 return {"content": ""} | tokenizer.parse_response(made, prefix=ids)
-        return {"role": "assistant", "content": tokenizer.decode(made, skip_special_tokens=True)}
+        content = tokenizer.decode(made, skip_special_tokens=True)
+        text = tokenizer.decode(made)
+        if "<|channel|>" in text:  # gpt-oss: its tokenizer has no response_template
+            content = re.sub(r"<\|\w+\|>$", "", text.partition("<|channel|>final<|message|>")[2])
+        return {"role": "assistant", "content": content}
 
     if options.prompt is not None:
         return answer([*_begin_chat(options.system), {"role": "user", "content": options.prompt}])["content"]

@@ -34,7 +34,7 @@ from dsft.config.options import (
     TrainConfig,
     argument_types,
 )
-from dsft.errors import UserError, nearest, one_line, raise_if_any, without_second_errors
+from dsft.errors import UserError, limited_time, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
 """Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
@@ -128,6 +128,7 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: ty
     return cls() if values is None else make_config(cls, values | flags, problems, also=also)
 
 
+@limited_time("reading the options (aliases of YAML may be endless)")
 def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)

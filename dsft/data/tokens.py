@@ -46,7 +46,7 @@ from dsft.config.options import DataFields
 from dsft.data.chats import TEMPLATE_ERRORS, Rendered, Spans, render_chat
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, format_rules
 from dsft.data.sources import Batch, Row
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, limited_time, one_line
 from dsft.job import beat as watchdog
 from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache
@@ -129,7 +129,8 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                 builder.add(ids, [(trained_from, len(ids), 1)], where)
             case Chat():  # in the tokenizer's template
                 try:
-                    rendered, notes = render_chat(sample, tokenizer, rules)
+                    with limited_time("the chat template"):
+                        rendered, notes = render_chat(sample, tokenizer, rules)
                     sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
                     kind = "" if isinstance(error, ValueError) else "the chat template raised: "

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from dsft.config.options import LoraFields, TrainConfig
-from dsft.errors import UserError, nearest, one_line
+from dsft.errors import UserError, limited_time, nearest, one_line
 from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
 from dsft.models.package import unreached
 from dsft.models.weight_files import ADAPTER_FILES, empty_tensors, find_files
@@ -96,7 +96,8 @@ def adapted_for_a_look(model: PreTrainedModel, adapters: PeftConfig) -> PeftMode
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return get_peft_model(model, copy.deepcopy(adapters))
+        with limited_time("a regular expression of the adapter, such as target_modules,"):
+            return get_peft_model(model, copy.deepcopy(adapters))
 
 
 def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:

@@ -99,6 +99,29 @@ def test_reasoning_that_a_response_template_finds_is_no_content_of_the_next_turn
     )
 
 
+def test_the_analysis_of_gpt_oss_is_no_content_of_the_next_turn(tiny, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(tiny / "chat", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    forms = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
+    tokenizer.add_tokens(list(forms), special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    thought = "<|channel|>analysis<|message|>a big loss"
+    answers = iter([f"{thought}<|end|><|start|>assistant<|channel|>final<|message|>a rank<|return|>", thought, ""])
+    prompts = []
+
+    def generated(model, tokenizer, ids, **how):
+        prompts.append(ids)
+        return tokenizer(next(answers), add_special_tokens=False).input_ids
+
+    monkeypatch.setattr("dsft.models.tokenizer.generate", generated)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the loss\na rank\nthe end"))
+    chat(capsys, folder)
+    roles, texts = ("user", "assistant", "user", "assistant", "user"), ("the loss", "a rank", "a rank", "", "the end")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert prompts[-1] == asked
+
+
 @pytest.mark.parametrize(
     ("source", "words", "text"),
     [

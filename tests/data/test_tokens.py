@@ -233,6 +233,13 @@ def test_a_template_that_raises_or_renders_nothing_names_the_row(tokenizer, temp
         made([{"messages": CHAT}], with_template(tokenizer, template))
 
 
+def test_a_template_that_does_not_end_names_the_row(tokenizer, monkeypatch):
+    monkeypatch.setattr("dsft.errors.MOST_SECONDS", 0.3)
+    template = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match="rows.jsonl, line 1: the chat template takes more than 0.3 s"):
+        made([{"messages": CHAT}], with_template(tokenizer, template))
+
+
 def test_tokenizers_that_close_or_begin_each_text_do_so_once(tokenizer, tiny):
     from tokenizers import normalizers
     from tokenizers.processors import TemplateProcessing
