@@ -6,7 +6,6 @@ exit code 2. It does not catch our own bugs: those keep their traceback and Pyth
 
 import contextlib
 import difflib
-import errno
 import functools
 import io
 import os
@@ -18,8 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-from dsft.units import in_columns
 
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
@@ -144,12 +141,7 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             if sys.platform != "linux":  # /proc, fork, NCCL
                 text = f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"
                 raise UserError(text)
-            try:
-                return main(*args, **kwargs)
-            except OSError as error:
-                if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):  # a path that no file can have
-                    raise
-                raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
+            return main(*args, **kwargs)
         except (UserError, NotStarted, TrainingStopped, KeyboardInterrupt) as error:
             code = getattr(error, "exit_code", EXIT_INTERRUPTED)
             lines = error.problems if isinstance(error, UserError) else [str(error) or "interrupted (Ctrl-C)"]
@@ -158,11 +150,10 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             is_passed_on = bool(_exit_hook and _exit_hook(code, passed_on))
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
-                head = plain = "dsft: error: " if is_error else "dsft: "
+                head = "dsft: error: " if is_error else "dsft: "
                 if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
                     head = f"\033[31m{head}\033[0m"
-                texts = [in_columns(plain + line, is_terminal=sys.stderr.isatty()) for line in lines]
-                print("\n".join(head + text.removeprefix(plain) for text in texts), file=sys.stderr, flush=True)
+                print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
             if not is_rank_0:
                 time.sleep(RANK_0_SECONDS)
             if os.environ.get("WORLD_SIZE", "1") != "1":

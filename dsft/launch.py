@@ -178,7 +178,7 @@ def launch(argv: list[str]) -> int:
     file = folder.absolute() / OPTIONS_FILE
     command = _command(options, nodes, num_ranks, name, file)
     if options.dry_run:
-        show_text("dsft: " + shown_command(command), is_command=True)
+        show_text(f"dsft: {shown_command(command)}")
         return 0
     values = _values(name, words, config)
     if name == "train" and (step := _finished_step(file, values)):
@@ -201,7 +201,7 @@ def launch(argv: list[str]) -> int:
             if attempt and nodes and not options.no_preflight:
                 _wait_for_nodes(options, output_dir)
             _write_options(file, values, nodes)
-            show_text("dsft: " + shown_command(command), is_command=True)
+            show_text(f"dsft: {shown_command(command)}")
             env_file = file.with_name(ENV_FILE)
             job = _Job(options, command, nodes, num_ranks, env_file, name == "train", config.lost_timeout)
             code = job.run()

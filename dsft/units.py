@@ -1,13 +1,11 @@
-"""What every room shares: units, lines and JSON as dsft writes them, a batch, the padded width of rows, the label of
+"""What every room shares: units and JSON as dsft writes them, a batch, the padded width of rows, the label of
 ignored tokens.
 """
 
 import contextlib
 import json
 import os
-import shutil
 import socket
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,19 +57,6 @@ def in_time(seconds: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.2g} {name}"
     return f"{seconds:.2g} s"
-
-
-def in_columns(text: str, *, is_terminal: bool, is_command: bool = False) -> str:
-    """Break lines between words where a terminal is too narrow for them; of a command, so that a shell takes them as
-    one. In a file they stay whole, so that paths and commands can be searched for.
-    """
-    if not is_terminal or (is_command and "'" in text):  # inside of quotes a backslash would not go on
-        return text
-    columns = shutil.get_terminal_size().columns
-    end = " \\\n" if is_command else "\n"
-    unbroken = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
-    wrapped = [textwrap.wrap(line, max(1, columns - 2 * is_command), **unbroken) or [""] for line in text.split("\n")]
-    return "\n".join(end.join(lines) for lines in wrapped)
 
 
 def in_digits(value: float) -> str:

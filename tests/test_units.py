@@ -8,7 +8,6 @@ import pytest
 from dsft.units import (
     Batch,
     GiB,
-    in_columns,
     in_digits,
     in_gib,
     one_of,
@@ -47,14 +46,6 @@ def test_rows_are_padded_to_the_next_multiple_of_eight():
 def test_ranks_that_share_a_micro_batch_count_once():
     assert Batch(micro=3, accumulation=2, ranks=4).sequences == 24
     assert Batch(micro=3, accumulation=2, ranks=4, sequence_parallel=2).sequences == 12
-
-
-def test_a_file_and_a_quoted_command_are_not_broken_over_lines(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
-    text = "a line of many words, wider than the terminal"
-    assert in_columns(text, is_terminal=False) == text
-    assert len(in_columns(text, is_terminal=True).splitlines()) > 2
-    assert in_columns(f"echo '{text}'", is_terminal=True, is_command=True) == f"echo '{text}'"
 
 
 def test_a_json_that_cannot_be_written_is_named_as_the_user_did_and_leaves_nothing_beside(tmp_path):

@@ -9,7 +9,6 @@ dsft --version
 import errno
 import importlib
 import os
-import select
 import signal
 import sys
 
@@ -85,14 +84,8 @@ def run_command(name: str, words: list[str]) -> None:
         room = importlib.import_module(module)
     try:
         getattr(room, function)(*arguments)
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout, 0)
-        if not output.poll(0):  # another pipe broke
-            raise
-        # `dsft plan --json | head`: nobody reads on. Python flushes once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError:  # `dsft plan --json | head`: nobody reads on. Python would flush once more at its exit.
+        os._exit(128 + signal.SIGPIPE)
     except OSError as error:  # what a command reads or writes is what its words name
         if error.filename is None and error.errno not in FULL:
             raise

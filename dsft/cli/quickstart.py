@@ -197,7 +197,7 @@ def run(options: QuickstartOptions) -> None:
     for number, (title, command) in enumerate(steps.items(), start=1):
         words = [word.format(folder=folder, base=base) for word in command.split()]
         show_text(f"\ndsft: step {number} of {len(steps)}: {title}")
-        show_text(f"dsft: {shlex.join(['dsft', *words])}", is_command=True)
+        show_text(f"dsft: {shlex.join(['dsft', *words])}")
         if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
             sys.exit(code)
     show_results(folder, base=base, start=start)
@@ -223,9 +223,8 @@ def show_results(folder: Path, *, base: Path, start: float) -> None:
     lines.append(f"dsft: done in {time.perf_counter() - start:.0f} s; open {folder}/report.html in a browser; next:")
     show_text("\n".join(lines))
     if sys.prefix != sys.base_prefix:
-        show_text(f"  . {os.path.relpath(sys.prefix)}/bin/activate", is_command=True)
-    show_text(f"  dsft chat {folder}/merged", is_command=True)
+        show_text(f"  . {os.path.relpath(sys.prefix)}/bin/activate")
+    show_text(f"  dsft chat {folder}/merged")
     show_text(
-        f"  dsft train --model {base} --data yours.jsonl --method lora --learning_rate 1e-4 --output_dir runs/first",
-        is_command=True,
+        f"  dsft train --model {base} --data yours.jsonl --method lora --learning_rate 1e-4 --output_dir runs/first"
     )

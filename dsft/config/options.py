@@ -633,20 +633,17 @@ def shuffle_seed(arguments: Mapping[str, Any]) -> int:
 def argument_types() -> dict[str, Any]:
     """Maps each field of transformers.TrainingArguments to its type, read from the source: its import takes seconds."""
     folder = Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
-    files = [folder / "trainer_utils.py", folder / "training_args.py"]  # the enumerations, the fields
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     # What the annotations name: a class that is neither built in nor an enumeration is Any.
-    names = collections.defaultdict(lambda: Any, vars(typing) | vars(builtins))
-    for name, node in classes.items():
-        if any("Enum" in ast.unparse(base) for base in node.bases):
-            assignments = [each for each in node.body if isinstance(each, ast.Assign)]
-            members = {
-                each.targets[0].id: each.value.value for each in assignments if isinstance(each.value, ast.Constant)
-            }
-            names[name] = enum.Enum(name, members)
+    names = collections.defaultdict(lambda: Any, vars(typing) | vars(builtins) | {"ExplicitEnum": enum.Enum})
+    fields: list[ast.stmt] = []
+    for file in ("trainer_utils.py", "training_args.py"):  # the enumerations, the fields
+        for node in ast.parse((folder / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and "Enum" in "".join(map(ast.unparse, node.bases)):
+                exec(compile(ast.Module([node], []), file, "exec"), {}, names)
+            elif isinstance(node, ast.ClassDef) and node.name == "TrainingArguments":
+                fields = node.body
     types = {}
-    for node in classes["TrainingArguments"].body:
+    for node in fields:
         if isinstance(node, ast.AnnAssign) and "init=False" not in ast.unparse(node):
             types[node.target.id] = eval(ast.unparse(node.annotation), {}, names)
     return types

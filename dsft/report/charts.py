@@ -27,10 +27,10 @@ class Curve:
     name: str
     points: Points
     colour: int
-    is_noisy: bool = False
-    """Drawn thin and pale, below the mean of its neighbours."""
     has_dots: bool = False
-    """Few points, each with a dot that shows its numbers."""
+    """Few points, each with a dot that shows its numbers. Others are drawn thin and pale, below the mean of their
+    neighbours.
+    """
 
 
 def draw(curves: list[Curve]) -> str:
@@ -63,7 +63,7 @@ def draw(curves: list[Curve]) -> str:
     for curve in curves:
         points = curve.points[:: math.ceil(len(curve.points) / MOST_POINTS)]
         colour = f"var(--series-{curve.colour % NUM_COLOURS})"
-        if curve.is_noisy and len(points) > SMOOTHED:
+        if not curve.has_dots and len(points) > SMOOTHED:
             parts.append(line(points, f"stroke:{colour};stroke-width:1;opacity:.35"))
             smooth = pandas.Series([y for _, y in points]).rolling(SMOOTHED, center=True, min_periods=1).mean()
             points = [(x, y) for (x, _), y in zip(points, smooth, strict=True)]

@@ -158,27 +158,21 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
     for run in runs:
         for metric, word in metrics.items():
             points = run.points(metric)
-            is_held_out = metric.startswith("eval_")
             if points:
-                curve = Curve(
-                    name=" ".join(filter(None, [run.name if len(runs) > 1 else "", word])),
-                    points=points,
-                    colour=len(curves) % NUM_COLOURS,
-                    is_noisy=not is_held_out and metric != "learning_rate",
-                    has_dots=is_held_out,
-                )
-                curves.append(curve)
+                name = f"{run.name} {word}".strip() if len(runs) > 1 else word
+                has_dots = metric.startswith("eval_")
+                curves.append(Curve(name=name, points=points, colour=len(curves) % NUM_COLOURS, has_dots=has_dots))
     return curves
 
 
 def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
     """Return a table for each folder of results of several models, in a run's folder or beside it."""
-    folders: dict[Path, Path] = {}  # whatever it is called -> as the user calls it
+    folders = set()
     for run in runs:
-        for file in [*run.folder.glob(f"*/{REPORTS}"), *run.folder.parent.glob(f"*/{REPORTS}")]:
-            folders.setdefault(file.parent.resolve(), file.parent)
+        for place in (run.folder, run.folder.parent):
+            folders.update(file.parent for file in place.glob(f"*/{REPORTS}"))
     tables = {}
-    for folder in sorted(folders.values()):
+    for folder in sorted(folders):
         try:
             comparisons = compare_results(read_evaluations([str(folder)]))
         except UserError:  # of one model, or of different texts
@@ -201,18 +195,17 @@ def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
         cells = [str(config.get(name, "")) for config in configs]
         if len(set(cells)) > 1:
             differing.append([name, *cells])
-    if differing:
-        tables["What differs between the runs"] = differing
+    tables["What differs between the runs"] = differing
     for run in runs:
-        samples = [(entry["step"], samples_in(entry)) for entry in run.log if samples_in(entry)]
-        for step, answers in samples[:1] + samples[1:][-1:]:
-            rows = tables.setdefault(f"Samples of {run.name}", [])
+        samples = [(entry["step"], samples_in(entry)) for entry in run.log]
+        shown = [(step, answers) for step, answers in samples if answers]
+        rows = tables[f"Samples of {run.name}"] = []
+        for step, answers in shown[:1] + shown[1:][-1:]:
             rows += [[f"step {step:,}", prompt, answer] for prompt, answer in answers]
         counts = run.facts.get("data") or {}
-        if counts:
-            rows = [[name.replace("_", " "), f"{value}"] for name, value in counts.items() if value]
-            tables[f"Training data of {run.name}"] = rows
-    return tables
+        rows = [[name.replace("_", " "), f"{value}"] for name, value in counts.items() if value]
+        tables[f"Training data of {run.name}"] = rows
+    return {title: rows for title, rows in tables.items() if rows}
 
 
 def folded(runs: list[Run]) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dsft.job import beat as watchdog
 from dsft.runtime.launcher_env import rank, world_size
-from dsft.units import in_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,20 +109,15 @@ def show_table(table: "Table") -> None:
         rows.append(", ".join(parts).replace("\n", "; "))
     for text in (table.title, *rows, table.caption):
         if text:
-            console.print(in_columns(str(text), is_terminal=width is None), soft_wrap=True)
+            console.print(str(text), soft_wrap=width is not None)
     console.print()  # between two of them
 
 
-def show_text(text: str, *, is_command: bool = False, file: TextIO | None = None) -> None:
-    """Print a text, in lines that end between words where a terminal is too narrow for it; the rank's log file has it
-    whole.
-    """
+def show_text(text: str, *, file: TextIO | None = None) -> None:
+    """Print a text to the screen and the rank's log file. What cannot be printed is dropped."""
     screen = file or sys.stdout
-    if isinstance(screen, _Both):
-        screen.write_to_file(f"{text}\n")
-        screen = screen.screen
     try:
-        print(in_columns(text, is_terminal=screen.isatty(), is_command=is_command), file=screen, flush=True)
+        print(text, file=screen, flush=True)
     except OSError:
         _drop(screen)
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from dsft.runtime import console
 from dsft.runtime.console import LOGS, _Both
 
 
@@ -21,34 +20,6 @@ def test_bars_and_colours_of_the_terminal_are_not_in_the_rank_log():
         both.write(text)
     assert screen.getvalue().count("\r") == 3 and "\033[31m" in screen.getvalue()
     assert file.getvalue() == "a line\ndsft: error: another\n"
-
-
-LINE = "plan: 1 node x 2 CPU ranks of 10 GiB, 24 GiB host memory per node; 1,311,872 parameters, all trained, bfloat16"
-
-
-def test_a_line_breaks_between_words_on_a_terminal_alone_and_a_rank_log_has_it_whole(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    screen, file = Terminal(), io.StringIO()
-    monkeypatch.setattr(sys, "stdout", _Both(screen, file))
-    console.say(LINE)
-    lines = screen.getvalue().splitlines()
-    assert len(lines) == 2 and max(map(len, lines)) <= 80 and lines[1].startswith("    ")
-    assert " ".join(screen.getvalue().split()) == f"dsft: {LINE}" and file.getvalue() == f"dsft: {LINE}\n"
-    monkeypatch.setattr(sys, "stdout", whole := io.StringIO())
-    console.say(LINE)
-    assert whole.getvalue() == f"dsft: {LINE}\n"
-
-
-@pytest.mark.parametrize("path", ["runs/first", "'runs/the first'"])
-def test_a_command_on_a_terminal_can_still_be_copied(monkeypatch, path):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    command = f"dsft train --config {path}/run.yaml --output_dir {path}/another/folder --learning_rate 1e-4"
-    console.show_text(command, is_command=True)
-    lines = screen.getvalue().splitlines()
-    assert " ".join(line.removesuffix("\\").strip() for line in lines) == command
-    assert (len(lines) > 2) == ("'" not in path), "inside of quotes a backslash would be a part of the word"
-    assert all(line.endswith(" \\") and len(line) <= 40 for line in lines[:-1])
 
 
 def test_the_log_of_a_killed_rank_has_its_last_line(tmp_path):
