@@ -74,7 +74,7 @@ def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
     if len(config.model) > 1 or len(config.data) > 1:
         problems.append("evaluate takes one model and one data set; call it for each, or use dsft eval")
     if len(config.quantization) > 1:
-        problems.append("quantization of several formats gives several results; name one, or use dsft eval")
+        problems.append("several formats of quantization have several results; name one, or use dsft eval")
     distributed.start_ranks()
     return next(evaluate_all(config, problems, progress=progress))
 

@@ -1,4 +1,4 @@
-"""Finetunes a real pretrained chat model and scores what it has learnt, see scripts/real_model.
+"""Finetunes a real pretrained chat model and scores what it has learned, see scripts/real_model.
 
 The task has one right answer per sentence, so nobody has to judge: the fields of an order as JSON. Names, goods and
 towns of the held-out sentences do not occur in training. Each step is a `dsft` command on 2 CPU ranks or all GPUs.

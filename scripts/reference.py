@@ -18,7 +18,7 @@ MIGRATING = Path(__file__).parent.parent / "docs" / "migrating.md"
 TABLES = "## Names of other trainers"
 """Heading of docs/migrating.md from which on it is made here."""
 NAMES_HEAD = """A file may use these names of TRL, axolotl, LLaMA-Factory, torchtune and transformers' examples: dsft
-reads them as its own, with a note. Where the value has another form, an error says what to write."""
+reads them as its own, with a note. If the value has another form, an error shows what to write."""
 
 
 def reference() -> str:

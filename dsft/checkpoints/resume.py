@@ -77,7 +77,7 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     ]
     if changed:
         raise UserError(
-            f"resume_from_checkpoint: {checkpoint} is of another run ({'; '.join(changed)}); give the options of"
+            f"resume_from_checkpoint: {checkpoint} belongs to another run ({'; '.join(changed)}); use the options of"
             " that run, or start from its weights alone with --resume_weights_only and a new output_dir"
         )
 
@@ -139,8 +139,8 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         now = trained.get(name)
         if then != now:
             raise UserError(
-                f"{checkpoint}: is of another model or adapter ({name} is {list(then) if then else 'not'} there,"
-                f" {list(now) if now else 'not'} here); give the model and adapter options of its run"
+                f"{checkpoint}: belongs to another model or adapter ({name} is {list(then) if then else 'not'} there,"
+                f" {list(now) if now else 'not'} here); use the model and adapter options of its run"
             )
     is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     # What of the fp32 weights this rank holds: (parameter, its first element here, elements, partition, offset in it).
@@ -179,7 +179,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     if state_names != shards.states:
         raise UserError(
             f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
-            f" {', '.join(sorted(state_names)) or 'nothing'}; give the optim it was trained with, or start from its"
+            f" {', '.join(sorted(state_names)) or 'nothing'}; use the optim it was trained with, or start from its"
             " weights with --resume_weights_only"
         )
     for parameter_name, start, numel, group, offset in slots:
@@ -216,7 +216,7 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
         then = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
     if then.keys() != now.keys():
         raise UserError(
-            f"{checkpoint}: has another kind of learning-rate schedule; give the lr_scheduler_type, or the"
+            f"{checkpoint}: has another learning-rate schedule; use the lr_scheduler_type, or the"
             " scheduler in the DeepSpeed JSON, of its run"
         )
     if "_last_lr" not in then:  # DeepSpeed's, which computes rates, and betas, from its step

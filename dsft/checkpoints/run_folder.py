@@ -87,12 +87,12 @@ def check_output_dir(config, problems: list[str]) -> None:
         name = getattr(config, key)
         if config.overwrite and name and path.resolve() in (Path(name).resolve(), *Path(name).resolve().parents):
             problems.append(
-                f"overwrite: {key}={name} lies inside output_dir={path} and would be lost; choose another output_dir"
+                f"overwrite: {key}={name} is inside output_dir={path} and would be lost; choose another output_dir"
             )
     if resume == "auto" and not config.overwrite and not checkpoints(str(path)) and (path / FINAL).is_dir():
         problems.append(
-            f"resume_from_checkpoint=auto: {path} holds a finished run without checkpoints; choose a new output_dir, or"
-            " replace the run with --overwrite"
+            f"resume_from_checkpoint=auto: {path} contains a finished run without checkpoints; choose a new"
+            " output_dir, or replace the run with --overwrite"
         )
     if not config.overwrite and not resume:
         # Another rank may just try whether the folder can be written.
@@ -105,7 +105,7 @@ def check_output_dir(config, problems: list[str]) -> None:
         if names and not has_failed:
             content = "another run" if is_run(path) else "other files"
             problems.append(
-                f"output_dir={path}: holds {content}; choose a new folder, continue it with --resume_from_checkpoint"
+                f"output_dir={path}: contains {content}; choose a new folder, continue it with --resume_from_checkpoint"
                 " auto, or replace it with --overwrite"
             )
 
@@ -210,7 +210,7 @@ def start_from_weights(config: TrainConfig, checkpoint: str | None) -> list[Deci
         if is_auto and _known_run(output_dir).get("config", {}).get(WEIGHTS_ONLY):
             return []
         raise UserError(
-            f"resume_weights_only: {checkpoint} lies in output_dir={output_dir}, whose steps would mix with new"
+            f"resume_weights_only: {checkpoint} is in output_dir={output_dir}, whose steps would mix with new"
             " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
         )
     return [

@@ -53,7 +53,7 @@ class DoctorOptions(HostFields):
     quick: bool = False
     """Without compiling a program, and without measuring rates."""
     only_findings: bool = False
-    """Without the tables, where nothing is wrong."""
+    """Without the tables, if nothing is wrong."""
     json: bool = False
     """One JSON object on standard output."""
 
@@ -73,7 +73,7 @@ class PreviewOptions:
 
 @dataclass(kw_only=True)
 class InitOptions:
-    """Init: what stands in the file."""
+    """Init: what the file contains."""
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """Hub id, local folder or config.json."""
@@ -101,7 +101,7 @@ class ExportOptions:
     trust_remote_code: bool = False
     """Run code that a model repository brings along."""
     trust_checkpoint: bool = False
-    """Read pickles that ask for other classes than checkpoints hold: they may run any code."""
+    """Read pickles that ask for other classes than checkpoints contain: they may run any code."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class ChatOptions:
     prompt: str | None = None
     """One turn: the answer is printed, and nothing else."""
     system: str | None = None
-    """The system message before the first turn, where the template has a place for it."""
+    """The system message before the first turn, if the template has a place for it."""
     raw: bool = False
     """Continue each line as text, without a chat template and earlier lines."""
     max_new_tokens: int = 512
@@ -144,7 +144,7 @@ class ChatOptions:
     trust_remote_code: bool = False
     """Run code that a model repository brings along."""
     trust_checkpoint: bool = False
-    """Read pickles that ask for other classes than checkpoints hold: they may run any code."""
+    """Read pickles that ask for other classes than checkpoints contain: they may run any code."""
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Command:
     summary: str
     """One line of `dsft --help`, and the first of the command's own help."""
     function: str
-    """module:function, called with the options, and where `run_options` is set also with the run's words."""
+    """module:function, called with the options, and if `run_options` is set also with the run's words."""
     options: type
     run_options: type | None = None
     """Options of the run that the command starts, examines or prepares."""
@@ -228,8 +228,8 @@ run's own, as dsft train takes them (--output_dir ...).
 Exit code 0 without errors, 2 with."""
 _LAUNCHED = "The command that is run is printed first; --dry_run prints it and stops."
 _PLANNED = """\
-Takes the options of dsft train and its --config beside its own, and decides what that would on such a machine.
-Exit code 1 where nothing fits."""
+Takes the options of dsft train and its --config beside its own, and decides as it would on such a machine.
+Exit code 1 if nothing fits."""
 _CONVERTED = (
     "Every option without a counterpart is named, on the screen and in the file; docs/migrating.md has the names."
 )

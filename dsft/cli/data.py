@@ -97,7 +97,7 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
                     piece += f"×{weights[start]:g}"
                 text += piece
             print(f"{text}\n")  # as it is, also in a narrow terminal
-    show_text("trained tokens stand between ⟦ and ⟧")
+    show_text("trained tokens are between ⟦ and ⟧")
     for store in items.stores:
         for name, why in store.facts["first"].items():
             show_text(f"{store.counts[name]} {name.replace('_', ' ')}, the first: {why}")

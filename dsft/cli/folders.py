@@ -33,7 +33,7 @@ def show_checkpoints(options: FolderOptions) -> None:
 
     folders = checkpoints(options.folder)
     if not folders:
-        raise UserError(f"{options.folder}: holds no checkpoints")
+        raise UserError(f"{options.folder}: contains no checkpoints")
     newest = None
     table = Table(*(Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")), "complete")
     for folder in folders:

@@ -32,7 +32,7 @@ ARGUMENT_TEXTS = {
     "num_train_epochs": "Passes over the data; by default 3.",
     "max_steps": "Optimizer steps, in place of num_train_epochs.",
     "save_steps": "Optimizer steps between two checkpoints; by default 500.",
-    "eval_strategy": "no, steps or epoch; by default epoch where there is held-out data.",
+    "eval_strategy": "no, steps or epoch; by default epoch if there is held-out data.",
     "resume_from_checkpoint": "auto (the last complete checkpoint in output_dir, if there is one), or a checkpoint's"
     " folder.",
 }

@@ -65,7 +65,7 @@ ALLOWED = {
     "zero_optimization.zenflow": ([], "DeepSpeed copies the weights transposed, and trains a scrambled model"),
     "expert_parallel.enabled": ([False], "DeepSpeed saves the experts of one rank alone; ZeRO-3 shards them"),
     "hybrid_engine.enabled": ([False], "it is for reinforcement learning with DeepSpeed's own generation"),
-    "pipeline": ([], "it is for DeepSpeed's PipelineModule, and models of transformers are none"),
+    "pipeline": ([], "it needs a model made as DeepSpeed's PipelineModule"),
     "tensor_parallel.autotp_size": (
         [0, 1],
         "tensor parallelism is not supported: the Trainer would feed the ranks that share a layer different sequences;"

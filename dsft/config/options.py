@@ -27,7 +27,7 @@ from dsft.config.user_code import name_of, named
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` with the same meaning."""
 UNQUANTISED = "none"
-"""Of the option `quantization` of an evaluation: the model as it lies on disk."""
+"""Of the option `quantization` of an evaluation: the model as it is on disk."""
 
 _WHOLE_MATRICES = (
     "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim adamw_8bit takes a"
@@ -61,11 +61,10 @@ REFUSED_ARGUMENTS = {
     "do_predict": "dsft makes no predictions; dsft eval measures perplexity",
     "optim_target_modules": _WHOLE_MATRICES,
     "auto_find_batch_size": "a rank that tried again with a smaller batch would leave the others waiting, and"
-    " steps would hold other samples than planned; leave per_device_train_batch_size to the plan",
-    "save_on_each_node": "a checkpoint lies in one output_dir that all nodes share, where it is verified and resumed"
-    " from",
+    " steps would contain other samples than planned; leave per_device_train_batch_size to the plan",
+    "save_on_each_node": "checkpoints are verified and resumed from one output_dir that all nodes share from",
 }
-"""Fields of TrainingArguments that would do nothing, or something else than they say -> why. None is taken."""
+"""Fields of TrainingArguments that would do nothing, or something else than they promise -> why. None is taken."""
 _IGNORED = {
     "use_cpu remove_unused_columns": "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)",
     "do_train do_eval": "dsft train always trains; eval_strategy decides when it evaluates",
@@ -97,7 +96,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "data_weights": "name an entry of data several times to train it as often in an epoch",
     "batch_tokens": "use packing, which fills rows of seq_len (dsft eval keeps batch_tokens)",
     "tiled_mlp": "use_liger_kernel takes less memory, sequence_parallel spreads long sequences over GPUs",
-    "source_column": "give each source an entry of data; dsft eval takes --group_by COLUMN",
+    "source_column": "list each source as an entry of data; dsft eval takes --group_by COLUMN",
     "suite": "name the data sets with data, such as Salesforce/wikitext:wikitext-2-raw-v1:test",
     "context_curve": "evaluate once for each seq_len, with mode sliding and scope document",
     "async_save": "checkpoints are written while training waits; leave it out",
@@ -187,7 +186,7 @@ SAME_VALUES = {
 }
 """(option, their value) -> dsft's."""
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
-"""By method, where none is given: adapters take ten times as much as all weights."""
+"""By method, if none is given: adapters take ten times as much as all weights."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,
@@ -227,7 +226,7 @@ class ModelFields:
     trust_remote_code: bool = False
     """Run code that a model repository brings along."""
     trust_checkpoint: bool = False
-    """Read pickles (DeepSpeed's shards, `*.bin`) that ask for other classes than checkpoints hold: they may run any
+    """Read pickles (DeepSpeed's shards, `*.bin`) that ask for other classes than checkpoints contain: they may run any
     code."""
 
 
@@ -287,11 +286,11 @@ class DataFields:
     """auto goes by the columns of each source, see docs/data.md."""
     columns: dict[str, str | list[str]] = field(default_factory=dict)
     """Columns of a table that become a chat, such as {user: question, assistant: answer}; user may list several, system
-    and history may be there too. {messages: COLUMN} names a column that holds whole chats."""
+    and history may be there too. {messages: COLUMN} names a column of whole chats."""
     as_chat: bool = False
     """Make chats of prompts with completions: a user's turn and an assistant's, in the chat template."""
     text_column: str = "text"
-    """Column that holds the text, for data_format text."""
+    """Column that contains the text, for data_format text."""
     prompt_template: str | None = None
     """With completion_template: a text with columns in braces that is given, such as
     "Question: {question}\\nAnswer: "."""
@@ -312,10 +311,10 @@ class DataFields:
     seq_len: int = 1024
     """Longest sequence, in tokens. Text is cut into windows of this length."""
     train_on: Literal["auto", "all", "answers", "last"] = "auto"
-    """What is learnt: all tokens; completions and all turns of assistants; only the last of these turns. auto is all
+    """What is trained: all tokens; completions and all turns of assistants; only the last of these turns. auto is all
     for text, else answers."""
     train_thinking: Literal["auto", "all", "last", "none"] = "auto"
-    """Which reasoning of assistants is learnt: auto is all there is; all also learns the empty think blocks that a
+    """Which reasoning of assistants is trained: auto is all there is; all also trains the empty think blocks that a
     template renders; last only that of the last answer; none only what follows it."""
     drop_unrendered: bool = False
     """Train chats of which the chat template leaves out a part (reasoning, a name, tools) without it, which are
@@ -363,8 +362,8 @@ class ZeroFields:
     memory_check: bool = True
     """Refuse to start what by prediction cannot fit."""
     fp32_accumulation: bool | Literal["auto"] = "auto"
-    """Add up the gradients of a step's micro batches in float32 where the model computes in half precision; ZeRO 2 and
-    3 can. auto does in bfloat16 from 4 micro batches on where it fits, and zero=auto then takes no other."""
+    """Add up the gradients of a step's micro batches in float32 if the model computes in half precision; ZeRO 2 and
+    3 can. auto does in bfloat16 from 4 micro batches on if it fits, and zero=auto then takes no other."""
     states: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights' copy that the optimizer updates, of its gradients and its moments: bfloat16 takes half their
     memory, and loses updates that are small beside their weight (docs/methods.md). ZeRO 1 to 3, with dtype bfloat16."""
@@ -376,7 +375,7 @@ class StepFields:
 
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; sets gradient_accumulation_steps, and lets the plan choose
-    per_device_train_batch_size where that is not given."""
+    per_device_train_batch_size if that is not given."""
     router_aux_loss: float | None = None
     """Of a mixture of experts: coefficient of the router's auxiliary loss, which spreads tokens over experts; 0 adds
     none. By default as the model's config has it."""
@@ -385,7 +384,7 @@ class StepFields:
     Batch sizes then count sequences of these ranks together."""
     tiled_loss: bool | Literal["auto"] = "auto"
     """Compute the loss for some tokens' logits at a time, so that those of all tokens never exist. auto does from a
-    vocabulary of 32,000 where a trial finds the same loss and gradients."""
+    vocabulary of 32,000 if a trial finds the same loss and gradients."""
     compute_loss: Any = None
     """Your own loss as module:function: it gets logits [N, vocabulary] and labels [N] of trained tokens, and returns
     the loss of each, [N]. See docs/python.md."""
@@ -400,7 +399,7 @@ class StepFields:
     """Compare every byte of the checkpoint to resume from with its manifest, before data and model load; auto takes the
     next older one if something has changed. A checkpoint as model or adapter is compared, too."""
     overwrite: bool = False
-    """Replace the run that output_dir holds."""
+    """Replace the run in output_dir."""
     max_skipped_steps: int | None = None
     """End the training after so many optimizer steps in a row that DeepSpeed skips, since a gradient is infinite or
     NaN; by default 10, in fp16, which searches the loss's scale so, 30."""
@@ -496,14 +495,14 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
 
     too_long: Literal["drop", "truncate", "split", "error"] = "truncate"
     """What happens to a prompt and completion, or a chat, longer than seq_len: drop scores nothing of it, truncate and
-    split score what its first seq_len tokens hold."""
+    split score what is in its first seq_len tokens."""
 
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step
     folder), config.json, GGUF file."""
     run: str | None = None
-    """A training's run folder: its final model, the form of its data and its held-out data are taken, where no other
-    option says otherwise; so does --config with a training's file."""
+    """A training's run folder: its final model, the form of its data and its held-out data are taken, if no other
+    option overrides them; so does --config with a training's file."""
     eval_fraction: float = 0.0
     """Score only the rows of `data` that a training with this eval_fraction and data_seed holds out."""
     data_seed: int = 42
@@ -513,7 +512,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     chats."""
     protocol: Literal["gptq", "llama.cpp", "lm-eval", "hf"] | None = None
     """What a paper or tool reports, such as gptq, lm-eval or hf, in place of mode, scope, bos and separator, see
-    docs/perplexity.md. seq_len is the tool's own where it is not given."""
+    docs/perplexity.md. seq_len is the tool's own if it is not given."""
     has_seq_len: bool = field(default=True, metadata={"option": False})
     """Whether seq_len was named; else a protocol takes its own."""
     stride: int | None = None
@@ -527,7 +526,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     max_documents: int | None = None
     """Largest number of documents of each data set, the first ones."""
     zero: str = "auto"
-    """0 holds one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
+    """0 keeps one copy of the model per rank; 3 shards it over all ranks, 3-offload in host memory; a DeepSpeed JSON of
     stage 3 may offload parameters to the host; auto takes 0 if it fits."""
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
@@ -536,9 +535,9 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Ranks that share each window, so that long ones fit: it must divide the number of ranks and the model's heads.
     batch_tokens is then of all of these ranks together."""
     quantization: list[str] = field(default_factory=lambda: ["none"])
-    """Formats of the weights, each of which gives a result of each model: none (as they lie on disk), or one that is
+    """Formats of the weights, each with a result of each model: none (as they are on disk), or one that is
     made while they load, nf4 or int8. A model that is quantised
-    on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it lies; reference is never quantised."""
+    on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it is; reference is never quantised."""
     reference: str | None = None
     """A second model, beside which every model predicts: KL divergence both ways, share of the same top tokens.
     It must have the same tokenizer."""
@@ -553,7 +552,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Folder for perplexity.json and documents.parquet, and to continue from after an interruption; by default results
     are only printed."""
     seed: int = 42
-    """Seed of the weights where the model is a config.json alone, and of the documents to verify."""
+    """Seed of the weights if the model is a config.json alone, and of the documents to verify."""
 
     def value(self, name: str) -> Any:
         """The option called `name`; None if there is none, or it is not set."""
@@ -600,7 +599,7 @@ class LaunchOptions(HostFields):
 def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     """Returns the options that must be the same on all ranks, by name.
 
-    Each node's home folder is written as ~. `output_dir` is left out where each node may have one of its own: in an
+    Each node's home folder is written as ~. `output_dir` is left out if each node may have one of its own: in an
     evaluation, and in a training without checkpoints.
     """
     values = as_dict(options)
@@ -622,7 +621,7 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
 
 
 def shuffle_seed(arguments: Mapping[str, Any]) -> int:
-    """Returns the seed of all random choices of data, of TrainingArguments by name: `data_seed` where it is given, 0
+    """Returns the seed of all random choices of data, of TrainingArguments by name: `data_seed` if it is given, 0
     too, else `seed`.
     """
     data_seed = arguments.get("data_seed")

@@ -106,11 +106,11 @@ EXCLUSIVE = {
 """Options of which only one can be set -> why."""
 NEEDED = {
     "prompt_template completion_template": "prompt_template needs completion_template: what is trained on",
-    "generate_samples has_held_out": "generate_samples: samples are made at evaluations; give eval_data or"
+    "generate_samples has_held_out": "generate_samples: samples are made at evaluations; set eval_data or"
     " eval_fraction",
     "resume_weights_only resume_from_checkpoint": "resume_weights_only: name the checkpoint with"
     " resume_from_checkpoint",
-    "early_stopping_patience has_held_out": "early_stopping_patience needs held-out data; give eval_data or"
+    "early_stopping_patience has_held_out": "early_stopping_patience needs held-out data; set eval_data or"
     " eval_fraction",
     "early_stopping_threshold early_stopping_patience": "early_stopping_threshold needs early_stopping_patience",
     "dataloader_persistent_workers dataloader_num_workers": "dataloader_persistent_workers needs"

@@ -279,7 +279,7 @@ def canonical(row: Row, rules: FormatRules) -> Text | Pair | Chat:
     try:
         json.dumps(vars(sample), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise ValueError("it holds an unpaired surrogate, which UTF-8 cannot hold") from None
+        raise ValueError("it contains an unpaired surrogate, which UTF-8 cannot encode") from None
     return sample
 
 
@@ -339,7 +339,7 @@ def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
     if value is None:
         raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
     if not isinstance(value, str):
-        raise ValueError(f"column {name!r} must hold text; it holds {type(value).__name__}")
+        raise ValueError(f"column {name!r} must contain text; it contains {type(value).__name__}")
     if not value and not empty:
         raise ValueError(f"column {name!r} is empty")
     return value
@@ -512,7 +512,9 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{place} must hold text; it holds {'nothing' if content is None else type(content).__name__}")
+        raise ValueError(
+            f"{place} must contain text; it contains {'nothing' if content is None else type(content).__name__}"
+        )
     texts = []
     for part in content:
         kind = "text"
@@ -521,7 +523,7 @@ def _text(content: Any, place: str) -> str:
             kind = part.get("type", "text")
             text = part.get("text")
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise ValueError(f"{place} holds a part of the type {kind!r}; only text can be trained")
+            raise ValueError(f"{place} contains a part of type {kind!r}; only text can be trained")
         texts.append(text)
     return "".join(texts)
 
@@ -547,7 +549,7 @@ def _weight(given: dict[str, Any], place: str) -> float:
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     names = [name for name in TOOL_COLUMNS if row.get(name)]
     if len(names) > 1:
-        raise ValueError(f"columns {' and '.join(names)} both hold tools; keep one")
+        raise ValueError(f"columns {' and '.join(names)} both contain tools; keep one")
     if not names:
         return []
     given = row[names[0]]

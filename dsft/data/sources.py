@@ -135,7 +135,9 @@ class Source:
         for batch in self.batches():
             if batch.rows:
                 return batch
-        raise UserError(f"{self.name} holds no rows{', since map_row leaves all of them out' if self.map_row else ''}")
+        raise UserError(
+            f"{self.name} contains no rows{', since map_row leaves all of them out' if self.map_row else ''}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +197,7 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
             inside = sorted(path.iterdir())
             files = [file for file in inside if file.name[0] != "." and file.name not in ABOUT_DATA]
             files = [file for file in files if ending(file) and not file.is_dir()]
-            problem = "" if files else f"the folder {entry} holds no {kinds} file"
+            problem = "" if files else f"the folder {entry} contains no {kinds} file"
         else:
             files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
             files = [file for file in files if not file.is_dir()]

@@ -165,8 +165,8 @@ class TrainingData:
         """Raises UserError if an epoch has no step, where what does not fill one is left out."""
         if len(self.items) < batch.sequences:
             raise UserError(
-                f"dataloader_drop_last: the data gives {len(self.items):,} sequences, and a step takes"
-                f" {batch.sequences:,}, so no step is left of an epoch; leave it out, or lower the batch size"
+                f"dataloader_drop_last: the data has {len(self.items):,} sequences, and a step needs"
+                f" {batch.sequences:,}, so an epoch has no step; leave it out, or lower the batch size"
             )
 
 
@@ -198,7 +198,9 @@ def load_training_data(
     held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
     if held_out_share and not any(store.counts["rows"] for store in held_out_stores):
         names = ", ".join(formatted.source.name for formatted in data)
-        raise UserError(f"eval_fraction={config.eval_fraction} of {names} is no row; raise it or give eval_data")
+        raise UserError(
+            f"eval_fraction={config.eval_fraction} of {names} is less than one row; raise it or set eval_data"
+        )
     held_out_sequences = held_out_counts = None
     if held_out_stores:
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)

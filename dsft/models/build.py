@@ -307,7 +307,7 @@ def _check_shard_names(folder: Path, model: PreTrainedModel, state: dict[str, to
             lost.append(name)
     if lost:
         raise UserError(
-            f"model={folder}: {_tensors(lost, NO_PLACE)}; where this is the head, set tie_word_embeddings to false in"
+            f"model={folder}: {_tensors(lost, NO_PLACE)}; if this is the head, set tie_word_embeddings to false in"
             " its config.json"
         )
 
@@ -322,14 +322,14 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
     try:
         files = find_files(model, WEIGHT_FILES, revision)
         if not files:
-            return [f"model={model}: holds a config but no weights; for random weights name its config.json"]
+            return [f"model={model}: contains a config but no weights; for random weights name its config.json"]
         tensors = empty_tensors(files)
         # Without their scales integers would be cast to other weights.
         integers = [name for name, each in tensors.items() if name.endswith("weight") and not each.is_floating_point()]
         if integers:
             raise UserError(
-                f"{_tensors(integers, 'hold integers')}, and its config has no quantization_config; use the model that"
-                " it was made from, or one whose config.json has it"
+                f"{_tensors(integers, 'contain integers')}, and its config has no quantization_config; use the model"
+                " that it was made from, or one whose config.json has it"
             )
         with quiet_report(bar=False):
             _, info = facts.architecture.from_pretrained(

@@ -111,7 +111,7 @@ def adapter_base(model: str) -> str | None:
         return None
     base = content[BASE]
     if base.startswith(("/", ".", "~")) and not Path(base).exists():
-        raise UserError(f"{model}/{ADAPTER_CONFIG}: its base {base} does not exist; set {BASE} to where it is now")
+        raise UserError(f"{model}/{ADAPTER_CONFIG}: its base {base} does not exist; set {BASE} to its new path")
     return base
 
 
@@ -162,7 +162,7 @@ def missing(key: str, name: str) -> str | None:
         where = " here, and the hub cannot be reached"
     folders = [str(path.parent) for pattern in ("*", "*/*") for path in Path().glob(f"{pattern}/config.json")]
     kind = "folder or file" if key in ("model", "reference") else "folder"
-    return f"{key}={name}: there is no such {kind}{where}{nearest(name, folders)}"
+    return f"{key}={name}: no such {kind}{where}{nearest(name, folders)}"
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def misnamed(key: str, name: str) -> str | None:
     if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=number_in, reverse=True)
         if inside := next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None):
-            return f"{key}={name}: holds no model of its own; name the one inside it, {inside}"
+            return f"{key}={name}: contains no model; use {inside}"
     return missing(key, name)
 
 
@@ -219,7 +219,7 @@ def load_template(name: str) -> str:
         except (ValueError, LookupError, TypeError):
             template = None
         if not isinstance(template, str):
-            raise ValueError(f"{name} holds no text under the key chat_template")
+            raise ValueError(f"{name} contains no text under the key chat_template")
     from jinja2 import Environment, TemplateSyntaxError
 
     try:  # {% generation %}, with which transformers marks what an assistant writes, is not Jinja's

@@ -126,7 +126,7 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
         return []
     return [
         f"tokenizer {tokenizer.name_or_path}: has ids up to {largest} ({token}), but the model has embeddings for"
-        f" {vocab_size}; use the model's own tokenizer, or, where this is it, a copy without the tokens beyond (in"
+        f" {vocab_size}; use the model's own tokenizer, or, if this is it, a copy without the tokens beyond (in"
         " added_tokens of its files)"
     ]
 
@@ -139,7 +139,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     texts = [text for text in wanted if text != MARKERS]
     markers = []
     if blank := [text for text in texts if not text.strip()]:
-        problems.append(f"add_tokens: {blank[0]!r} is no text")
+        problems.append(f"add_tokens: {blank[0]!r} is not a text")
         return []
     if MARKERS in wanted:
         templates = tokenizer.chat_template or ""  # a text, or several by name: for tools, say
@@ -147,8 +147,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         markers = split_tokens(tokenizer, template)
         if not re.search(MARKER, template):
             problems.append(
-                "add_tokens: markers: there is no chat template with any, such as <|user|>; set chat_template, or name"
-                " the tokens"
+                "add_tokens: markers: no chat template has any, such as <|user|>; set chat_template, or name the tokens"
             )
     special = [AddedToken(marker, special=True, normalized=False) for marker in markers]
     tokenizer.add_tokens(special, special_tokens=True)

@@ -242,8 +242,8 @@ def _explained(file: str, error: BaseException) -> str:
     if not refused:
         return f"{file}: cannot be read ({type(error).__name__}: {one_line(error)})"
     return (
-        f"{file}: holds {next(filter(None, refused.groups()))}, which no checkpoint needs; reading it may run any code;"
-        " if you trust the source, add --trust_checkpoint"
+        f"{file}: contains {next(filter(None, refused.groups()))}, which checkpoints do not need; reading it may run"
+        " any code; if you trust the source, add --trust_checkpoint"
     )
 
 
@@ -297,8 +297,8 @@ class ZeroShards:
         files = sorted(self.folder.glob(OPTIMIZER_FILES), key=number_in)
         if not files:
             raise UserError(
-                f"{checkpoint}: holds no optimizer states of ZeRO ({OPTIMIZER_FILES}), as checkpoints of stage 0 or"
-                " saved with save_only_model do not"
+                f"{checkpoint}: contains no ZeRO optimizer states ({OPTIMIZER_FILES}): it is of stage 0 or"
+                " saved with save_only_model"
             )
         self.world_size = len(files)
         file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
@@ -306,8 +306,8 @@ class ZeroShards:
         self.model_state: dict[str, Any] = load_pickle(file) if file else {}
         if not self.model_state.get("param_shapes"):
             raise UserError(
-                f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which say"
-                " how the shards are cut; take a checkpoint that was written in full"
+                f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which"
+                " describe the shards; use a complete checkpoint"
             )
         groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
         self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}

@@ -131,7 +131,7 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
         folder = path.parent if path.name == REPORTS else path
         results = Results(folder)
         if not results.evaluations and not results.incomplete:
-            problems.append(f"{name}: holds no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
+            problems.append(f"{name}: contains no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
         for model in results.incomplete:
             problems.append(f"{name}: {DOCUMENTS} lacks documents of {model}; run dsft eval again")
         evaluations += results.evaluations.values()

@@ -218,7 +218,7 @@ def build_windows(
         windows.leave_out_bytes(*bytes_of_tokens(tokenizer))
     if not len(pieces_of(windows).tokens):
         raise UserError(
-            f"data: {len(windows.document_ends)} documents give no token to score: a first token is context only"
+            f"data: {len(windows.document_ends)} documents have no token to score: a first token is context only"
         )
     return windows
 

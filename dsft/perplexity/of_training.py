@@ -58,7 +58,7 @@ def evaluation_config(
             values = {"model": run, "data": run} | values
         else:
             if "model" not in values and not (Path(run) / FINAL).is_dir():
-                problems.append(f"run={run}: holds no final model yet; name a checkpoint with model")
+                problems.append(f"run={run}: has no final model yet; name a checkpoint with model")
             values = _of_training(options, run, problems, overridden=values) | values
     config = replace(make_config(EvalConfig, dict(values), problems, also=also), has_seq_len=has_seq_len)
     from dsft.perplexity.modes import mode_problems  # with numpy, which a launch of a training does without
@@ -109,7 +109,7 @@ def _of_training(
             "data_seed": shuffle_seed(options),
         }
     else:
-        problems.append("data: the training holds no data out (eval_data, eval_fraction); name some with data")
+        problems.append("data: the training has no held-out data (eval_data, eval_fraction); name some with data")
         values["data"] = options.get("data")
     if of_run:
         entries = values["data"] if isinstance(values["data"], list) else [values["data"]]

@@ -233,7 +233,7 @@ class Evaluation:
         if math.isnan(self.intervals.perplexity[0]):
             units = f"none: {self.intervals.units}"
         elif result.documents > 1 and result.longest_share > LONG_SHARE:
-            units += f"; the longest document holds {result.longest_share:.0%} of the tokens"
+            units += f"; the longest document has {result.longest_share:.0%} of the tokens"
         scored = f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})"
         if result.unscored_documents:
             scored += f"; {result.unscored_documents:,} documents have no token to score"
@@ -318,7 +318,7 @@ class Results:
                     self.incomplete.append(report["model"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UserError(
-                f"{self.folder}: holds a {REPORTS} with {DOCUMENTS} beside it that cannot be read"
+                f"{self.folder}: contains a {REPORTS} whose {DOCUMENTS} cannot be read"
                 f" ({type(error).__name__}: {error}); remove both, or name another folder"
             ) from None
 

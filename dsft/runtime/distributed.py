@@ -109,8 +109,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {port_owner(int(port))}; give another to"
-                " the launcher (--master_port N), on every node the same, or end that process"
+                f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {port_owner(int(port))}; pass another to"
+                " the launcher (--master_port N, the same on every node), or end that process"
             ) from error
         reason = one_line(error).partition(". ")[0].rstrip(".")
         raise NotStarted(
@@ -427,7 +427,7 @@ def set_library_variables() -> None:
 
 
 SAME_OPTIONS = (
-    "give every node the same options and files; `dsft launch --hostfile` sends those from where it is started"
+    "use the same options and files on every node; `dsft launch --hostfile` sends those from where it is started"
 )
 SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"

@@ -98,7 +98,7 @@ def map_launcher_variables() -> None:
         os.environ.pop(MPI_LOCAL_RANK, None)  # DeepSpeed asserts that they are equal
     if variables and "MASTER_ADDR" not in os.environ:
         raise UserError(
-            "mpirun started these ranks on several nodes and MASTER_ADDR is not set: give the first node's address,"
+            "mpirun started these ranks on several nodes and MASTER_ADDR is not set: set it to the first node,"
             " export MASTER_ADDR=HOST and mpirun -x MASTER_ADDR (scripts/mpi does)"
         )
 

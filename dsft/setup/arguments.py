@@ -244,8 +244,8 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
         # transformers skips zero.Init for quantised models (modeling_utils.py, get_init_context).
         problems.append(
             f"method=qlora cannot be combined with zero={zero}: every GPU would load the whole quantised base"
-            " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 where that base"
-            " fits one GPU, else method lora, whose base is sharded and offloaded"
+            " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 if that base"
+            " fits on one GPU, else method lora, whose base is sharded and offloaded"
         )
     if options.states == "bfloat16":
         refusal = ""
@@ -340,8 +340,8 @@ def check_hub(options: TrainConfig) -> list[str]:
         HfApi().whoami(token=options.training.get("hub_token"))
     except Exception as error:  # of the HTTP library of its version: no network, no token, or one that is not valid
         return [
-            f"push_to_hub: the hub does not take this user here ({one_line(error)}); give a network and a token"
-            " (hf auth login), or leave it out and upload final/ afterwards"
+            f"push_to_hub: login to the hub failed ({one_line(error)}); log in with hf auth login, or"
+            " leave it out and upload final/ afterwards"
         ]
     return []
 

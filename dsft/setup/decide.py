@@ -279,11 +279,13 @@ def decide_run(run: TrainingRun) -> None:
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
         kernel = attention_like_eager(model.config, **trial)
         if kernel:
-            run.apply([Decision("attn_implementation", kernel, "eager attention would hold a matrix of all tokens")])
+            run.apply(
+                [Decision("attn_implementation", kernel, "eager attention would allocate a matrix of all tokens")]
+            )
         else:
             run.notes.append(
-                f"{model.size.model_type} has no sdpa, and neither flash nor flex attention runs here: attention holds"
-                " a matrix of all tokens; pip install kernels, and triton"
+                f"{model.size.model_type} has no sdpa, and neither flash nor flex attention runs here: attention"
+                " allocates a matrix of all tokens; pip install kernels, and triton"
             )
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
     # Padding on the right changes nothing in a causal model, but the auxiliary loss of a router.
@@ -354,7 +356,7 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     run.problems += arguments.check_machine(run.options, machine)
     evaluating = [name for name, values in EVALUATES.items() if run.options.training.get(name) in values]
     if starts and evaluating and not run.options.has_held_out:
-        run.problems.append(f"{evaluating[0]} needs held-out data; give eval_data or eval_fraction")
+        run.problems.append(f"{evaluating[0]} needs held-out data; set eval_data or eval_fraction")
     if not problems and not run.problems:  # transformers' own rules, of options that are sound by themselves
         run.problems += arguments.check_training_arguments(run.options, here=machine.measured)
 
@@ -503,8 +505,8 @@ def resume_decisions(
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:
         raise UserError(
-            f"resume_from_checkpoint={checkpoint}: holds no states of DeepSpeed, as checkpoints of a plain Trainer or"
-            " with save_only_model; start from its weights: --resume_weights_only with its folder as"
+            f"resume_from_checkpoint={checkpoint}: contains no DeepSpeed states (it is of a plain Trainer, or of"
+            " save_only_model); start from its weights: --resume_weights_only with its folder as"
             " resume_from_checkpoint, and a new output_dir"
         )
     return checkpoint, decisions, False
@@ -599,7 +601,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
                 checkpoint_every=job.checkpoint_every or plan["checkpoint_every"],
             )
             if zero.endswith(".json"):  # its numbers become options before a plan is made
-                raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={zero}; give that again"])
+                raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={zero}; use it again"])
         if zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     refused = refused_candidates(run)

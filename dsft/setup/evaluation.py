@@ -53,7 +53,7 @@ def check_evaluation(
         zero_file = read_sound_file(config.zero, problems)
         if zero_file and stage(zero_file) != 3:
             problems.append(
-                f"zero={config.zero}: evaluation holds a full model per rank (0) or shards of stage 3, not of stage"
+                f"zero={config.zero}: evaluation needs a full model per rank (0) or shards of stage 3, not of stage"
                 f" {stage(zero_file)}"
             )
         if get_value(zero_file, "zero_optimization.offload_param.device") == "nvme":
@@ -86,9 +86,9 @@ def check_evaluation(
         if size != other_size or reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
             problems.append(
                 f"reference={reference.config.model}: has another tokenizer than {model.config.model}, or predicts"
-                f" another number of tokens ({other_size:,} and {size:,}); KL needs the same tokens; where both were"
-                " trained with one, name it with tokenizer; else evaluate both by themselves, and compare their bits"
-                " per byte with dsft compare"
+                f" another number of tokens ({other_size:,} and {size:,}); KL needs the same tokens; if both were"
+                " trained with one tokenizer, set tokenizer; else evaluate each, and compare their bits per byte with"
+                " dsft compare"
             )
     distributed.raise_together(problems)
     for model in models if config.quantization else []:

@@ -317,8 +317,8 @@ class LearningCheck(TrainerCallback):
         if len(self.losses) > 1 and all(abs(loss / uniform - 1) < CLOSE_TO_UNIFORM for loss in self.losses):
             self._warn(
                 f"the loss stays at {uniform:.4g}, no better than uniform over {self.vocab_size} tokens: nothing is"
-                " learnt. Usual causes: a learning rate too low, too few steps, or random weights where trained ones"
-                " were meant"
+                " learnt. Usual causes: a learning rate too low, too few steps, or random weights instead of"
+                " trained ones"
             )
 
     def _warn(self, warning: str) -> None:
@@ -348,7 +348,7 @@ class SkippedSteps:
             raise TrainingStopped(
                 f"a gradient was infinite or NaN in {self.in_a_row} steps in a row, up to step {step}: nothing is"
                 " learnt any more. Usual causes: a learning rate too high, or broken weights in the model that training"
-                f" started from{', or numbers beyond what float16 holds' if self.in_fp16 else ''}; checkpoints are"
+                f" started from{', or numbers beyond the range of float16' if self.in_fp16 else ''}; checkpoints are"
                 " untouched"
             )
 

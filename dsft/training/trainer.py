@@ -78,7 +78,7 @@ from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss
 from dsft.units import Batch, padded_width
 
-ORDERS = {"group_by_length": "steps of like length", "sequential": "as it stands in the data"}
+ORDERS = {"group_by_length": "steps of like length", "sequential": "as in the data"}
 """Sampling strategies that give steps other items than a random order does -> words for the run's identity."""
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of the learning rate, which they change by what they see."""
@@ -450,7 +450,7 @@ class PerplexityTrainer(Trainer):
                 kept = f"the last checkpoint, {saved[-1]}, is untouched" if saved else "nothing had been saved yet"
                 raise TrainingStopped(
                     f"the loss is NaN or infinite at step {step}; {kept}. Usual causes: a learning rate too high"
-                    f" (here {self.args.learning_rate}), fp16 where bf16 is needed, or broken weights in the model that"
+                    f" (here {self.args.learning_rate}), fp16 instead of bf16, or broken weights in the model that"
                     " training started from"
                 )
             if self.args.include_num_input_tokens_seen == "non_padding":

@@ -307,9 +307,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(
         return run_entry("dsft.train", words, world=2)
 
     refused = other()
-    assert refused.returncode == 2 and "is of another run" in refused.stderr and "content of data" in refused.stderr, (
-        refused.stderr
-    )
+    assert (
+        refused.returncode == 2 and "belongs to another run" in refused.stderr and "content of data" in refused.stderr
+    ), refused.stderr
     assert read_json(tmp_path / "other" / "run.json")["status"] == "failed"
     taken = other(resume_weights_only=True)
     assert taken.returncode == 0, taken.stdout + taken.stderr

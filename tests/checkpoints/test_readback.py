@@ -156,7 +156,9 @@ def test_a_resume_of_another_run_is_refused_before_any_rank_starts(run_of_six, o
     start()
     wide = write_model(tmp_path / "wide", intermediate_size=64)
     for words in {"model": str(wide)}, {"method": "lora"}:
-        with pytest.raises(UserError, match=r"checkpoint-6 is of another run \(trained elements: \d+ then, \d+ now"):
+        with pytest.raises(
+            UserError, match=r"checkpoint-6 belongs to another run \(trained elements: \d+ then, \d+ now"
+        ):
             start(**words)
     with pytest.raises(UserError, match="seed of the order: 42 then, 7 now"):
         start(seed=7)

@@ -150,7 +150,7 @@ def test_weights_alone_start_a_new_run_beside_the_old_one(tmp_path, method, opti
         "resume_from_checkpoint": None,
     }
     assert {decision.reason for decision in decisions} == {"resume_weights_only"}
-    with pytest.raises(UserError, match=f"{checkpoint} lies in output_dir={tmp_path / 'old'}.* name another"):
+    with pytest.raises(UserError, match=f"{checkpoint} is in output_dir={tmp_path / 'old'}.* name another"):
         start_from_weights(config(tmp_path / "old", method=method), checkpoint)
 
 

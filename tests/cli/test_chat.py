@@ -127,7 +127,7 @@ def test_the_analysis_of_gpt_oss_is_no_content_of_the_next_turn(tiny, tmp_path, 
     [
         ("{tiny}/model", [], "its tokenizer has no chat template"),
         ("{tmp}", [], "{tmp}: contains neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"),
-        ("{tmp}/away", [], "model={tmp}/away: there is no such folder or file"),
+        ("{tmp}/away", [], "model={tmp}/away: no such folder or file"),
         ("{tiny}/chat", ["--prompt", "the " * 300], "and the model 256 positions; shorten --prompt"),
         ("{tiny}/chat", ["--chat_template", "chatmll"], "chat_template: chatmll is neither a file"),
         ("{tiny}/chat", ["--temperature", "-1"], "temperature=-1.0: must not be negative"),

@@ -296,7 +296,7 @@ def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
     ],
 )
 def test_an_unpaired_surrogate_names_its_row(tokenizer, row):
-    with pytest.raises(UserError, match="rows.jsonl, line 1: it holds an unpaired surrogate"):
+    with pytest.raises(UserError, match="rows.jsonl, line 1: it contains an unpaired surrogate"):
         made([row], tokenizer)
 
 
@@ -351,7 +351,7 @@ GOOD = {"messages": CHAT}
         ([GOOD, {"messages": None}], "messages must be a list"),
         (
             [GOOD, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}],
-            r"message 1 \(user\) holds a part of the type 'image_url'; only text can be trained",
+            r"message 1 \(user\) contains a part of type 'image_url'; only text can be trained",
         ),
         ([GOOD, {"messages": [{"role": "robot", "content": "a"}]}], "message 1 has the role 'robot'; there are system"),
         (
@@ -368,7 +368,7 @@ GOOD = {"messages": CHAT}
         ),
         (
             [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}],
-            "column 'completion' must hold text; it holds int",
+            "column 'completion' must contain text; it contains int",
         ),
         ([{"text": "a"}, {"text": None}], "column 'text' is null"),
         ([{"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}], "column 'instruction' is empty"),
@@ -417,7 +417,7 @@ def test_a_template_in_a_json_file_is_the_text_of_its_key(tmp_path):
         if "chat_template" in content:
             assert load_template(str(path)) == text
         else:
-            with pytest.raises(ValueError, match="chat_template.json holds no text under the key chat_template"):
+            with pytest.raises(ValueError, match="chat_template.json contains no text under the key chat_template"):
                 load_template(str(path))
 
 

@@ -155,12 +155,12 @@ def test_markers_of_a_template_become_special_tokens(tiny):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"add_tokens": [" "]}, "add_tokens: ' ' is no text"),
+        ({"add_tokens": [" "]}, "add_tokens: ' ' is not a text"),
         (
             {"add_tokens": ["markers"], "chat_template": "plain"},
-            "add_tokens: markers: there is no chat template with any",
+            "add_tokens: markers: no chat template has any",
         ),
-        ({"add_tokens": ["markers"]}, "add_tokens: markers: there is no chat template with any"),
+        ({"add_tokens": ["markers"]}, "add_tokens: markers: no chat template has any"),
         (
             {"method": "lora", "lora_modules_to_save": ["embed_tokens"], "add_tokens": ["<a>"]},
             "lora_modules_to_save: embed_tokens: add_tokens trains the rows of new tokens; leave one out",

@@ -44,9 +44,9 @@ def test_a_path_that_is_not_there_is_called_a_path(problems_of, tmp_path, name):
     for changes in ({"model": name}, {"tokenizer": name}):
         (key,) = changes
         problems = problems_of(**changes)
-        assert len(problems) == 1 and f"{key}={name}: there is no such folder" in problems[0], problems
+        assert len(problems) == 1 and f"{key}={name}: no such folder" in problems[0], problems
     problems = problems_of(method="lora", adapter=name)
-    assert len(problems) == 1 and f"adapter={name}: there is no such folder" in problems[0], problems
+    assert len(problems) == 1 and f"adapter={name}: no such folder" in problems[0], problems
 
 
 @pytest.mark.parametrize("architecture", ["t5", "clip"])
@@ -172,7 +172,7 @@ def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
 def test_a_config_without_weights_is_refused_in_an_evaluation(tiny, tmp_path):
     folder = shutil.copytree(tiny / "model", tmp_path / "bare")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="holds a config but no weights"):
+    with pytest.raises(UserError, match="contains a config but no weights"):
         evaluate(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 

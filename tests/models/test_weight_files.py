@@ -89,7 +89,7 @@ def test_a_stage_that_is_stored_by_name_is_read_and_no_other_attribute(tmp_path,
     for of, name, said in [
         (ZeroStageEnum, "weights", None),
         (ZeroStageEnum, "__base__", "cannot be read"),
-        (LossScaler, "__init__", r"shard\.pt: holds getattr, which no checkpoint needs"),
+        (LossScaler, "__init__", r"shard\.pt: contains getattr, which checkpoints do not need"),
     ]:
         torch.save({"stage": ByName(of, name)}, file, _use_new_zipfile_serialization=zip_format)
         if said is None:
@@ -107,7 +107,7 @@ def test_export_of_a_poisoned_shard_names_the_class_and_runs_nothing_unless_trus
     poison(run / STEP / name, trace, old_format=old_format)
     (run / "checkpoint-2" / "model.safetensors").unlink()
     (run / "checkpoint-2" / MANIFEST).unlink()  # with it the changed file is found before anything is read
-    with pytest.raises(UserError, match=rf"{name}: holds \w+\.makedirs, .*--trust_checkpoint"):
+    with pytest.raises(UserError, match=rf"{name}: contains \w+\.makedirs, .*--trust_checkpoint"):
         export(str(run / "checkpoint-2"), str(tmp_path / "out"))
     assert not trace.exists()
     # DeepSpeed maps optimizer states into memory, which torch refuses for the old format, after they were read here.
@@ -137,7 +137,7 @@ def test_a_resume_from_a_poisoned_file_ends_on_all_ranks_before_anything_runs(co
     if is_ours:
         assert codes[1] == 2, "the rank of that shard"
     else:
-        assert f"{name}: holds" in refused.stderr and "--trust_checkpoint" in refused.stderr, refused.stderr
+        assert f"{name}: contains" in refused.stderr and "--trust_checkpoint" in refused.stderr, refused.stderr
 
 
 def test_a_start_is_checked_with_the_trust_that_its_training_has(options, tmp_path):
@@ -149,7 +149,7 @@ def test_a_start_is_checked_with_the_trust_that_its_training_has(options, tmp_pa
     def start(**words) -> None:
         check_start(make_config(TrainConfig, options(tmp_path / "run", model=str(folder), **words), []), [])
 
-    with pytest.raises(UserError, match=r"pytorch_model\.bin: holds collections\.UserDict, .*--trust_checkpoint"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: contains collections\.UserDict, .*--trust_checkpoint"):
         start()
     start(trust_checkpoint=True)
 
@@ -167,7 +167,7 @@ def test_poisoned_weights_of_a_model_or_an_adapter_are_refused(tmp_path, weights
     adapter = {"method": "lora", "adapter": str(folder)} if weights == "adapter" else {}
     options = TrainConfig(model=str(base), **adapter)
     (problem,) = check_weights(options, measure_model(options), local=True)
-    assert re.search(rf"{file}: holds \w+\.makedirs", problem) and not trace.exists()
+    assert re.search(rf"{file}: contains \w+\.makedirs", problem) and not trace.exists()
 
 
 def test_a_forced_weights_only_load_ends_with_its_context(tmp_path, monkeypatch):

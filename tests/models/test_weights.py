@@ -61,7 +61,7 @@ DAMAGES = {
     "truncated": (lambda folder: cut(folder / "model.safetensors"), ["model.safetensors: cannot be read"]),
     "corrupt": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 900), ["cannot be read"]),
     "empty": (lambda folder: (folder / "model.safetensors").write_bytes(b""), ["model.safetensors: cannot be read"]),
-    "no-weights": (lambda folder: (folder / "model.safetensors").unlink(), ["holds a config but no weights"]),
+    "no-weights": (lambda folder: (folder / "model.safetensors").unlink(), ["contains a config but no weights"]),
     "shard-lost": (lambda folder: shard(folder)[1].unlink(), ["model-00002-of-", "is not there", INDEX]),
     "shard-cut": (lambda folder: cut(shard(folder)[0]), ["model-00001-of-", "cannot be read"]),
     "index-corrupt": (

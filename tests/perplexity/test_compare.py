@@ -121,7 +121,7 @@ def test_of_one_document_of_fewer_than_60_windows_no_interval_is_printed():
 def test_a_document_with_more_than_a_fifth_of_the_tokens_is_named():
     result = evaluation("base", 0, documents=3)
     share = result.perplexity.document_tokens.max() / result.perplexity.tokens
-    assert result.summary()["interval"].endswith(f"; the longest document holds {share:.0%} of the tokens")
+    assert result.summary()["interval"].endswith(f"; the longest document has {share:.0%} of the tokens")
     assert evaluation("base", 0).summary()["interval"] == "over 40 documents"
 
 
@@ -312,7 +312,7 @@ def test_results_that_another_program_has_changed_are_named(tmp_path, lacking):
     content = json.loads((path := tmp_path / "perplexity.json").read_text())
     del content["results"][0][lacking]
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=rf"{tmp_path}: holds a perplexity.json .*{lacking}"):
+    with pytest.raises(UserError, match=rf"{tmp_path}: contains a perplexity.json .*{lacking}"):
         read_evaluations([str(tmp_path)])
 
 

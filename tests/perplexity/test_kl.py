@@ -180,7 +180,7 @@ def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
     for reference, part in (
         (other, "has another tokenizer than .* dsft compare"),
         (wider, "predicts another number of tokens .392 and 384.; KL needs"),
-        (tmp_path / "nowhere", "^reference=.*nowhere: there is no such folder or file$"),
+        (tmp_path / "nowhere", "^reference=.*nowhere: no such folder or file$"),
     ):
         with pytest.raises(UserError, match=part):
             evaluate(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)

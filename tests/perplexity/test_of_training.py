@@ -99,7 +99,7 @@ def test_what_is_read_of_a_training(runs, tiny, tmp_path):
     assert {name: getattr(config, name) for name in shared} == shared and config.output_dir is None
     config, problems = read("--model", "other", "--data", "a.jsonl", "--seq_len", "32", eval_data=[])
     assert problems == [] and (config.model, config.data, config.seq_len) == (["other"], ["a.jsonl"], 32)
-    assert "holds no data out" in " ".join(read(eval_data=[])[1])
+    assert "has no held-out data" in " ".join(read(eval_data=[])[1])
     assert "leraning_rate: unknown key" in " ".join(read(leraning_rate=1.0)[1])
     config = evaluation_config({"run": str(runs / "templates")}, problems := [])
     assert not problems and {name: getattr(config, name) for name in shared} == shared
@@ -133,7 +133,7 @@ def test_a_model_of_a_run_has_the_tokenizer_that_it_was_trained_with(tmp_path):
 
 
 def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
-    for run, part in ((tmp_path, "is not a run folder"), (tmp_path / "started", "holds no final model yet")):
+    for run, part in ((tmp_path, "is not a run folder"), (tmp_path / "started", "has no final model yet")):
         if run != tmp_path:
             run.mkdir()
             (run / "run.json").write_text((runs / "share" / "run.json").read_text())

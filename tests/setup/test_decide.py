@@ -154,7 +154,7 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
     path, (decision, _), is_end = resumed()
     assert (path, is_end) == (str(tmp_path / "run" / "checkpoint-5"), False)
     assert (decision.name, decision.value) == ("global_batch_size", 4)
-    with pytest.raises(UserError, match=r"is of another run \(trained elements"):
+    with pytest.raises(UserError, match=r"belongs to another run \(trained elements"):
         resumed(another=(3,))
 
 
@@ -175,7 +175,7 @@ def test_what_ends_every_rank_is_found_before_one_starts(options, tiny, tmp_path
         ({"model": str(lost)}, "1 tensor of the model missing from its weights"),
         ({"zero": str(tmp_path / "zero.json")}, "overlap_com: unknown key; did you mean 'overlap_comm'"),
         ({"report_to": "wandbx"}, "report_to=wandbx: wandbx is not supported"),
-        ({"output_dir": str(tmp_path / "other")}, "holds another run"),
+        ({"output_dir": str(tmp_path / "other")}, "contains another run"),
     ]
 
     def start(**changes) -> None:

@@ -59,8 +59,8 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
     starts = [
         "bogus: unknown key",
         "zero=zero.json: not valid JSON",
-        "model=./none/config.json: there is no such folder or file",
-        "tokenizer=./none: there is no such folder",
+        "model=./none/config.json: no such folder or file",
+        "tokenizer=./none: no such folder",
         "data: nowhere.jsonl does not exist",
         "data: columns.jsonl: ",
         "eval_data: rows.jsonl, line 2: not valid JSON",
@@ -68,13 +68,13 @@ def test_launches_and_ranks_name_what_is_wrong_with_their_files_before_torch_is_
     problems = json.loads(train)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
     starts = [
-        "model=./none: there is no such folder or file",
-        "reference=./gone: there is no such folder or file",
+        "model=./none: no such folder or file",
+        "reference=./gone: no such folder or file",
         "data: rows.jsonl, line 2: not valid JSON",
     ]
     problems = json.loads(evaluation)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts
 
-    starts = ["run=old: holds no final model yet", "data: gone.jsonl does not exist"]
+    starts = ["run=old: has no final model yet", "data: gone.jsonl does not exist"]
     problems = json.loads(of_run)
     assert [problem[: len(start)] for problem, start in zip(problems, starts, strict=True)] == starts

@@ -68,7 +68,7 @@ def test_a_resume_of_a_run_with_a_json_of_its_own_is_asked_for_it(facts, tmp_pat
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
     checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
     write_run(str(tmp_path), plan=EARLIER | {"zero": "own.json"})
-    with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; give that again"):
+    with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; use it again"):
         chosen(facts, options, checkpoint=checkpoint)
 
 

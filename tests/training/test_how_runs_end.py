@@ -73,7 +73,7 @@ def test_bad_data_is_a_failed_run_that_the_same_command_starts_again(ended, worl
     assert again.returncode == 0, again.stderr
     assert end_of(folder) == ("done", "")
     refused = run_entry("dsft.train", words)
-    assert refused.returncode == 2 and "holds another run" in refused.stderr
+    assert refused.returncode == 2 and "contains another run" in refused.stderr
 
 
 @pytest.mark.cases("killed, {rank}")
