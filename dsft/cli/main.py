@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     name = SYNONYMS.get(name, name)
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; dsft --help lists them")
+        raise UserError(f"unknown command {name!r}{nearest(name, [*COMMANDS, *SYNONYMS])}; dsft --help lists them")
     if {"-h", "--help"} & set(words):
         launched = next((word for word in words if word in ("train", "eval")), name)
         print(command_help(launched if name == "launch" else name, everything="all" in words))

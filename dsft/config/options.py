@@ -146,6 +146,7 @@ _SAME_MEANING = {
     "sequence_parallel": "sequence_parallel_degree sequence_parallel_size context_parallel_size",
     "router_aux_loss": "router_aux_loss_coef",
     "output_dir": "save_dir output_path output out",
+    "resume_from_checkpoint": "resume auto_resume_from_checkpoints",
     "overwrite": "overwrite_output_dir",
     "eval_strategy": "evaluation_strategy",
     "logging_steps": "log_every_n_steps log_interval",

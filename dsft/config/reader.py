@@ -51,6 +51,8 @@ SCALARS = {
     type(None): "null",
 }
 """Type -> what a value of it is called."""
+EXPONENT = re.compile(r"[-+]?[0-9.]+e[-+]?[0-9]+", re.IGNORECASE)
+"""A number such as 1e-6, which YAML reads as a text."""
 MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
 MORE_THAN_0 = sys.float_info.min
 LESS_THAN_1 = 1 - sys.float_info.epsilon
@@ -133,11 +135,12 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
-    if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
-        values = values | {"resume_from_checkpoint": "auto"}
     notes: list[str] = []
+    values = own_names(values, all_types, notes)
+    if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
+        values["resume_from_checkpoint"] = "auto"
     refused: list[str] = []
-    checked = check_values(own_names(values, all_types, notes), all_types, refused, also=also)
+    checked = check_values(values, all_types, refused, also=also)
     options: dict[str, Any] = {"notes": tuple(notes)}
     training: dict[str, Any] = {}
     for name, value in checked.items():
@@ -173,7 +176,7 @@ def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[
     """Returns the options in `--config FILE` and those of all other flags, unchecked; None if the file cannot be
     read.
     """
-    flags = read_flags(argv, problems)
+    flags = read_flags(argv)
     path = flags.pop("config", None)
     if path is None:
         return {}, flags
@@ -224,8 +227,10 @@ class Repeated(list):
     """All values of a flag that is given more than once."""
 
 
-def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key a b` (a list) and bare `--key` (true), as strings, lists and True."""
+def read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b` (a list) and bare `--key` (true), as strings, lists and True. Raises
+    UserError if the first word is neither an option nor a YAML file.
+    """
     occurrences: dict[str, list[list[str]]] = {}
     values: list[str] | None = None
     for word in argv:
@@ -233,13 +238,12 @@ def read_flags(argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
             key, equals, value = word[2:].partition("=")
             values = [value] if equals else []
             occurrences.setdefault(key.replace("-", "_"), []).append(values)
-        elif values is None:
-            if word.endswith((".yaml", ".yml")):  # a lone file is the configuration
-                occurrences.setdefault("config", []).append([word])
-            else:
-                problems.append(f"unexpected argument {word!r}; options are written --key value")
-        else:
+        elif values is not None:
             values.append(word)
+        elif word.endswith((".yaml", ".yml")):  # a lone file is the configuration
+            occurrences.setdefault("config", []).append([word])
+        else:
+            raise UserError(f"unexpected argument {word!r}; options are written --key value")
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
     flags: dict[str, Any] = {}
@@ -279,7 +283,7 @@ def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[d
     """(checked values of the fields of `cls` that flags in `argv` set, all other words)."""
     types_by_name = field_types(cls)
     taken, left = split_flags(argv, types_by_name)
-    return check_values(read_flags(taken, problems), types_by_name, problems), left
+    return check_values(read_flags(taken), types_by_name, problems), left
 
 
 def read_command(cls: type, argv: Sequence[str]) -> Any:
@@ -302,7 +306,8 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     if words and positional and takes_list(types_by_name[positional[0]]):
         words = [words]
     values |= check_values(dict(zip(positional, words, strict=False)), types_by_name, problems)
-    problems += [f"{word}: unexpected argument" for word in words[len(positional) :]]
+    for word in words[len(positional) :]:
+        problems.append(f"unexpected argument {word!r}; options are written --key value")
     raise_if_any(problems)
     try:
         return cls(**{fields[name].name: value for name, value in values.items()})
@@ -410,7 +415,12 @@ def convert(value: Any, hint: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping, got {value!r}")
         key_type, value_type = arguments or (Any, Any)
-        return {convert(key, key_type): convert(item, value_type) for key, item in value.items()}
+        converted = {}
+        for key, item in value.items():
+            if value_type is Any and isinstance(item, str) and EXPONENT.fullmatch(item):
+                item = float(item)
+            converted[convert(key, key_type)] = convert(item, value_type)
+        return converted
     if hint not in SCALARS:
         raise ValueError(f"cannot be set from a file or a flag ({hint})")
     return _convert_scalar(value, hint)

@@ -194,7 +194,7 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     needed = {*chain(*columns.values())} if columns else _needed_columns(name, config)
     if missing := needed.difference(*(row.values for row in rows)):
         option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")
-        raise ValueError(f"{option} the column {', '.join(sorted(missing))}; there are {', '.join(present)}")
+        raise ValueError(f"{option} the column {', '.join(sorted(missing))}; the columns are {', '.join(present)}")
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
     values = {option: getattr(config, option) for option in options}
     values["columns"] = columns or CHAT_PARTS.get(name, {})
@@ -220,7 +220,7 @@ def _find_format(present: list[str], config: DataFields) -> str:
     formats = "; ".join(", ".join(sorted(columns)) for columns in needed.values())
     columns = suggest_columns(present) or {"user": "COLUMN", "assistant": "COLUMN"}
     raise ValueError(
-        f"columns of no known format ({formats}); there are {', '.join(present)}. Add to the config for chats:"
+        f"columns of no known format ({formats}); the columns are {', '.join(present)}. Add to the config for chats:"
         f" {columns_line(columns)} or for text: text_column: COLUMN"
     )
 
@@ -477,7 +477,7 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
     """Returns (a message in the one form, whether it was a call with a role of its own)."""
     role = given.get("role", given.get("from"))
     if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"message {number} has the role {role!r}; there are {', '.join(ROLES)}")
+        raise ValueError(f"message {number} has the role {role!r}; the roles are {', '.join(ROLES)}")
     place = f"message {number} ({role})"
     if unknown := [repr(key) for key, value in given.items() if key not in MESSAGE_KEYS and value not in NOTHING]:
         raise ValueError(f"{place} has {', '.join(unknown)}, which dsft does not read; {WAY_OUT}")

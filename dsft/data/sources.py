@@ -217,7 +217,7 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
             files = [file for file, its_split in zip(files, splits, strict=True) if its_split in wanted]
             if not files:
                 option = "eval_split" if key == "eval_data" else "data_split"
-                problem = f"{entry} has no file of the split {split} ({option}); there are {', '.join(others)}"
+                problem = f"{entry} has no file of the split {split} ({option}); the files are {', '.join(others)}"
         if problem:
             problems.append(f"{key}: {problem}")
             continue

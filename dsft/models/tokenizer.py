@@ -21,6 +21,7 @@ MARKERS = "markers"
 """Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
 MARKER = r"<\|\w+\|>|<\w+_of_\w+>|<｜[\w▁]+｜>"  # the last is DeepSeek's, with wide bars
 NO_ANSWERS = "its class {} has no generate of transformers (GenerationMixin), so it writes no answers"
+REPEATED = 64  # tokens at the end of a text that are one phrase again and again
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
@@ -170,7 +171,7 @@ def generate(
     temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
 ) -> list[int]:
-    """Continues a prompt, as long as the model has positions for it.
+    """Continues a prompt, as long as the model has positions for it and does not repeat itself.
 
     Args:
         ids: of the prompt; the model must have positions for one token more.
@@ -193,9 +194,17 @@ def generate(
         use_cache=True,  # a training turns it off in the config
         synced_gpus=False,  # by default ranks under ZeRO-3 ask each other after each token whether all are done
         streamer=streamer,
+        stopping_criteria=[_is_repeating],
         **sampling,
     )
     return output_BT[0, len(ids) :].tolist()
+
+
+def _is_repeating(ids_BT: torch.Tensor, _: torch.Tensor) -> bool:
+    """Whether a text ends with the same few tokens many times, as greedy decoding of a small model does."""
+    tail = ids_BT[0, -REPEATED:].tolist()
+    periods = range(1, REPEATED // 4 + 1)
+    return len(tail) == REPEATED and any(tail[period:] == tail[:-period] for period in periods)
 
 
 def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:

@@ -86,7 +86,7 @@ def choose_card(text: str) -> str:
     if not names:
         raise UserError(f"--gpus: {text} is not known (choose from {', '.join(CARDS)}, or write the memory, 80GB)")
     if len(names) > 1:
-        raise UserError(f"--gpus: there are {' and '.join(names)}; name one")
+        raise UserError(f"--gpus: {text} is {' or '.join(names)}; name one")
     return names[0]
 
 

@@ -5,12 +5,14 @@ import shutil
 import sys
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.run_folder import write_run
 from dsft.cli.main import main
 from dsft.errors import EXIT_USER_ERROR
+from dsft.models.tokenizer import _is_repeating
 
 
 def expected(folder, messages: list[dict], tokenizer=None) -> str:
@@ -142,3 +144,9 @@ def test_what_cannot_answer_is_named_in_one_line(tiny, tmp_path, capsys, source,
     assert [line for line in lines if line.startswith("dsft: error")] == lines[-1:] and text.format(**names) in lines[
         -1
     ]
+
+
+def test_a_phrase_that_repeats_ends_an_answer():
+    assert _is_repeating(torch.tensor([[9, *[1, 2, 3] * 30]]), None)
+    assert not _is_repeating(torch.tensor([[1, 2, 3] * 20]), None)
+    assert not _is_repeating(torch.arange(90)[None], None)

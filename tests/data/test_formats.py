@@ -33,9 +33,9 @@ def test_a_format_is_found_by_its_columns(name):
 
 
 def test_missing_columns_list_those_present():
-    with pytest.raises(ValueError, match="there are body, title"):
+    with pytest.raises(ValueError, match="the columns are body, title"):
         find_format(["body", "title"], TrainConfig())
-    with pytest.raises(ValueError, match="completion, prompt; there are body, title"):
+    with pytest.raises(ValueError, match="completion, prompt; the columns are body, title"):
         find_format(["body", "title"], TrainConfig(data_format="prompt_completion"))
     assert find_format(["body", "title"], TrainConfig(text_column="body")) == "text"
 

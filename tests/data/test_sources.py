@@ -200,7 +200,7 @@ def test_files_named_as_splits_are_read_as_the_hubs(tmp_path):
     (source,) = find_sources([str(tmp_path)], TrainConfig(), key="data", problems=[])
     assert source.other_splits == ("chats_test.jsonl", "val.jsonl")
     _, (problem,) = find(tmp_path, data_split="all")
-    assert "has no file of the split all (data_split); there are chats_test.jsonl" in problem
+    assert "has no file of the split all (data_split); the files are chats_test.jsonl" in problem
 
 
 def test_a_link_to_nothing_is_an_error(tmp_path):

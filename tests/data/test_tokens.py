@@ -162,7 +162,7 @@ def test_columns_and_as_chat_are_checked(tokenizer):
     for columns, message in (
         ({"user": "q"}, "name user and assistant, or messages"),
         ({"user": "q", "answer": "a"}, "name user and assistant"),
-        ({"user": "q", "assistant": "b"}, "columns names the column b; there are q, a"),
+        ({"user": "q", "assistant": "b"}, "columns names the column b; the columns are q, a"),
         ({"user": "q", "assistant": ["a", "q"]}, "assistant must name one column"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -180,7 +180,7 @@ def test_the_users_own_templates(tokenizer):
     for template, message in (
         ("{question", "expected '}'"),
         ("{question.x}", "names the column question.x"),
-        ("{nothing}", "names the column nothing; there are question, answer"),
+        ("{nothing}", "names the column nothing; the columns are question, answer"),
     ):
         with pytest.raises(ValueError, match=message):
             made(rows, tokenizer, completion_template=template)
@@ -353,7 +353,10 @@ GOOD = {"messages": CHAT}
             [GOOD, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}],
             r"message 1 \(user\) contains a part of type 'image_url'; only text can be trained",
         ),
-        ([GOOD, {"messages": [{"role": "robot", "content": "a"}]}], "message 1 has the role 'robot'; there are system"),
+        (
+            [GOOD, {"messages": [{"role": "robot", "content": "a"}]}],
+            "message 1 has the role 'robot'; the roles are system",
+        ),
         (
             [GOOD, {"messages": [CHAT[1], CHAT[1], CHAT[2]]}],
             r"message 2 \(user\) follows a message of the user: two messages of one role in a row; join them",
@@ -364,7 +367,7 @@ GOOD = {"messages": CHAT}
         ),
         (
             [FORMATS["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
-            "message 1 has the role 'someone'; there are system",
+            "message 1 has the role 'someone'; the roles are system",
         ),
         (
             [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}],

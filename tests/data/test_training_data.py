@@ -43,7 +43,7 @@ def test_rows_that_do_not_use_a_chat_template_are_noted(tiny, tmp_path):
 def test_an_epoch_without_a_full_step_is_refused_where_the_rest_is_left_out(load):
     """transformers asked for max_steps instead."""
     load().require_a_full_step(Batch(31, 1, 1))
-    with pytest.raises(UserError, match="dataloader_drop_last: the data gives 31 sequences, and a step takes 32"):
+    with pytest.raises(UserError, match="dataloader_drop_last: the data has 31 sequences, and a step needs 32"):
         load().require_a_full_step(Batch(32, 1, 1))
 
 

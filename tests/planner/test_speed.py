@@ -31,7 +31,7 @@ def test_another_card_of_that_name_is_not_known(name):
 
 
 def test_a_name_of_several_cards_is_asked_for():
-    with pytest.raises(UserError, match="there are A100-80GB and A100-40GB"):
+    with pytest.raises(UserError, match="is A100-80GB or A100-40GB"):
         choose_card("A100")
 
 

@@ -242,7 +242,7 @@ def test_an_adapter_over_random_weights_is_refused(problems_of, tiny):
 def test_overwrite_never_deletes_what_the_run_starts_from(problems_of, tiny, tmp_path):
     shutil.copytree(tiny / "model", tmp_path / "run" / "final")
     problems = problems_of(model=str(tmp_path / "run" / "final"), overwrite=True)
-    assert len(problems) == 1 and "lies inside output_dir" in problems[0]
+    assert len(problems) == 1 and "is inside output_dir" in problems[0]
 
 
 def test_a_finished_run_without_checkpoints_is_not_trained_again_by_a_resume(problems_of, tmp_path):

@@ -115,7 +115,7 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
     for began_so in (False, True):
         write_run(str(tmp_path / "run-5"), config={"resume_weights_only": began_so})
-        with nullcontext() if began_so else pytest.raises(UserError, match="lies in output_dir"):
+        with nullcontext() if began_so else pytest.raises(UserError, match="is in output_dir"):
             on = decided(5, resume_weights_only=True, verify_resume=False)
             assert on == (True, {}, False), "it goes on"
 
