@@ -14,7 +14,7 @@ import sys
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
-from dsft.config.reader import read_command, read_options, split_flags
+from dsft.config.reader import read_command, read_options
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
 from dsft.runtime import quick_imports, quiet_libraries
 from dsft.runtime.launcher_env import unset_single_process_env
@@ -60,9 +60,11 @@ def main(argv: list[str] | None = None) -> None:
     if name in ("train", "eval", "launch"):
         from dsft.launch import launch
 
-        is_said, _ = split_flags(words, {"no_preflight": bool})
-        words = words if name == "launch" else [name, *words]
-        sys.exit(launch(words if name == "launch" or is_said else ["--no_preflight", *words]))
+        if name != "launch":
+            words = [name, *words]
+            if not any(word.replace("-", "_").startswith("__no_preflight") for word in words):
+                words.insert(0, "--no_preflight")
+        sys.exit(launch(words))
     run_command(name, words)
 
 

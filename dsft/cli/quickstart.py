@@ -210,18 +210,17 @@ def show_results(folder: Path, *, base: Path, start: float) -> None:
         start: when the steps began, by time.perf_counter().
     """
     rows = [json.loads(line) for line in (folder / "orders" / "held_out.jsonl").open(encoding="utf-8")]
-    models = {"before": base, "after": folder / "merged"}
-    answers = {when: answer_orders(model, rows) for when, model in models.items()}
-    lines = [""]
+    answers = {"before": answer_orders(base, rows), "after": answer_orders(folder / "merged", rows)}
+    show_text("")
     for number, row in enumerate(rows[:NUM_SHOWN]):
-        lines.append(f"dsft: {row['messages'][0]['content'].splitlines()[-1]}")
+        show_text(f"dsft: {row['messages'][0]['content'].splitlines()[-1]}")
         for when, texts in answers.items():
-            lines.append(f"dsft:   {when + ':':<8}{' '.join(texts[number].split())}")
+            show_text(f"dsft:   {when + ':':<8}{' '.join(texts[number].split())}")
     for when, texts in answers.items():
-        num_right = sum(is_right(text, row) for text, row in zip(texts, rows, strict=True))
-        lines.append(f"dsft: {when} LoRA: {num_right} of {len(rows)} unseen orders answered right")
-    lines.append(f"dsft: done in {time.perf_counter() - start:.0f} s; open {folder}/report.html in a browser; next:")
-    show_text("\n".join(lines))
+        num_right = sum(map(is_right, texts, rows))
+        show_text(f"dsft: {when} LoRA: {num_right} of {len(rows)} unseen orders answered right")
+    seconds = time.perf_counter() - start
+    show_text(f"dsft: done in {seconds:.0f} s; open {folder}/report.html in a browser; next:")
     if sys.prefix != sys.base_prefix:
         show_text(f"  . {os.path.relpath(sys.prefix)}/bin/activate")
     show_text(f"  dsft chat {folder}/merged")

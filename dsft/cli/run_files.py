@@ -139,14 +139,12 @@ def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key, value in own_names(given, types, remarks).items():
         if value is None or value == "":
             continue
-        if key == "adapter" and value in ("lora", "qlora"):  # axolotl
+        if key in ("adapter", "finetuning_type") and value in ("full", "lora", "qlora"):  # axolotl, LLaMA-Factory
             values["method"] = value
         elif key in ("load_in_4bit", "load_in_8bit"):
             if value:
                 values["method"] = "qlora"
                 values["quantization"] = "nf4" if key == "load_in_4bit" else "int8"
-        elif key == "finetuning_type":  # LLaMA-Factory
-            values["method"] = value
         elif key == "use_peft" and value:  # TRL
             values.setdefault("method", "lora")
         elif key in ("datasets", "test_datasets") and isinstance(value, list):

@@ -294,48 +294,25 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
 
 
 def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
-    """Returns DeepSpeed's own errors, with the places of those of one section."""
+    """Returns DeepSpeed's own error, with the section that raises it."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
-    try:
-        # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
-        DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | content)
-    except ValidationError as error:
-        problems = []
-        for fault in error.errors():
-            place = ".".join(map(str, fault["loc"]))
-            section = next(
-                (key for key in content if get_value(content, f"{key}.{place}") == fault["input"]), error.title
-            )
-            text = one_line(fault["msg"])
-            if fault["type"] == "extra_forbidden":
-                text = f"unknown key{nearest(str(fault['loc'][-1]), _names_of_models())}"
-            problems.append(f"{section}.{place}: {text}")
-        return problems
-    except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
-        for key in content:
-            others = {other: value for other, value in content.items() if other != key}
-            try:
-                DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | others)
-            except Exception:  # another entry is the cause
-                continue
-            return [f"{key}: {one_line(error)}"]
-        return [one_line(error)]
-    return []
+    def find_errors(sections: dict[str, Any]) -> list[str]:
+        try:
+            # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
+            DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | sections)
+        except ValidationError as error:
+            return [f".{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
+            return [f": {one_line(error)}"]
+        return []
 
-
-def _names_of_models() -> set[str]:
-    """Lists the fields of all of DeepSpeed's pydantic models."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    models = [DeepSpeedConfigModel]
-    names = set()
-    while models:
-        model = models.pop()
-        models += model.__subclasses__()
-        names.update(model.model_fields)
-    return names
+    errors = find_errors(content)
+    for key in content if errors else ():
+        if not find_errors({other: value for other, value in content.items() if other != key}):
+            return [f"{key}{error}" for error in errors]
+    return [error.lstrip(".: ") for error in errors]
 
 
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:

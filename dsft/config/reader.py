@@ -173,10 +173,14 @@ def training_types() -> dict[str, Any]:
 
 
 def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Returns the options in `--config FILE` and those of all other flags, unchecked; None if the file cannot be
-    read.
+    """Returns the options in `--config FILE`, or in a lone YAML file, and those of all other flags, unchecked; None if
+    the file cannot be read. Raises UserError if the first word is neither an option nor such a file.
     """
-    flags = read_flags(argv)
+    flags, words = read_flags(argv)
+    for word in words:
+        if "config" in flags or not word.endswith((".yaml", ".yml")):
+            raise UserError(f"unexpected argument {word!r}; options are written --key value")
+        flags["config"] = word
     path = flags.pop("config", None)
     if path is None:
         return {}, flags
@@ -227,63 +231,49 @@ class Repeated(list):
     """All values of a flag that is given more than once."""
 
 
-def read_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key a b` (a list) and bare `--key` (true), as strings, lists and True. Raises
-    UserError if the first word is neither an option nor a YAML file.
+def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Returns (values of the flags in `argv`, all other words). `--key value` and `--key=value` are texts, `--key a b`
+    is a list, and bare `--key` true.
+
+    Args:
+        types_by_name: the flags that are read, all by default. A switch takes no word but true or false, a list all
+            words up to the next flag, any other field one word.
     """
     occurrences: dict[str, list[list[str]]] = {}
-    values: list[str] | None = None
+    left: list[str] = []
+    values = left
+    hint: Any = None
     for word in argv:
         if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            values = [value] if equals else []
-            occurrences.setdefault(key.replace("-", "_"), []).append(values)
-        elif values is not None:
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            hint = types_by_name.get(name) if types_by_name else list[str]
+            if hint is None:  # of another command
+                values = left
+                left.append(word)
+            else:
+                values = [value] if equals else []
+                occurrences.setdefault(name, []).append(values)
+        elif values is left or takes_list(hint):
             values.append(word)
-        elif word.endswith((".yaml", ".yml")):  # a lone file is the configuration
-            occurrences.setdefault("config", []).append([word])
+        elif values or (hint is bool and word.lower() not in BOOLEANS):
+            left.append(word)
         else:
-            raise UserError(f"unexpected argument {word!r}; options are written --key value")
+            values.append(word)
     # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
     flags: dict[str, Any] = {}
-    for key, lists in occurrences.items():
+    for name, lists in occurrences.items():
         words = [word for values in lists for word in values or [True]]
-        flags[key] = Repeated(words) if len(lists) > 1 else words if len(words) > 1 else words[0]
-    return flags
-
-
-def split_flags(argv: Sequence[str], types_by_name: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(words of `argv` that set the named fields, all other words in their order).
-
-    A switch takes no value but true or false, a list all words up to the next flag, any other field one word.
-    """
-    taken: list[str] = []
-    left: list[str] = []
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.removeprefix("--").partition("=")
-        hint = types_by_name.get(name.replace("-", "_")) if word.startswith("--") else None
-        if hint is None:
-            left.append(word)
-            continue
-        taken.append(word)
-        is_list = takes_list(hint)
-        while not equals and words and not words[0].startswith("--"):
-            if hint is bool and words[0].lower() not in BOOLEANS:
-                break
-            taken.append(words.pop(0))
-            if not is_list:
-                break
-    return taken, left
+        flags[name] = Repeated(words) if len(lists) > 1 else words if len(words) > 1 else words[0]
+    return flags, left
 
 
 def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
     """(checked values of the fields of `cls` that flags in `argv` set, all other words)."""
     types_by_name = field_types(cls)
-    taken, left = split_flags(argv, types_by_name)
-    return check_values(read_flags(taken), types_by_name, problems), left
+    flags, left = read_flags(argv, types_by_name)
+    return check_values(flags, types_by_name, problems), left
 
 
 def read_command(cls: type, argv: Sequence[str]) -> Any:

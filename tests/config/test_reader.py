@@ -23,7 +23,6 @@ from dsft.config.reader import (
     read_config,
     read_flags,
     read_yaml,
-    split_flags,
     training_types,
 )
 from dsft.errors import UserError
@@ -51,7 +50,7 @@ def test_a_name_of_another_trainer_is_taken_with_a_note_and_not_beside_ours():
 def test_a_flag_given_twice_is_one_list_where_its_field_is_a_list_and_a_problem_elsewhere():
     problems: list[str] = []
     words = "--data a b --seq_len 8 --data=c --seq-len 9 --packing --packing false --local_rank=0"
-    flags = read_flags(words.split())
+    flags, _ = read_flags(words.split())
     checked = check_values(flags, field_types(TrainConfig), problems)
     assert checked == {"data": ["a", "b", "c"]}
     assert problems == [
@@ -76,8 +75,9 @@ def test_a_command_takes_its_own_options_from_among_the_others():
     words = (
         "train --no_preflight --num-gpus 2 --packing --bind_cores_to_rank false --data a b --dry_run=true --hostfile"
     )
-    taken, left = split_flags(words.split(), field_types(LaunchOptions))
-    assert " ".join(taken) == "--no_preflight --num-gpus 2 --bind_cores_to_rank false --dry_run=true --hostfile"
+    flags, left = read_flags(words.split(), field_types(LaunchOptions))
+    switches = {"no_preflight": True, "bind_cores_to_rank": "false", "dry_run": "true"}
+    assert flags == switches | {"num_gpus": "2", "hostfile": True}
     assert " ".join(left) == "train --packing --data a b"
 
 

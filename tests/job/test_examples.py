@@ -17,7 +17,7 @@ def check_training(words: list[str]) -> None:
     """torchrun starts the training, which takes the words after it."""
     at = words.index("--module")
     assert words[at + 1] == "dsft.train"
-    flags = read_flags(words[at + 2 :])
+    flags, _ = read_flags(words[at + 2 :])
     assert flags.keys() == {"config", "resume_from_checkpoint"}
 
 
