@@ -144,7 +144,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
     raise_if_any(problems)
     name, *words = words
-    if name == "eval" and words and not words[0].startswith("--"):
+    if name == "eval" and words and not words[0].startswith("--") and not words[0].endswith((".yaml", ".yml")):
         words = ["--model", *words]
     return options, name, words
 

@@ -170,6 +170,12 @@ def test_lines_are_short_enough_to_edit(page):
     assert [line for line in text.splitlines() if len(line) > 120 and " " in line.strip()] == []
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *ROOT.glob("docs/*.md")], ids=name_of)
+def test_lines_of_code_fit_the_site(page):
+    code = "".join(re.findall(r"^```.*?^```", page.read_text(), flags=re.M | re.S))
+    assert [line for line in code.splitlines() if len(line) > 88] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
 def test_every_yaml_block_holds_options_of_a_training(page):
     for block in blocks(page, "yaml"):

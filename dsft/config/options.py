@@ -156,10 +156,10 @@ OURS = {theirs: ours for ours, names in _SAME_MEANING.items() for theirs in name
 """Their name -> the option of dsft that takes the value as it is."""
 
 _OTHER_FORM = {
-    "flash_attention flash_attn sdp_attention": "leave it out; transformers picks the attention kernel",
+    "flash_attention flash_attn sdp_attention": "not needed: transformers picks the attention kernel",
     "use_peft use_lora finetuning_type": "method is full, lora or qlora",
     "load_in_4bit load_in_8bit quantization_bit": "use method: qlora with quantization: nf4 or int8",
-    "lora_target_linear": "leave it out; all linear layers are adapted by default",
+    "lora_target_linear": "not needed: all linear layers are adapted by default",
     "datasets dataset": "data is a list of files or hub data sets, such as [a.jsonl, owner/name:config:split]",
     "train_on_inputs assistant_only_loss completion_only_loss": "train_on is answers (the default), all or last",
     "template": "chat_template is a Jinja file or a preset; the tokenizer's own is the default",

@@ -247,7 +247,7 @@ def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = No
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            hint = types_by_name.get(name) if types_by_name else list[str]
+            hint = list[str] if types_by_name is None else types_by_name.get(name)
             if hint is None:  # of another command
                 values = left
                 left.append(word)
@@ -312,8 +312,11 @@ def check_values(
     `problems`.
     """
     checked = {}
-    if len(HINTS.keys() & values.keys() - types_by_name.keys()) >= 3:
-        problems.append("this looks like the file of another trainer: dsft convert FILE writes a run.yaml of it")
+    foreign = sorted(HINTS.keys() & values.keys() - types_by_name.keys())
+    if len(foreign) >= 3:
+        raise UserError(
+            f"options of another trainer: {', '.join(foreign)}; dsft convert FILE writes a run.yaml of them"
+        )
     for key, value in values.items():
         if key not in types_by_name:
             known = [*types_by_name, *(field_types(also) if also else ())]

@@ -25,4 +25,5 @@ def quick_imports() -> Iterator[None]:
 def quiet_libraries() -> None:
     """Hide warnings of the libraries among each other, and DeepSpeed's that it finds no GPU, or does not look."""
     warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # the error of a lost network follows
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
