@@ -20,8 +20,8 @@ from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.data.tokens import tokenise
 from dsft.errors import UserError
 from dsft.planner.activations import attention_of
-from dsft.planner.choose import Plan, as_dict, checkpointing_flags, longest_length, plan_evaluation
-from dsft.planner.memory import Job, resolve_auto, terms_at_peak
+from dsft.planner.choose import Plan, as_dict, describe_memory, longest_length, plan_evaluation, plan_flags
+from dsft.planner.memory import resolve_auto, terms_at_peak
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine
@@ -73,13 +73,6 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
-def new_table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    return table
-
-
 def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:
     """One machine: what is chosen, and the ways that are faster and smaller; what else would fit where nothing does."""
     machine = run.machine
@@ -103,7 +96,13 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
         return plan.fits
     model = Path(run.options.model.removesuffix("/config.json")).name
     job = f"{model}, {run.options.method}, {describe_machine(machine)}"
-    lines = [f"{job}: {describe_plan(plan, machine)}", describe_memory(plan, machine)]
+    label = plan.label
+    is_offloaded = offloads(plan.deepspeed_config)
+    if machine.world_size == 1 and not is_offloaded:  # nothing is sharded, whatever the stage
+        label = label.removeprefix(f"ZeRO {plan.zero}, ")
+    fits = "fits:" if plan.fits else "nothing fits; the closest takes"
+    needs_host = is_offloaded or not machine.has_gpu or not plan.fits
+    lines = [f"{job}: {label}", f"{fits} {describe_memory(plan, machine, host=needs_host)}"]
     if plan.fits:
         if plan.has_time_estimate:
             time = f"{plan.step_seconds:.2g} s per step, {plan.tokens_per_second:,.0f} tokens/s"
@@ -130,23 +129,6 @@ def describe_machine(machine: Machine) -> str:
     return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}"
 
 
-def describe_plan(plan: Plan, machine: Machine) -> str:
-    """What is chosen; nothing is sharded over one GPU, whatever its stage."""
-    text = f"checkpointing {plan.checkpointing}, batch {plan.micro_batch} x {plan.accumulation}"
-    if machine.world_size > 1 or offloads(plan.deepspeed_config):
-        text = f"ZeRO {plan.zero}, {text}"
-    return text
-
-
-def describe_memory(plan: Plan, machine: Machine) -> str:
-    share = plan.device_bytes / machine.device_bytes
-    each = f" per {machine.place}" if machine.world_size > 1 else ""
-    memory = f"{plan.device_bytes / GiB:.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
-    if offloads(plan.deepspeed_config) or not machine.has_gpu or not plan.fits:
-        memory += f", host memory {plan.host_bytes / GiB:,.1f} of {machine.host_bytes / GiB:,.0f} GiB"
-    return f"fits: {memory}" if plan.fits else f"nothing fits; the closest takes {memory}"
-
-
 def train_command(words: Sequence[str]) -> str:
     """The training of this plan, as one line for a shell; `words` are the user's."""
     command = f"dsft train {shlex.join(words)}"
@@ -166,12 +148,6 @@ def describe_way(way: Alternative) -> str:
 def describe_cost(plan: Plan) -> str:
     speed = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.has_time_estimate else ""
     return in_gib(plan.device_bytes) + speed
-
-
-def plan_flags(plan: Plan, job: Job) -> str:
-    """The options with which a training takes exactly this plan."""
-    batch = f"--per_device_train_batch_size {plan.micro_batch} --gradient_accumulation_steps {plan.accumulation}"
-    return f"--zero {plan.zero} {batch} {checkpointing_flags(plan, job)}"
 
 
 def explain(run: TrainingRun, choice: Choice) -> None:
@@ -217,7 +193,9 @@ def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
 
 def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
     """A row for each plan, behind a word of its own."""
-    table = new_table("", "ZeRO", "ckpt", "batch", "peak GiB", "s/step", "tokens/s")
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    for name in ("", "ZeRO", "ckpt", "batch", "peak GiB", "s/step", "tokens/s"):
+        table.add_column(name, no_wrap=True)
     for word, plan in plans:
         table.add_row(
             word,
@@ -286,21 +264,9 @@ def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
     )
     if options.json:
         chosen = dataclasses.asdict(choice.plan) | {"reason": choice.reason}
-        candidates = [dataclasses.asdict(plan) for plan in choice.candidates]
-        print_json({"chosen": chosen, "candidates": candidates, "longest_window": choice.longest_window})
+        print_json({"chosen": chosen, "longest_window": choice.longest_window})
         return choice.plan.fits
-    table = new_table("", "ZeRO", "GiB", "host GiB", "fits")
-    for plan in choice.candidates:
-        table.add_row(
-            "->" if plan is choice.plan else "",
-            plan.zero,
-            f"{plan.device_bytes / GiB:,.1f}",
-            f"{plan.host_bytes / GiB:,.1f}",
-            f"no: {plan.limiting_resource}" if plan.limiting_resource else "yes",
-        )
-    show_text(f"perplexity of {run.options.model}\n{run.machine}")
-    show_table(table)
-    show_text(choice.reason)
+    show_text(f"perplexity of {run.options.model}\n{run.machine}\n{choice.reason}")
     if choice.longest_window:
         show_text(f"longest window that fits: {choice.longest_window:,} tokens")
     return choice.plan.fits

@@ -26,11 +26,12 @@ from dsft.planner.memory import (
     optimizer_name,
     outside_terms,
     peak_bytes,
+    pinned_bytes,
     training_terms,
 )
 from dsft.planner.speed import CARDS, Speeds, card_of, cards_named, parse_interconnect, speeds_of, step_seconds
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch, in_gib, padded_width
+from dsft.units import Batch, GiB, padded_width
 
 NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
@@ -68,6 +69,8 @@ ROOMY = 0.8
 FULL_COSTS = 1.15
 OFFLOAD_GAIN = 1.2
 """What offload must gain over each plan on the GPUs alone that fits."""
+HPZ_GAIN = 1.1
+"""What hpZ must gain over other plans: no run has confirmed what is predicted of it."""
 SAME_SPEED = 1.02
 """Plans within it are equally fast: the simplest is taken."""
 
@@ -152,14 +155,11 @@ class Plan(Needs):
 
     @property
     def label(self) -> str:
-        """Name and batch."""
-        checkpointing = (
-            f" with activation checkpointing ({self.checkpointing})" if self.activation_checkpointing else ""
-        )
-        batch = f"micro batch {self.micro_batch} x {self.accumulation} accumulated"
+        """Name, checkpointing and batch."""
+        text = f"ZeRO {self.zero}, checkpointing {self.checkpointing}, batch {self.micro_batch} x {self.accumulation}"
         if self.sequence_parallel > 1:
-            batch += f", {self.sequence_parallel} ranks to a sequence"
-        return f"ZeRO {self.zero}{checkpointing}, {batch}"
+            text += f", {self.sequence_parallel} ranks to a sequence"
+        return text
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -167,15 +167,29 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return dataclasses.asdict(plan) | {"fits": plan.fits, "tokens_per_second": plan.tokens_per_second}
 
 
-def checkpointing_flags(plan: Plan, job: Job) -> str:
-    """The options of `dsft train` for the plan's activation checkpointing."""
-    flags = f"--activation_checkpointing {str(plan.activation_checkpointing).lower()}"
+def plan_flags(plan: Plan, job: Job) -> str:
+    """The options with which a training takes exactly this plan."""
+    flags = (
+        f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch}"
+        f" --gradient_accumulation_steps {plan.accumulation}"
+        f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}"
+    )
     if plan.checkpoint_every > 1:
         kwargs = {"every_n_layers": plan.checkpoint_every}
         if job.checkpoint_offload:
             kwargs["offload"] = True
         flags += f" --activation_checkpointing_kwargs '{json.dumps(kwargs)}'"
     return flags
+
+
+def describe_memory(needs: Needs, machine: Machine, *, host: bool = True) -> str:
+    """What is needed of what there is; `host`: also of host memory."""
+    share = needs.device_bytes / machine.device_bytes
+    each = f" per {machine.place}" if machine.world_size > 1 else ""
+    text = f"{needs.device_bytes / GiB:,.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
+    if host:
+        text += f", host memory {needs.host_bytes / GiB:,.1f} of {machine.host_bytes / GiB:,.0f} GiB"
+    return text
 
 
 # ---- candidates
@@ -219,34 +233,31 @@ def batches(job: Job, machine: Machine) -> Iterator[Batch]:
 
 def settings(
     name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine, accumulation: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the configuration with numbers for this model, then with less memory; of a JSON of the user's only what is
+) -> list[dict[str, Any]]:
+    """Return the configuration with numbers for this model, then with less memory; of a JSON of the user's only what is
     "auto" there is chosen.
     """
     hpz_ranks = None if zero_file else machine.ranks_per_node
     config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
     zero = config["zero_optimization"]
+    stage = zero.get("stage", 0)
+    buckets = stage_3_buckets(zero, job.size) if stage == 3 else {}
     if zero_file is not None:
-        if zero.get("stage") == 3:
-            zero |= stage_3_buckets(zero, job.size)
-        yield config
-        return
+        return [config | {"zero_optimization": zero | buckets}]
     _fit_numbers(name, zero, job, machine)
-    sections = [zero]
-    if zero.get("stage") == 3:
+    sections = [zero | buckets]
+    if stage == 3:
         live = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
-        sections = [zero | stage_3_buckets(zero, job.size), zero | live]
+        sections.append(zero | live)
     pinned = [part for part in OFFLOADED_PARTS if get_value(zero, f"{part}.pin_memory")]
     if pinned:  # pinned memory is rounded up to powers of two, pageable memory is not
         sections.append(sections[-1] | {part: zero[part] | {"pin_memory": False} for part in pinned})
+    configs = [config | {"zero_optimization": section} for section in sections]
     # Stage 0 refuses to add up in another type than the model's; stage 1 would hold all gradients in full.
-    if wants_fp32_sums(job, accumulation) and zero.get("stage", 0) >= 2:
-        for section in sections:
-            yield config | {"zero_optimization": section, "data_types": {"grad_accum_dtype": "fp32"}}
-        if job.fp32_accumulation:
-            return
-    for section in sections:
-        yield config | {"zero_optimization": section}
+    if stage >= 2 and wants_fp32_sums(job, accumulation):
+        in_fp32 = [each | {"data_types": {"grad_accum_dtype": "fp32"}} for each in configs]
+        configs = in_fp32 if job.fp32_accumulation else in_fp32 + configs
+    return configs
 
 
 def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) -> None:
@@ -258,21 +269,19 @@ def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) ->
         if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
             enough = max(size.num_trainable // 8, largest)
             zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
-    if name in ("1", "2") and machine.has_gpu and ranks > 1 and size.num_trainable >= LEAST_BUCKET * ranks:
-        link, _ = parse_interconnect(machine.interconnect, CARDS[card_of(machine)])
-        if machine.nodes > 1 or link < FAST_LINK_BYTES:
-            # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
-            zero["use_multi_rank_bucket_allreduce"] = False
-    if ranks == 1 and name in ("1", "2"):
-        zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
+    if name in ("1", "2"):
+        if ranks == 1:
+            zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
+        elif machine.has_gpu and size.num_trainable >= LEAST_BUCKET * ranks:
+            link, _ = parse_interconnect(machine.interconnect, CARDS[card_of(machine)])
+            if machine.nodes > 1 or link < FAST_LINK_BYTES:
+                # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
+                zero["use_multi_rank_bucket_allreduce"] = False
     if zero.get("stage") == 3:
         # Sub-groups just about fill a power of two, which pinned memory is rounded up to. DeepSpeed closes one once it
         # has reached the number: the largest shard of a parameter is left as margin.
         margin = -(-largest // ranks)
-        power_of_two = 2**28
-        while power_of_two < 4 * margin:
-            power_of_two *= 2
-        zero["sub_group_size"] = power_of_two - margin
+        zero["sub_group_size"] = max(2**28, pinned_bytes(4 * margin)) - margin
 
 
 def wants_fp32_sums(job: Job, accumulation: int) -> bool:
@@ -362,8 +371,8 @@ def _first_that_fits(
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """Return the fastest that fits; where nothing fits, the closest to fitting. Offload, and a GPU that is nearly full,
-    must gain something; of equally fast ones the simplest is taken, then the one with most room.
+    """Return the fastest that fits; where nothing fits, the closest to fitting. Offload, hpZ, and a GPU that is nearly
+    full, must gain something; of equally fast ones the simplest is taken, then the one with most room.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -375,6 +384,8 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
 
     def cost(plan: Plan) -> float:
         seconds = plan.step_seconds / plan.tokens_per_step
+        if plan.zero == "3-hpz":
+            seconds *= HPZ_GAIN
         if machine.has_gpu and plan.device_bytes > FULL * machine.device_bytes:
             seconds *= FULL_COSTS
         return seconds
@@ -400,28 +411,19 @@ def best_of_each(plans: Iterable[Plan], machine: Machine) -> list[Plan]:
 # ---- what is said of a choice
 
 
-def available(machine: Machine) -> str:
-    device = f"{in_gib(machine.device_bytes)} per {machine.place}"
-    return f"available: {device} and {in_gib(machine.host_bytes)} per host"
-
-
-def needed(plan: Needs, machine: Machine) -> str:
-    return f"{in_gib(plan.device_bytes)} per {machine.place} and {in_gib(plan.host_bytes)} per host"
-
-
 def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
     """Say in one sentence why this plan."""
+    memory = describe_memory(chosen, machine)
     if not chosen.fits:
-        problem = "nothing fits;" if zero == "auto" else f"zero={zero} cannot fit:"
-        needs = needed(chosen, machine)
-        return f"{problem} the closest is {chosen.label}, which needs {needs}; {available(machine)}."
+        problem = "nothing fits" if zero == "auto" else f"zero={zero} cannot fit"
+        return f"{problem}; the closest is {chosen.label}: {memory}."
     if zero != "auto":
-        return f"zero={zero}: {chosen.label} fits; {available(machine)}."
+        return f"zero={zero}: {chosen.label} fits: {memory}."
     speed = ""
     if chosen.has_time_estimate:
         per_gpu = chosen.tokens_per_second / machine.world_size
         speed = f", about {chosen.step_seconds:.2g} s per step and {per_gpu:,.0f} tokens/s per GPU"
-    return f"{chosen.label} is the fastest that fits{speed}; {available(machine)}."
+    return f"{chosen.label} is the fastest that fits{speed}: {memory}."
 
 
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
@@ -465,10 +467,9 @@ class EvaluationPlan(Needs):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationChoice:
-    """The plan that was chosen, among which, and why."""
+    """The plan that was chosen, and why."""
 
     plan: EvaluationPlan
-    candidates: tuple[EvaluationPlan, ...]
     reason: str
     longest_window: int | None
     """Tokens of the longest window that fits in some way, each in a batch of its own; 0 if none fits; None where
@@ -543,18 +544,16 @@ def plan_evaluation(
 
     tokens = tokens_at_once(batch_tokens, seq_len, has_gpu=machine.has_gpu)
     plans = [_plan_scoring(name, tokens, job, machine) for name in names]
-    asked = f"zero={zero}: " if zero != "auto" else ""
     chosen = next((plan for plan in plans if plan.fits), None)
     if chosen:
         way = "one copy of the model per rank" if chosen.zero == "0" else f"shards over all ranks (zero {chosen.zero})"
-        why = f"{way}, {chosen.batch_tokens:,} tokens at once: {in_gib(chosen.device_bytes)} needed"
+        why = f"{way}, {chosen.batch_tokens:,} tokens at once"
     else:
         chosen = min(plans, key=lambda plan: shortage(plan, machine))
-        why = f"nothing fits; the closest is zero {chosen.zero}, which needs {needed(chosen, machine)}"
+        why = f"nothing fits; the closest is zero {chosen.zero}"
     return EvaluationChoice(
         plan=chosen,
-        candidates=tuple(plans),
-        reason=f"{asked}{why}; {available(machine)}.",
+        reason=f"{why}: {describe_memory(chosen, machine)}.",
         longest_window=longest_length(fits_alone, job.size) if job.attention == "flash" else None,
     )
 

@@ -6,7 +6,6 @@ rank at the worst moment. Not counted: paddings, torch.compile, quantised collec
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -83,7 +82,12 @@ def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
     return str(kind).lower() if kind else (optim or DEFAULT_OPTIMIZER).removeprefix("paged_")
 
 
-def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None) -> OptimizerMemory:
+def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, weight_bytes: int) -> OptimizerMemory:
+    """Look an optimizer up, as the DeepSpeed configuration changes it.
+
+    Args:
+        weight_bytes: of one weight while it is computed with.
+    """
     name = optimizer_name(deepspeed_config, optim)
     memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
     has_own_types = "bit" in name or name == "adafactor"  # also where what is updated is bfloat16
@@ -91,6 +95,8 @@ def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None) -> Opt
         memory = dataclasses.replace(memory, state_bytes=memory.state_bytes / 2, step_bytes=memory.step_bytes // 2)
     if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
         memory = dataclasses.replace(memory, master_bytes=2)
+    if weight_bytes == 4 and not get_value(deepspeed_config, "zero_optimization.stage"):  # without copies
+        memory = dataclasses.replace(memory, master_bytes=0)
     return memory
 
 
@@ -103,9 +109,8 @@ def checkpoint_parts(
     in_module = size.num_trainable if size.lora_r else size.num_params
     # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments).
     copied = (in_module if stage < 3 else 0) + (in_module - size.num_trainable if stage >= 2 else 0)
-    # ZeRO 0 in fp32 trains the weights themselves, without a master.
-    states = optimizer.state_bytes if stage == 0 and weight_bytes == 4 else optimizer.checkpoint_bytes
-    return weight_bytes * size.saved_params, weight_bytes * copied, int(states * size.num_trainable)
+    states = int(optimizer.checkpoint_bytes * size.num_trainable)
+    return weight_bytes * size.saved_params, weight_bytes * copied, states
 
 
 # ---- terms
@@ -199,9 +204,11 @@ class Job:
     def batch(self, micro_batch: int, accumulation: int, machine: Machine) -> Batch:
         return Batch(micro_batch, accumulation, machine.world_size, self.sequence_parallel)
 
-    @property
+    @functools.cached_property
     def activations(self) -> "Activations":
         """Measure what autograd keeps of a token, once for all jobs in which it is the same."""
+        from dsft.planner.activations import measure_or_assume
+
         key = (
             self.model_config.to_json_string(),
             self.adapters and str(sorted(self.adapters.to_dict().items(), key=str)),
@@ -211,8 +218,6 @@ class Job:
             (self.trainable, self.frozen, self.liger),
         )
         if key not in _measured:
-            from dsft.planner.activations import measure_or_assume
-
             _measured[key] = measure_or_assume(self)
         return _measured[key]
 
@@ -233,13 +238,8 @@ def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
 
 def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
     """Read the section zero_optimization as DeepSpeed will: "auto" filled from the hidden size as transformers does
-    (integrations/deepspeed.py), defaults for what is missing. The result is shared, and not to be changed.
+    (integrations/deepspeed.py), defaults for what is missing.
     """
-    return _resolved(json.dumps(zero_section), hidden_size)
-
-
-@functools.cache  # a plan asks for the same section for each micro batch
-def _resolved(zero_section: str, hidden_size: int) -> dict[str, Any]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
 
     filled = {
@@ -247,12 +247,11 @@ def _resolved(zero_section: str, hidden_size: int) -> dict[str, Any]:
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    section = json.loads(zero_section)
-    for name, value in list(section.items()):
-        if value == "auto":
-            section[name] = filled.get(name)
-        if section[name] is None:
-            del section[name]
+    section = {}
+    for name, value in zero_section.items():
+        number = filled.get(name) if value == "auto" else value
+        if number is not None:
+            section[name] = number
     return DeepSpeedZeroConfig(**section).model_dump(mode="json", by_alias=True)
 
 
@@ -266,7 +265,7 @@ class ZeroLayout:
         self.accumulation = accumulation
         self.zero = zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size.hidden_size)
         self.stage: int = zero["stage"]
-        self.optimizer = optimizer_memory(deepspeed_config, job.optimizer)
+        self.optimizer = optimizer_memory(deepspeed_config, job.optimizer, weight_bytes=job.weight_bytes)
         self.optimizer_device: str = (zero["offload_optimizer"] or {}).get("device", "none")
         self.param_device: str = (zero["offload_param"] or {}).get("device", "none") if self.stage == 3 else "none"
         # The format of the base, if its weights stay in it.
@@ -276,7 +275,7 @@ class ZeroLayout:
         self.sum_bytes = 4 if sums_in_fp32(deepspeed_config) and self.stage >= 2 else self.weight_bytes
         self.sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else self.weight_bytes
         self.num_frozen = size.num_params - size.num_trainable
-        self.share = math.ceil(size.num_trainable / machine.world_size)
+        self.share = math.ceil(size.num_trainable / (machine.world_size if self.stage else 1))
         self.largest_trained = max((numel for numel, _ in size.trainable_numels), default=0)
         hpz_ranks = zero["zero_hpz_partition_size"] if self.stage == 3 else 0
         self.hpz_ranks = min(hpz_ranks, machine.world_size) if hpz_ranks > 1 else 0
@@ -334,8 +333,9 @@ def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term
         # Gradients come, layer by layer, as what layers keep goes.
         gradients = sum(term.num_bytes for term in states if term.phase == "gradients")
         kept = activations[0]
-        in_its_place = min(gradients, kept.num_bytes * (layout.size.num_layers - 1) // layout.size.num_layers)
-        activations[0] = dataclasses.replace(kept, num_bytes=kept.num_bytes - in_its_place)
+        num_layers = layout.size.num_layers
+        freed = min(gradients, kept.num_bytes * (num_layers - 1) // num_layers)
+        activations[0] = dataclasses.replace(kept, num_bytes=kept.num_bytes - freed)
     terms = [*states, *activations, *host_terms(layout)]
     return [*terms, *outside_terms(layout, terms)]
 
@@ -347,37 +347,37 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     item = layout.weight_bytes
     measured = job.activations
     # A quantised base is not sharded, and keeps its own linear layers.
-    kept_by_layers = measured.layers_zero_3 if layout.stage == 3 and not size.quantization else measured.layers
+    layers = measured.layers_zero_3 if layout.stage == 3 and not size.quantization else measured.layers
     tokens = -(-batch.micro * job.seq_len // batch.sequence_parallel)
-    again = [bool(every) and number % every == 0 for number in range(len(measured.layers))]
-    kept = sum(bytes_of for bytes_of, is_again in zip(kept_by_layers, again, strict=True) if not is_again)
-    fixed = sum(number for number, is_again in zip(measured.layers_fixed, again, strict=True) if not is_again)
     input_bytes = tokens * item * size.hidden_size  # of a layer that is checkpointed
     offloads_inputs = job.checkpoint_offload and layout.machine.has_gpu
-    inputs = 0 if offloads_inputs else again.count(True) * input_bytes
+    kept = 0.0
+    computed_again = 0
+    for number, per_token in enumerate(layers):
+        if every and number % every == 0:
+            computed_again += 1
+        else:
+            kept += measured.layers_fixed[number] + tokens * per_token
+    if not offloads_inputs:
+        kept += computed_again * input_bytes
     # Gradients of a layer: of gate and up, and of the hidden states. Liger's take the place of what was kept.
-    backward = item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
-    if any(again):
-        backward += max(kept_by_layers)
-    work = max(tokens * backward + max(measured.layers_fixed, default=0) * any(again), head_bytes(job, tokens))
+    backward = tokens * item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
+    if computed_again:
+        backward += tokens * max(layers) + max(measured.layers_fixed)
+    work = max(int(backward), head_bytes(job, tokens))
     terms = [
-        Term(
-            "kept by layers",
-            int(fixed + tokens * kept + inputs),
-            "tokens x bytes that autograd keeps",
-            "compute",
-        ),
-        Term("backward of a layer, or logits and loss", int(work), "the larger of both", "compute"),
+        Term("kept by layers", int(kept), "tokens x bytes that autograd keeps", "compute"),
+        Term("backward of a layer, or logits and loss", work, "the larger of both", "compute"),
     ]
     if offloads_inputs:
-        pinned = layout.machine.ranks_per_node * again.count(True) * pinned_bytes(input_bytes)
+        pinned = layout.machine.ranks_per_node * computed_again * pinned_bytes(input_bytes)
         terms.append(Term("inputs of layers", pinned, "ranks x layers x tokens x bytes, pinned", "compute", "host"))
     if batch.sequence_parallel > 1:
         # Ulysses keeps the result once more as it was before heads came back, and repeated keys and values.
         queries, keys = size.exchanged_widths(batch.sequence_parallel)
         width = queries + 2 * (keys - size.kv_size)
-        layers = again.count(False) + any(again)
-        exchanged = layers * tokens * width * item
+        exchanging = len(layers) - computed_again + (computed_again > 0)
+        exchanged = exchanging * tokens * width * item
         terms.append(Term("positions exchanged for heads", exchanged, "layers x tokens x width", "compute"))
     return terms
 
@@ -407,26 +407,27 @@ def adapts_head(adapters: "PeftConfig | None") -> bool:
 
 def device_state_terms(layout: ZeroLayout) -> list[Term]:
     """List weights, gradients, states and DeepSpeed's buffers on one GPU."""
+    states = 0
+    if layout.optimizer_device == "none":
+        states = int(layout.optimizer.checkpoint_bytes * layout.share)
+    terms = [Term("optimizer state", states, "(master + moments) / ranks")]
     if layout.stage == 3:
-        return _stage_3(layout)
-    if layout.stage == 0:
-        return _stage_0(layout)
-    return _stage_1_2(layout)
+        return terms + _stage_3(layout)
+    weights = layout.frozen_bytes + layout.weight_bytes * layout.size.num_trainable
+    terms.append(Term("weights", weights, "all"))
+    return terms + (_stage_1_2(layout) if layout.stage else _stage_0(layout))
 
 
 def _stage_0(layout: ZeroLayout) -> list[Term]:
-    item = layout.weight_bytes
     trained = layout.size.num_trainable
     optimizer = layout.optimizer
-    is_half = item < 4  # then the optimizer updates fp32 copies of the weights
-    states = (optimizer.master_bytes if is_half else 0) + optimizer.state_bytes
     # The engine reduces a flat copy of the gradients; then, in half precision, fp32 gradients are made of them.
-    copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained) if layout.machine.world_size > 1 else 0
-    step = max(layout.sent_bytes * copied, ((4 if is_half else 0) + optimizer.step_bytes) * trained)
+    copied = 0
+    if layout.machine.world_size > 1:
+        copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained)
+    step = max(layout.sent_bytes * copied, (optimizer.master_bytes + optimizer.step_bytes) * trained)
     return [
-        Term("weights", layout.frozen_bytes + item * trained, "all"),
-        Term("optimizer state", int(states * trained), "(master + moments) x trained"),
-        Term("gradients", item * trained, "trained", "gradients"),
+        Term("gradients", layout.weight_bytes * trained, "trained", "gradients"),
         Term("optimizer step", step, "copy to all-reduce, or fp32 gradients and the optimizer's copies", "step"),
     ]
 
@@ -440,61 +441,55 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     offloads = layout.optimizer_device != "none"
     accumulates = layout.accumulation > 1
     bucket = layout.zero["reduce_bucket_size"]
-    buckets = 2 if layout.zero["overlap_comm"] else 1
+    overlaps = layout.zero["overlap_comm"]
     # A rank keeps parameters that cross the border of its share in full.
-    of_share = min(trained, share + largest)
-    if layout.stage == 2 and layout.sum_bytes > item:
+    of_share = item * min(trained, share + largest)
+    in_masters_type = (0 if optimizer.master_bytes == item else item) + optimizer.master_bytes
+    if layout.sum_bytes > item:
         gradients = 4 * share
-    elif layout.stage == 1 and (accumulates or not layout.zero["overlap_comm"]):
-        gradients = item * trained
-    elif offloads:
-        gradients = 0  # they go to host memory as they come
-    else:
-        gradients = item * of_share * (2 if layout.stage == 2 and accumulates else 1)
-    carried = (item if optimizer.master_bytes != item else 0) + optimizer.master_bytes + optimizer.step_bytes
-    step = 0 if offloads else max(0, item * of_share + carried * share - gradients)
-    if layout.stage == 2 and layout.sum_bytes > item:
         step = optimizer.step_bytes * share
-    copied = max(min(trained, bucket), min(largest, bucket + share) if largest > bucket else 0)
-    return [
-        Term("weights", layout.frozen_bytes + item * trained, "all"),
-        Term(
-            "optimizer state", 0 if offloads else int(optimizer.checkpoint_bytes * share), "(master + moments) / ranks"
-        ),
+    else:
+        gradients = of_share * (2 if layout.stage == 2 and accumulates else 1)
+        if layout.stage == 1 and (accumulates or not overlaps):
+            gradients = item * trained
+        elif offloads:
+            gradients = 0  # they go to host memory as they come
+        step = max(0, of_share + (in_masters_type + optimizer.step_bytes) * share - gradients)
+    copied = max(min(trained, bucket), min(largest, bucket + share))
+    buckets = item * bucket * (2 if overlaps else 1) + layout.sent_bytes * copied
+    terms = [
         Term("gradients", gradients, "of this rank's share, or of all until they are reduced", "gradients"),
-        Term("reduce buckets", item * buckets * bucket + layout.sent_bytes * copied, "buckets and a copy", "compute"),
+        Term("reduce buckets", buckets, "buckets and a copy", "compute"),
         Term("gradient not yet reduced", item * largest, "largest parameter", "compute"),
-        Term("gradient's norm, in fp64", 8 * min(largest, share) if offloads else 0, "largest parameter", "compute"),
-        Term("optimizer step", int(step), "gradients in the master's type, and the optimizer's copies", "step"),
     ]
+    if offloads:
+        terms.append(Term("gradient's norm, in fp64", 8 * min(largest, share), "largest parameter", "compute"))
+    else:
+        terms.append(Term("optimizer step", step, "gradients in the master's type, and the optimizer's copies", "step"))
+    return terms
 
 
 def _stage_3(layout: ZeroLayout) -> list[Term]:
     item = layout.weight_bytes
     size = layout.size
-    share = layout.share
     ranks = layout.machine.world_size
     optimizer = layout.optimizer
     zero = layout.zero
-    offloads = layout.optimizer_device != "none"
     keeps_weights = layout.param_device == "none"
-    sub_group = min(share, zero["sub_group_size"])
-    carried = (layout.sum_bytes if optimizer.master_bytes != layout.sum_bytes else 0) + optimizer.master_bytes
     bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] else 0
-    terms = [
-        Term("reduce bucket", layout.sent_bytes * bucket, "allocated in full"),
-        Term("weights", item * size.num_params // ranks if keeps_weights else 0, "all / ranks"),
-        Term(
-            "optimizer state", 0 if offloads else int(optimizer.checkpoint_bytes * share), "(master + moments) / ranks"
-        ),
-        Term("gradient partition", 0 if offloads else layout.sum_bytes * share, "trained / ranks"),
-        Term(
-            "optimizer step",
-            0 if offloads else int((carried + optimizer.step_bytes) * sub_group),
-            "gradients of a sub-group flat and in the master's type",
-            "step",
-        ),
-    ]
+    terms = [Term("reduce bucket", layout.sent_bytes * bucket, "allocated in full")]
+    if keeps_weights:
+        terms.append(Term("weights", item * size.num_params // ranks, "all / ranks"))
+    if layout.optimizer_device == "none":
+        in_masters_type = (
+            0 if optimizer.master_bytes == layout.sum_bytes else layout.sum_bytes
+        ) + optimizer.master_bytes
+        sub_group = min(layout.share, zero["sub_group_size"])
+        step = (in_masters_type + optimizer.step_bytes) * sub_group
+        terms += [
+            Term("gradient partition", layout.sum_bytes * layout.share, "trained / ranks"),
+            Term("optimizer step", step, "gradients of a sub-group flat and in the master's type", "step"),
+        ]
     if ranks > 1 or not keeps_weights:  # else nothing is partitioned (`NoGatherHandle`)
         prefetch = zero["stage3_prefetch_bucket_size"]
         copies = item * (prefetch + max(numel for numel, _ in size.numels)) if prefetch else 0
@@ -508,9 +503,8 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
             gathered = size.num_params - layout.persistent_params
             terms.append(Term("weights gathered for samples", item * gathered, "all", "between"))
     if layout.hpz_ranks and keeps_weights:
-        terms.append(
-            Term("second partition (hpZ)", item * size.num_params // layout.hpz_ranks, "all / ranks of a node")
-        )
+        partition = item * size.num_params // layout.hpz_ranks
+        terms.append(Term("second partition (hpZ)", partition, "all / ranks of a node"))
     return terms
 
 
@@ -526,42 +520,37 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     optimizer = layout.optimizer
     item = layout.weight_bytes
     share = layout.share
+    masters = optimizer.master_bytes * share
     offload = layout.zero["offload_optimizer"] or {}
+    pinned = pinned_bytes if offload.get("pin_memory") and machine.has_gpu else int
 
     def on_node(name: str, num_bytes: float, formula: str) -> Term:
         return Term(name, int(machine.ranks_per_node * num_bytes), f"ranks x {formula}", "always", "host")
-
-    def pinned(num_bytes: float) -> float:
-        return pinned_bytes(num_bytes) if offload.get("pin_memory") and machine.has_gpu else num_bytes
 
     process = GPU_PROCESS_BYTES if machine.has_gpu else CPU_PROCESS_BYTES
     if machine.measured and not machine.has_gpu:
         process = own_process_bytes()
     terms = [on_node("processes", process, "Python, torch, DeepSpeed")]
     if layout.optimizer_device == "cpu" and layout.stage < 3:
-        # All but the moments are pinned (stage_1_and_2.py); gradients of several micro batches are kept apart.
-        sums = layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item
-        terms += [
-            on_node("Adam moments", optimizer.state_bytes * share, "moments"),
-            on_node("master weights and gradients", 2 * pinned(optimizer.master_bytes * share), "2 x master, pinned"),
-            on_node("copy of updated weights", pinned(item * share), "share, pinned"),
-            on_node("sums of gradients", 1.4 * item * share if sums else 0, "share, each pinned by itself"),
-        ]
+        # Moments; master weights and their gradients, and a copy of the updated weights, pinned (stage_1_and_2.py).
+        num_bytes = optimizer.state_bytes * share + 2 * pinned(masters) + pinned(item * share)
+        if layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item:
+            num_bytes += 1.4 * item * share  # sums of gradients, each pinned by itself
+        terms.append(on_node("optimizer", num_bytes, "(moments, master, its gradients, weights) / all ranks"))
     if layout.optimizer_device == "cpu" and layout.stage == 3:
+        # Gradients in the master's type are pinned by sub-groups, those of the weights' type at once (stage3.py).
         groups = max(1, share // max(1, layout.zero["sub_group_size"]))
-        gradients = groups * pinned(optimizer.master_bytes * share / groups)
-        terms += [
-            on_node("master weights and moments", optimizer.checkpoint_bytes * share, "(master + moments) / ranks"),
-            on_node("gradients in the master's type", gradients, "sub-groups, pinned"),
-            on_node("gradient partition", pinned(layout.sum_bytes * share), "trained / ranks, pinned"),
-        ]
+        num_bytes = optimizer.checkpoint_bytes * share + groups * pinned(masters / groups)
+        num_bytes += pinned(layout.sum_bytes * share)
+        terms.append(on_node("optimizer", num_bytes, "(moments, master, gradients in two types) / all ranks"))
     if layout.param_device == "cpu":
-        # Trained shards move to one flat buffer that is always pinned; the allocator keeps those they had before.
-        flat = pinned_bytes(item * share) if machine.has_gpu else item * share
-        is_pinned = machine.has_gpu and layout.zero["offload_param"]["pin_memory"]
-        left = 1.4 * item * share if is_pinned else 0
-        frozen = (1.4 if is_pinned else 1.0) * item * layout.num_frozen / machine.world_size
-        terms.append(on_node("weights", flat + left + frozen, "shards, pinned, and what was pinned before"))
+        num_bytes = item * (share + layout.num_frozen / machine.world_size)
+        if machine.has_gpu:
+            # Trained shards move to one flat buffer that is always pinned; the allocator keeps those they had before.
+            kept = 1.4 if layout.zero["offload_param"]["pin_memory"] else 0.0
+            frozen = max(1.0, kept) * item * layout.num_frozen / machine.world_size
+            num_bytes = pinned_bytes(item * share) + kept * item * share + frozen
+        terms.append(on_node("weights", num_bytes, "shards, pinned, and what was pinned before"))
     if machine.has_gpu:
         saved = item * layout.size.num_trainable
         terms.append(Term("weights to be saved", saved, "trained, on rank 0", "between", "host"))

@@ -41,7 +41,9 @@ class Card:
     tflops: float
     """Dense bf16 (fp16 where there is no bf16) matrix products by the data sheet."""
     utilisation: float | None = None
-    """Share of that rate that a training reaches, by published steps of its generation; None if there are none."""
+    """Share of that rate that wide products reach, by published steps of its generation; None if there are none."""
+    narrow: int = 600
+    """Width at which products reach half of what wide ones do."""
     memory_gbps: float
     """GB/s of its own memory."""
     nvlink_gbps: float
@@ -119,7 +121,9 @@ class Speeds:
     """Of one rank, its links and its node, in what is reached, not in what data sheets say."""
 
     flops: float
-    """Floating-point operations per second on one rank."""
+    """Floating-point operations per second on one rank, in wide products."""
+    narrow: int
+    """Width at which products reach half of that."""
     device_bytes: float
     """Bytes per second of one rank's own memory."""
     link_bytes: float
@@ -135,7 +139,7 @@ class Speeds:
 def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
     """Return the speeds of a machine by its card and `--interconnect`; of CPU ranks an order of magnitude."""
     if not machine.has_gpu:
-        return Speeds(flops=5e10, device_bytes=1e10, link_bytes=2e9, network_bytes=1e9, host_link_bytes=1e10)
+        return Speeds(flops=5e10, narrow=0, device_bytes=1e10, link_bytes=2e9, network_bytes=1e9, host_link_bytes=1e10)
     card = CARDS[card_of(machine)]
     link, network = parse_interconnect(machine.interconnect, card)
     flops = 1e12 * card.tflops * (card.utilisation or ASSUMED_UTILISATION)
@@ -143,6 +147,7 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
         flops /= 2 if card.has_bf16 else 8
     return Speeds(
         flops=flops,
+        narrow=card.narrow,
         device_bytes=0.65 * card.memory_gbps * GB,
         link_bytes=link,
         network_bytes=network,
@@ -183,8 +188,6 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
 
 # ---- one optimizer step
 
-NARROW = 600
-"""Width at which products of matrices reach half of what wide ones do."""
 EXPERT_SHARE = 0.17
 """Of the rate of products, what the grouped ones of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""
 ADAPTERS_COST = 1.2
@@ -212,12 +215,10 @@ def attention_flops_per_token(size: "ModelSize", seq_len: int) -> float:
     return 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
 
 
-def product_seconds(size: "ModelSize", speeds: Speeds, machine: Machine) -> float:
+def product_seconds(size: "ModelSize", speeds: Speeds) -> float:
     """Seconds of one pass's matrix products over one token."""
-    if not machine.has_gpu:
-        return 2 * size.active_params / speeds.flops
     slower = size.active_expert_params * (1 / EXPERT_SHARE - 1)
-    return 2 * (size.active_params + slower) / speeds.flops * (1 + NARROW / size.hidden_size)
+    return 2 * (size.active_params + slower) / speeds.flops * (1 + speeds.narrow / size.hidden_size)
 
 
 def launch_seconds(layout: "ZeroLayout") -> float:
@@ -256,7 +257,7 @@ def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomput
     tokens = batch.micro * job.seq_len // batch.sequence_parallel
     attention = attention_flops_per_token(size, job.seq_len) / speeds.flops
     passes = 2 + recomputed
-    micro_step = tokens * (passes + size.trained_share) * product_seconds(size, speeds, machine)
+    micro_step = tokens * (passes + size.trained_share) * product_seconds(size, speeds)
     micro_step += tokens * (3.5 + recomputed) * attention
     if size.lora_r:
         micro_step *= ADAPTERS_COST

@@ -440,9 +440,9 @@ def checkpoint_size(
     stage that writes least.
     """
     config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
-    optimizer = optimizer_memory(config, options.training.get("optim"))
-    zero_stage = 3 if deepspeed_config is None else stage(deepspeed_config)
     weight_bytes = DTYPE_BYTES[options.dtype]
+    optimizer = optimizer_memory(config, options.training.get("optim"), weight_bytes=weight_bytes)
+    zero_stage = 3 if deepspeed_config is None else stage(deepspeed_config)
     weights, copies, states = checkpoint_parts(size, optimizer, stage=zero_stage, weight_bytes=weight_bytes)
     values = with_defaults(options)
     kept = (values.get("save_total_limit") or 1) + 1

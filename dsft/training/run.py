@@ -45,7 +45,7 @@ from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import stop_at
 from dsft.models.weight_files import WEIGHT_ENDINGS, model_identity, safe_unpickling
 from dsft.planner.choose import as_dict as plan_as_dict
-from dsft.planner.choose import checkpointing_flags
+from dsft.planner.choose import plan_flags
 from dsft.runtime import distributed
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
@@ -127,14 +127,8 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
 def describe_plan(run: TrainingRun) -> None:
     """Logs what was decided and why."""
     size = run.model.size
-    plan = run.plan
     say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
-    say(f"plan: {run.reason}")
-    say(
-        f"plan: peaks predicted: {plan.device_bytes / GiB:.1f} GiB per {run.machine.place},"
-        f" {plan.host_bytes / GiB:.1f} GiB host memory per node"
-        + (f"; {plan.step_seconds:.3g} s per step" if plan.has_time_estimate else "")
-    )
+    say(f"plan for rows of {run.options.seq_len:,} tokens: {run.reason}")
     for note in run.notes:
         say(f"note: {note}")
 
@@ -298,13 +292,9 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
             smaller = None
         way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
         if smaller:
-            batch = f"--per_device_train_batch_size {smaller.micro_batch}"
-            is_decided = any(decision.name == "global_batch_size" for decision in run.decisions)
-            if is_decided or not options.global_batch_size:  # else it follows
-                batch += f" --gradient_accumulation_steps {smaller.accumulation}"
             way_out = (
-                f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB: --zero"
-                f" {smaller.zero} {batch} {checkpointing_flags(smaller, run.job)}"
+                f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB:"
+                f" {plan_flags(smaller, run.job)}"
             )
         eval_batch = with_defaults(options)["per_device_eval_batch_size"]
         if phase == "evaluating" and eval_batch > 1:

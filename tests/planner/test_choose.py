@@ -83,7 +83,7 @@ def test_where_nothing_fits_the_closest_is_named_with_what_it_needs(llama_8b):
     machine = machine_of(1, "4090", host_bytes=64 * GB)
     plan = chosen(llama_8b, machine)
     assert not plan.fits and reason(plan, machine).startswith("nothing fits; the closest is ZeRO")
-    assert "available: 23.6 GiB per GPU" in reason(plan, machine)
+    assert "of 23.6 GiB (" in reason(plan, machine)
 
 
 def test_a_plan_makes_up_the_sequences_of_a_step(llama_8b):
@@ -137,7 +137,7 @@ def test_a_tf32_training_is_planned_at_half_the_rate_of_bf16(llama_8b):
     ],
 )
 def test_an_optimizer_keeps_its_master_and_moments(config, name, expected):
-    assert optimizer_memory(config, name).checkpoint_bytes == expected
+    assert optimizer_memory(config, name, weight_bytes=2).checkpoint_bytes == expected
 
 
 def test_a_gpu_that_is_not_known_is_planned_without_a_time():
