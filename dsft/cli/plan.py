@@ -81,7 +81,6 @@ def read_machines(options: PlanOptions) -> list[Machine]:
 def machine_on_paper(gpus: str) -> Machine:
     """Return a node of so many GPUs by name or memory: 8xH100, 8x80GB."""
     number, word = split_gpus(gpus)
-    card = None
     if word[:1].isdigit() and not cards_named(word):
         size = parse_bytes(word)
         card = CARDS[card_of(Machine(nodes=1, ranks_per_node=1, device_bytes=size, host_bytes=0, has_gpu=True))]

@@ -1,6 +1,5 @@
 """What `dsft plan` answers: what the training would decide -> table, JSON or files. Loads torch."""
 
-import contextlib
 import dataclasses
 import json
 import shlex
@@ -16,12 +15,11 @@ from transformers import TrainingArguments
 
 from dsft.cli.commands import PlanOptions
 from dsft.config.deepspeed import offloads
-from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
+from dsft.config.options import Decision, TrainConfig, decide
 from dsft.data.tokens import tokenise
 from dsft.errors import UserError
 from dsft.planner.activations import attention_of
 from dsft.planner.choose import Plan, as_dict, describe_memory, longest_length, plan_evaluation, plan_flags
-from dsft.planner.memory import resolve_auto, terms_at_peak
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine
@@ -111,7 +109,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             if not CARDS[card_of(machine)].utilisation:
                 time += " (a guess: no training on this card was published)"
             lines.append(time)
-        lines.append(train_command(words))
+        lines.append(train_command(training, words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine)]
         if smaller := smaller_plan(run):
             lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
@@ -129,14 +127,13 @@ def describe_machine(machine: Machine) -> str:
     return f"{nodes}{machine.ranks_per_node}x{machine.gpu_type or in_gib(machine.device_bytes)}"
 
 
-def train_command(words: Sequence[str]) -> str:
+def train_command(training: TrainConfig, words: Sequence[str]) -> str:
     """The training of this plan, as one line for a shell; `words` are the user's."""
     command = f"dsft train {shlex.join(words)}"
-    names = {word.partition("=")[0] for word in words}
-    has_file = "--config" in names or not words[0].startswith("-")
-    for name, value in (("--data", "DATA"), ("--output_dir", "runs/first")):
-        if name not in names and not has_file:
-            command += f" {name} {value}"
+    if not training.data:
+        command += " --data DATA"
+    if "output_dir" not in training.training:
+        command += " --output_dir runs/first"
     return command
 
 
@@ -157,11 +154,10 @@ def explain(run: TrainingRun, choice: Choice) -> None:
     size = job.size
     candidates = sorted(choice.candidates, key=lambda each: each.step_seconds / each.tokens_per_step)
     show_table(plans_table([("->" if each is plan else "", each) for each in candidates]))
-    method = "full finetuning" if run.options.method == "full" else f"{run.options.method} of rank {size.lora_r}"
-    active = f", {size.active_params / 1e9:,.3f} B active per token" if size.expert_params else ""
     lines = [
-        f"{method}, {job.seq_len:,} tokens per sequence, {job.dtype}, {job.optimizer}",
-        f"{size.num_params / 1e9:,.3f} B parameters, {size.num_trainable / 1e9:,.3f} B trained{active}",
+        f"{job.seq_len:,} tokens per sequence, {job.dtype}, {job.optimizer}",
+        f"B parameters: {size.num_params / 1e9:,.3f}, of a token {size.active_params / 1e9:,.3f}, trained"
+        f" {size.num_trainable / 1e9:,.3f}",
         str(run.machine),
         choice.reason,
         *choice.notes,
@@ -170,12 +166,10 @@ def explain(run: TrainingRun, choice: Choice) -> None:
     if not job.activations.is_measured:
         lines.append(f"activations: those of a Llama as wide: {size.model_type} does not run without weights")
     for place, title in (("device", f"one {run.machine.place}"), ("host", "host memory of one node")):
-        at_peak = terms_at_peak(plan.terms, place)
-        lines += ["", f"{title}, GiB:"]
+        lines += ["", f"{title}, GiB, and when:"]
         for term in plan.terms:
             if term.place == place and term.num_bytes >= MiB:
-                note = "" if term in at_peak else "; not at the peak"
-                lines.append(f"{term.num_bytes / GiB:9.2f}  {term.name} ({term.formula}{note})")
+                lines.append(f"{term.num_bytes / GiB:9.2f}  {term.phase:9}  {term.name} ({term.formula})")
     show_text("\n".join(lines))
 
 
@@ -241,20 +235,28 @@ def count_tokens(run: TrainingRun) -> float | None:
 
 
 def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
-    longest = longest_sequence(run)
+    """The most tokens per sequence that fit, one sequence per GPU, or for all GPUs that share one, at a time."""
+    job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
+
+    def plan_of(length: int) -> Plan:
+        attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask from a sliding window on
+        changed = dataclasses.replace(job, seq_len=length, attention=attention)
+        return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan
+
+    length = longest_length(lambda length: plan_of(length).fits, job.size)
+    if not length:
+        print_json({"seq_len": None}) if options.json else show_text("no sequence fits, however short")
+        return False
+    plan = plan_of(length)
     if options.json:
-        print_json({"seq_len": longest[0], "plan": as_dict(longest[1])} if longest else {"seq_len": None})
-    elif longest:
-        tokens, plan = longest
-        place = run.machine.place
-        show_text(f"{tokens:,} tokens per sequence fit: {plan.label}, {in_gib(plan.device_bytes)} per {place}")
+        print_json({"seq_len": length, "plan": as_dict(plan)})
     else:
-        show_text("no sequence fits, however short")
-    return longest is not None
+        show_text(f"{length:,} tokens per sequence fit: {plan.label}, {describe_memory(plan, run.machine, host=False)}")
+    return True
 
 
 def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
-    choice = plan_evaluation(
+    plan = plan_evaluation(
         run.model,
         run.machine,
         dtype=run.options.dtype,
@@ -263,31 +265,23 @@ def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
         zero=run.options.zero,
     )
     if options.json:
-        chosen = dataclasses.asdict(choice.plan) | {"reason": choice.reason}
-        print_json({"chosen": chosen, "longest_window": choice.longest_window})
-        return choice.plan.fits
-    show_text(f"perplexity of {run.options.model}\n{run.machine}\n{choice.reason}")
-    if choice.longest_window:
-        show_text(f"longest window that fits: {choice.longest_window:,} tokens")
-    return choice.plan.fits
+        print_json({"chosen": dataclasses.asdict(plan)})
+        return plan.fits
+    show_text(f"perplexity of {run.options.model}\n{run.machine}\n{plan.reason}")
+    if plan.longest_window:
+        show_text(f"longest window that fits: {plan.longest_window:,} tokens")
+    return plan.fits
 
 
 def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
-    """Write deepspeed.json to `folder`, without "auto" but for what only the training's options say. Raises OSError if
-    it exists already, or the folder cannot be written.
+    """Write deepspeed.json to `folder`, with "auto" for what the training's options say. Raises OSError if it exists
+    already, or the folder cannot be written.
     """
-    job = run.job
-    zero = plan.deepspeed_config["zero_optimization"]
-    resolved = resolve_auto(zero, job.size.hidden_size)
     config = plan.deepspeed_config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "train_batch_size": job.batch(plan.micro_batch, plan.accumulation, run.machine).sequences,
-        "gradient_clipping": run.options.training.get("max_grad_norm", TrainingArguments.max_grad_norm),
-        "zero_optimization": {key: value for key, value in resolved.items() if key in zero},
+        "train_batch_size": run.job.batch(plan.micro_batch, plan.accumulation, run.machine).sequences,
     }
-    for section, dtype in HALF_PRECISION.items():
-        config[section] = plan.deepspeed_config.get(section, {}) | {"enabled": job.dtype == dtype}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "deepspeed.json").open("x", encoding="utf-8") as file:
         file.write(json.dumps(config, indent=2) + "\n")
@@ -310,48 +304,37 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
         "nodes": [number for number in nodes if number > machine.nodes],
         "seq_len": [length for length in lengths if length >= SHORTEST],
     }
-    alternatives = []
-    for name, values in kinds.items():
-        for value in values:
-            way = _tried(options, name, value, machine)
-            if way:
-                alternatives.append(way)
-                break
-    return alternatives
+    return _ways(options, machine, kinds)
 
 
 def faster_ways(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alternative]:
     """Find another precision with which a training that fits is clearly faster, if there is one."""
-    changes = {}
+    kinds = {}
     if machine.has_gpu and not CARDS[card_of(machine)].has_bf16 and options.dtype == "auto":
-        changes["dtype"] = "float16"
+        kinds["dtype"] = ["float16"]
     if options.method == "full" and offloads(plan.deepspeed_config):
-        changes["states"] = "bfloat16"
-    ways = [_tried(options, name, value, machine) for name, value in changes.items()]
-    return [way for way in ways if way and way.plan.tokens_per_second > CLEARLY_FASTER * plan.tokens_per_second]
+        kinds["states"] = ["bfloat16"]
+    return _ways(options, machine, kinds, least_speed=CLEARLY_FASTER * plan.tokens_per_second)
 
 
-def _tried(options: TrainConfig, name: str, value: Any, machine: Machine) -> Alternative | None:
-    if name == "nodes":
-        machine = dataclasses.replace(machine, nodes=value)
-    else:
-        options = decide(options, [Decision(name, value, "it is tried")])
-    with contextlib.suppress(UserError):  # a training would be refused
-        plan = plan_run(resolve_offline(options, machine), must_fit=False).plan
-        return Alternative({name: value}, plan) if plan.fits else None
-    return None
-
-
-def longest_sequence(run: TrainingRun) -> tuple[int, Plan] | None:
-    """(the most tokens per sequence that fit, their plan), one sequence per GPU, or for all GPUs that share one, at a
-    time; None if none fits.
-    """
-    job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
-
-    def plan_of(length: int) -> Plan:
-        attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask from a sliding window on
-        changed = dataclasses.replace(job, seq_len=length, attention=attention)
-        return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan
-
-    length = longest_length(lambda length: plan_of(length).fits, job.size)
-    return (length, plan_of(length)) if length else None
+def _ways(
+    options: TrainConfig, machine: Machine, kinds: dict[str, list[Any]], *, least_speed: float = 0.0
+) -> list[Alternative]:
+    """Of each kind of change the first value with which a plan fits and has the speed, in tokens per second."""
+    ways = []
+    for name, values in kinds.items():
+        for value in values:
+            changed = options
+            changed_machine = machine
+            if name == "nodes":
+                changed_machine = dataclasses.replace(machine, nodes=value)
+            else:
+                changed = decide(options, [Decision(name, value, "it is tried")])
+            try:
+                plan = plan_run(resolve_offline(changed, changed_machine), must_fit=False).plan
+            except UserError:  # a training would be refused
+                continue
+            if plan.fits and plan.tokens_per_second > least_speed:
+                ways.append(Alternative({name: value}, plan))
+                break
+    return ways

@@ -158,7 +158,7 @@ def _load(
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
     """Choose as the planner does: a copy per rank if it fits, else shards. Raises UserError if nothing fits."""
-    choice = plan_evaluation(
+    plan = plan_evaluation(
         candidate.facts,
         machine,
         dtype=dtype,
@@ -166,11 +166,11 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         batch_tokens=candidate.config.batch_tokens,
         sequence_parallel=candidate.config.sequence_parallel,
     )
-    if choice.plan.fits:
-        return choice.plan.zero
-    fits = f" The longest window that fits has {choice.longest_window:,} tokens." if choice.longest_window else ""
+    if plan.fits:
+        return plan.zero
+    fits = f" The longest window that fits has {plan.longest_window:,} tokens." if plan.longest_window else ""
     raise UserError(
-        f"zero=auto for {candidate.name}: {choice.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
+        f"zero=auto for {candidate.name}: {plan.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
         " seq_len, sequence_parallel, or set zero yourself"
     )
 

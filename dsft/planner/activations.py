@@ -149,20 +149,17 @@ def measure_activations(job: Job) -> Activations:
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 model(input_ids=ids_BT, use_cache=False, logits_to_keep=1, **mask)
             runs.append((counter.layer_bytes, counter.linear_bytes()))
-    (few, _), (many, linear) = runs
-    most_tokens = MEASURED_BATCHES[1] * tokens
-    more_tokens = most_tokens - MEASURED_BATCHES[0] * tokens
-    per_token = [(many[first] - few[first]) / more_tokens for first in first_alike]
-    fixed = [
-        few[first] - MEASURED_BATCHES[0] * tokens * slope for first, slope in zip(first_alike, per_token, strict=True)
-    ]
-    return Activations(
-        layers=tuple(per_token),
-        layers_zero_3=tuple(
-            number + linear[first] / most_tokens for number, first in zip(per_token, first_alike, strict=True)
-        ),
-        layers_fixed=tuple(fixed),
-    )
+    (few_bytes, _), (many_bytes, linear_bytes) = runs
+    few_tokens, many_tokens = (number * tokens for number in MEASURED_BATCHES)
+    kept = []
+    kept_by_zero_3 = []
+    fixed = []
+    for first in first_alike:
+        per_token = (many_bytes[first] - few_bytes[first]) / (many_tokens - few_tokens)
+        kept.append(per_token)
+        kept_by_zero_3.append(per_token + linear_bytes[first] / many_tokens)
+        fixed.append(few_bytes[first] - few_tokens * per_token)
+    return Activations(layers=tuple(kept), layers_zero_3=tuple(kept_by_zero_3), layers_fixed=tuple(fixed))
 
 
 def _first_alike(model: PreTrainedModel, layers: list[nn.Module]) -> list[int]:

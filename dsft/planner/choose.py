@@ -6,7 +6,7 @@ three ways of holding the model that fits. Pure arithmetic.
 import dataclasses
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dsft.planner.memory import (
     Job,
     Term,
     ZeroLayout,
+    device_state_terms,
     host_terms,
     optimizer_name,
     outside_terms,
@@ -169,11 +170,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_flags(plan: Plan, job: Job) -> str:
     """The options with which a training takes exactly this plan."""
-    flags = (
-        f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch}"
-        f" --gradient_accumulation_steps {plan.accumulation}"
-        f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}"
-    )
+    flags = f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch}"
+    if not job.sequences_per_step:  # else it follows
+        flags += f" --gradient_accumulation_steps {plan.accumulation}"
+    flags += f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}"
     if plan.checkpoint_every > 1:
         kwargs = {"every_n_layers": plan.checkpoint_every}
         if job.checkpoint_offload:
@@ -214,21 +214,18 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     return [name for name in NAMES if name not in left_out]
 
 
-def batches(job: Job, machine: Machine) -> Iterator[Batch]:
-    """Yield those to try, smallest micro batch first; each makes up the sequences of a step on all ranks (where they
+def batches(job: Job, machine: Machine) -> list[Batch]:
+    """Return those to try, smallest micro batch first; each makes up the sequences of a step on all ranks (where they
     cannot be shared evenly, as many as can, and at least one on each).
     """
-    if job.micro_batch or job.accumulation:
-        micro = job.micro_batch or SEQUENCES_PER_RANK
-        at_once = job.batch(micro, 1, machine).sequences
-        accumulation = job.accumulation or max(1, (job.sequences_per_step or at_once) // at_once)
-        yield job.batch(micro, accumulation, machine)
-        return
-    at_once = job.batch(1, 1, machine).sequences
-    per_rank = max(1, job.sequences_per_step // at_once) if job.sequences_per_step else SEQUENCES_PER_RANK
-    for micro in range(1, min(per_rank, LARGEST_MICRO_BATCH) + 1):
-        if per_rank % micro == 0:
-            yield job.batch(micro, per_rank // micro, machine)
+    per_rank = job.micro_batch or SEQUENCES_PER_RANK
+    micro_batches = [per_rank]
+    if job.sequences_per_step:
+        per_rank = max(1, job.sequences_per_step // job.batch(1, 1, machine).sequences)
+    if not job.micro_batch and not job.accumulation:
+        most = min(per_rank, LARGEST_MICRO_BATCH)
+        micro_batches = [number for number in range(1, most + 1) if per_rank % number == 0]
+    return [job.batch(micro, job.accumulation or max(1, per_rank // micro), machine) for micro in micro_batches]
 
 
 def settings(
@@ -463,15 +460,9 @@ class EvaluationPlan(Needs):
     zero: str
     """As the option `zero` of `dsft eval` takes it."""
     batch_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationChoice:
-    """The plan that was chosen, and why."""
-
-    plan: EvaluationPlan
-    reason: str
-    longest_window: int | None
+    reason: str = ""
+    """Of the one that is chosen, as a sentence."""
+    longest_window: int | None = None
     """Tokens of the longest window that fits in some way, each in a batch of its own; 0 if none fits; None where
     attention holds a matrix.
     """
@@ -507,7 +498,7 @@ def plan_evaluation(
     batch_tokens: int | None = None,
     sequence_parallel: int = 1,
     zero: str = "auto",
-) -> EvaluationChoice:
+) -> EvaluationPlan:
     """Choose how a model is held while it is scored: for `dsft eval` and for `dsft plan --perplexity`.
 
     Args:
@@ -551,8 +542,8 @@ def plan_evaluation(
     else:
         chosen = min(plans, key=lambda plan: shortage(plan, machine))
         why = f"nothing fits; the closest is zero {chosen.zero}"
-    return EvaluationChoice(
-        plan=chosen,
+    return dataclasses.replace(
+        chosen,
         reason=f"{why}: {describe_memory(chosen, machine)}.",
         longest_window=longest_length(fits_alone, job.size) if job.attention == "flash" else None,
     )
@@ -565,19 +556,13 @@ def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> E
     item = job.weight_bytes
     ranks = job.sequence_parallel
     tokens = -(-batch_tokens // ranks)
-    weights = layout.frozen_bytes
-    if layout.stage == 3:
-        prefetched = layout.zero["stage3_prefetch_bucket_size"] + size.largest_gathered_params
-        weights = item * (layout.persistent_params + layout.gathered_params + prefetched)
-        if layout.param_device == "none":
-            weights += item * size.num_params // machine.world_size
     # The backbone without gradients, or, after it, hidden states twice and a tile of the logits in fp32.
     backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(job.activations.layers))
     device = "cuda" if machine.has_gpu else "cpu"
     tile = min(tokens, ROW_TILE[device]) * min(size.vocab_size, VOCAB_TILE[device])
     head = tokens * 2 * item * size.hidden_size + tile * (4 + 2 * item)
     terms = [
-        Term("weights, and what is gathered", weights, "all, or shards and live parameters"),
+        *device_state_terms(layout),
         Term("backbone, or hidden states and logits", int(max(backbone, head)), "the larger of both", "compute"),
         *host_terms(layout),
     ]

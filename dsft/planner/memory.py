@@ -7,6 +7,7 @@ rank at the worst moment. Not counted: paddings, torch.compile, quantised collec
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,19 +101,6 @@ def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, wei
     return memory
 
 
-def checkpoint_parts(
-    size: "ModelSize", optimizer: OptimizerMemory, *, stage: int, weight_bytes: int
-) -> tuple[int, int, int]:
-    """Count the bytes of a checkpoint over all ranks: (weights as safetensors, DeepSpeed's own copies of these, states
-    of the optimizer).
-    """
-    in_module = size.num_trainable if size.lora_r else size.num_params
-    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments).
-    copied = (in_module if stage < 3 else 0) + (in_module - size.num_trainable if stage >= 2 else 0)
-    states = int(optimizer.checkpoint_bytes * size.num_trainable)
-    return weight_bytes * size.saved_params, weight_bytes * copied, states
-
-
 # ---- terms
 
 Phase = Literal["always", "gradients", "compute", "step", "between", "outside"]
@@ -135,19 +123,13 @@ class Term:
     place: Literal["device", "host"] = "device"
 
 
-def terms_at_peak(terms: Iterable[Term], place: str) -> list[Term]:
-    """Return what is alive together at the peak."""
-    here = [term for term in terms if term.place == place]
-    sums = dict.fromkeys(("compute", "step", "between"), 0)
-    for term in here:
-        if term.phase in sums:
-            sums[term.phase] += term.num_bytes
-    fullest = max(sums, key=sums.get)
-    return [term for term in here if term.phase not in sums or term.phase == fullest]
-
-
 def peak_bytes(terms: Iterable[Term], place: str) -> int:
-    return sum(term.num_bytes for term in terms_at_peak(terms, place))
+    """Add up what is alive together at the peak."""
+    sums = Counter()
+    for term in terms:
+        if term.place == place:
+            sums[term.phase] += term.num_bytes
+    return sums["always"] + sums["gradients"] + sums["outside"] + max(sums["compute"], sums["step"], sums["between"])
 
 
 def pinned_bytes(num_bytes: float) -> int:
@@ -476,7 +458,7 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     optimizer = layout.optimizer
     zero = layout.zero
     keeps_weights = layout.param_device == "none"
-    bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] else 0
+    bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] and size.num_trainable else 0
     terms = [Term("reduce bucket", layout.sent_bytes * bucket, "allocated in full")]
     if keeps_weights:
         terms.append(Term("weights", item * size.num_params // ranks, "all / ranks"))

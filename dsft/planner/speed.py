@@ -106,8 +106,7 @@ def card_of(machine: Machine) -> str:
 # ---- speeds of the hardware
 
 ASSUMED_UTILISATION = 0.5
-NETWORK_EFFICIENCY = 0.8
-PCIE_EFFICIENCY = 0.8
+LINK_EFFICIENCY = 0.8
 ASSUMED_NETWORK_GBPS = 50
 """GB/s of a node's network where none is named: one card of 400 Gbit/s."""
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
@@ -151,7 +150,7 @@ def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
         device_bytes=0.65 * card.memory_gbps * GB,
         link_bytes=link,
         network_bytes=network,
-        host_link_bytes=PCIE_EFFICIENCY * PCIE_GBPS[card.pcie_gen] * GB,
+        host_link_bytes=LINK_EFFICIENCY * PCIE_GBPS[card.pcie_gen] * GB,
     )
 
 
@@ -165,25 +164,23 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
     Raises:
         UserError: for a part that is not one of these.
     """
-    link = PCIE_EFFICIENCY * PCIE_GBPS[card.pcie_gen] * GB
-    if card.nvlink_gbps:
-        link = 0.8 * card.nvlink_gbps * GB
-    network = NETWORK_EFFICIENCY * ASSUMED_NETWORK_GBPS * GB
+    link_gbps = card.nvlink_gbps or PCIE_GBPS[card.pcie_gen]
+    network_gbps = ASSUMED_NETWORK_GBPS
     for part in filter(None, text.lower().split("+")):
         pcie = re.fullmatch(r"pcie([345])?", part)
         port = re.fullmatch(r"(?:(\d+)x)?(?:ib|roce|eth)([1-9]\d*)", part)
         if part == "nvlink":
-            link = 0.8 * (card.nvlink_gbps or BRIDGE_GBPS[card.pcie_gen]) * GB
+            link_gbps = card.nvlink_gbps or BRIDGE_GBPS[card.pcie_gen]
         elif pcie:
-            link = PCIE_EFFICIENCY * PCIE_GBPS[int(pcie[1] or card.pcie_gen)] * GB
+            link_gbps = PCIE_GBPS[int(pcie[1] or card.pcie_gen)]
         elif port:
-            network = NETWORK_EFFICIENCY * int(port[1] or 1) * int(port[2]) / 8 * GB
+            network_gbps = int(port[1] or 1) * int(port[2]) / 8
         else:
             raise UserError(
                 f"--interconnect {text}: {part!r} is unknown; join nvlink or pcie (pcie3, pcie4, pcie5) and a network"
                 " such as ib400, 8xib400 or eth10 with +"
             )
-    return link, network
+    return LINK_EFFICIENCY * link_gbps * GB, LINK_EFFICIENCY * network_gbps * GB
 
 
 # ---- one optimizer step

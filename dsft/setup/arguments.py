@@ -40,7 +40,7 @@ from dsft.models.package import FORMATS
 from dsft.models.probes import trains_in_tiles
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.choose import DEFAULT_BATCH_TOKENS, Plan
-from dsft.planner.memory import adapts_head, checkpoint_parts, optimizer_memory, sums_in_fp32
+from dsft.planner.memory import adapts_head, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
@@ -443,7 +443,10 @@ def checkpoint_size(
     weight_bytes = DTYPE_BYTES[options.dtype]
     optimizer = optimizer_memory(config, options.training.get("optim"), weight_bytes=weight_bytes)
     zero_stage = 3 if deepspeed_config is None else stage(deepspeed_config)
-    weights, copies, states = checkpoint_parts(size, optimizer, stage=zero_stage, weight_bytes=weight_bytes)
+    in_module = size.num_trainable if size.lora_r else size.num_params
+    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments).
+    copied = (in_module if zero_stage < 3 else 0) + (in_module - size.num_trainable if zero_stage >= 2 else 0)
+    state_bytes = weight_bytes * copied + int(optimizer.checkpoint_bytes * size.num_trainable)
     values = with_defaults(options)
     kept = (values.get("save_total_limit") or 1) + 1
     if values.get("load_best_model_at_end") or values.get("metric_for_best_model"):
@@ -461,8 +464,8 @@ def checkpoint_size(
             saves = math.ceil(max_steps / every)
         kept = min(kept, saves)
     return CheckpointSize(
-        weight_bytes=weights,
-        state_bytes=0 if options.training.get("save_only_model") else copies + states,
+        weight_bytes=weight_bytes * size.saved_params,
+        state_bytes=0 if options.training.get("save_only_model") else state_bytes,
         small_bytes=BYTES_PER_TOKEN * size.vocab_size + SMALL_FILES_BYTES,
         kept=kept,
     )

@@ -117,7 +117,7 @@ def test_a_quantised_model_is_planned_with_its_own_bytes_and_in_one_copy(tiny, t
     folder = shutil.copytree(tiny / "model", tmp_path / "gptq")
     describe(folder, ON_DISK["gptq"][0])
     facts = candidate_of(EvalConfig(**options_for(tiny)), str(folder), []).facts
-    plan = plan_evaluation(facts, this_machine(), dtype="float32", seq_len=32).plan
+    plan = plan_evaluation(facts, this_machine(), dtype="float32", seq_len=32)
     (weights,) = [term.num_bytes for term in plan.terms if term.name.startswith("weights")]
     assert plan.zero == "0" and weights == (folder / "model.safetensors").stat().st_size
     with pytest.raises(SystemExit):
