@@ -5,6 +5,7 @@ changes what a row means, is read or refused by name (`drop_keys` ignores it).
 """
 
 import json
+import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -76,6 +77,7 @@ UNREADABLE = PICTURES | {
 """Column -> why a row that has it is refused if its format does not read it."""
 WAY_OUT = "take it out of the data, or name it in drop_keys, which ignores it"
 NOTHING = (None, "", [], {})
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["']role["']""")
 
 Message = dict[str, Any]
 """role, content (text); where there are any: reasoning_content, name, tool_call_id, tool_calls with arguments that are
@@ -299,6 +301,10 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
     if rules.format == "prompt_completion":
         prompt = _column(row, "prompt", empty=True)
         completion = _column(row, "completion", empty=True)
+        if MESSAGES_AS_TEXT.match(completion):
+            raise ValueError(
+                "column 'completion' is the text of a list of messages; write prompt and completion as lists"
+            )
     else:
         for name in template_columns(rules):
             if not isinstance(row.get(name), int | float):
@@ -410,7 +416,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
     analysis = ""
     for number, given in enumerate(messages, start=1):
         given = {key: value for key, value in given.items() if value is not None and key not in ignored}
-        if given.get("channel") == "analysis":
+        if given.get("channel") == "analysis" and given.keys() <= {"role", "content", "channel"}:
             analysis += _text(given.get("content"), f"message {number}")
             continue
         given = _without_channel(given)
@@ -418,7 +424,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
             given["reasoning_content"] = analysis
         message, is_call = _message(given, number, schemas)
         is_answer = message["role"] == "assistant"
-        if analysis and not is_answer:
+        if analysis and (not is_answer or number - 1 == answers_from):
             break
         analysis = ""
         last = chat[-1]["role"] if chat else None
@@ -448,7 +454,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
             first_answer += bool(first_answer)
         elif chat[0]["content"] != system:
             raise ValueError("the system message differs from the column of it; keep one")
-    told = "\n".join(message["content"] for message in chat if message["role"] != "assistant")
+    told = "\n".join(message["content"] for message in chat if message["role"] in ("system", "developer"))
     for message in chat:
         for call in message.get("tool_calls", []):
             name = call["function"]["name"]
@@ -470,7 +476,8 @@ def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
     if channel == "commentary" and str(recipient).startswith("functions."):
         call = {"name": recipient.removeprefix("functions."), "arguments": given.get("content")}
         return rest | {"role": "tool_call", "content": json.dumps(call)}
-    return rest if channel == "final" or recipient == "assistant" else given
+    is_result = recipient == "assistant" and given.get("role") != "assistant"
+    return rest if is_result or (channel == "final" and not recipient) else given
 
 
 def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tuple[Message, bool]:
@@ -590,7 +597,7 @@ def _allows_null(schema: Any) -> bool:
     """Returns whether a JSON schema names null as a value."""
     if not isinstance(schema, dict):
         return False
-    if schema.get("nullable") is True or "null" in (schema.get("type") or ()):
+    if schema.get("nullable") is True or "null" in (schema.get("type") or ()) or None in (schema.get("enum") or ()):
         return True
     return any(map(_allows_null, [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]))
 

@@ -237,12 +237,14 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
 
 
 def _splits_of(files: list[Path]) -> list[str]:
-    """Returns the split of each file of a folder or glob by its name below what is common to all; by default train."""
+    """Returns the split of each file of a folder or glob by the last word for one in its name below what is common to
+    all; by default train.
+    """
     splits = []
     common = len(os.path.commonpath(files)) if files else 0
     for file in files:
         words = re.split(r"[-._ 0-9/]+", str(file)[common:].lower())
-        splits.append(next((SPLITS[word] for word in words if word in SPLITS), "train"))
+        splits.append(next((SPLITS[word] for word in reversed(words) if word in SPLITS), "train"))
     return splits
 
 

@@ -188,9 +188,25 @@ def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function
     for follows in ([], [QUESTION, final]):
         with pytest.raises(ValueError, match="no answer follows the message of the channel analysis"):
             made({"messages": [QUESTION, final, QUESTION, analysis, *follows]})
-    for other in ({"channel": "commentary"}, {"channel": "final", "recipient": "browser"}):
-        with pytest.raises(ValueError, match="'channel'"):
-            made({"messages": [QUESTION, final | other | {"channel": "commentary"}]})
+    with pytest.raises(ValueError, match="no answer follows the message of the channel analysis"):
+        made({"prompt": [QUESTION, final, QUESTION, analysis], "completion": [final]})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"channel": "commentary"},
+        {"channel": "commentary", "recipient": "assistant"},
+        {"channel": "final", "recipient": "browser"},
+        {"channel": "analysis", "recipient": "python"},
+        {"channel": "analysis", "weight": 0},
+        {"channel": "analysis", "score": 1},
+    ],
+)
+def test_a_channel_that_is_not_understood_is_refused_by_the_key(other):
+    final = {"role": "assistant", "channel": "final", "content": "It is 3."}
+    with pytest.raises(ValueError, match="message 2 .assistant. has .*'channel'"):
+        made({"messages": [QUESTION, final | other, final]})
 
 
 def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_else_what_arrow_fills_in():
@@ -204,6 +220,10 @@ def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_
     written = made({"messages": [QUESTION, calling('{"angle": null}')], "tools": json.dumps([tool])})
     assert written.tools == [tool]  # JSON that is text has no filler
     assert written.messages[1]["tool_calls"][0]["function"]["arguments"] == {"angle": None}
+    choices = {"gauge": {"enum": ["g", None]}}
+    tool = {"name": "level", "parameters": {"type": "object", "properties": choices}}
+    chat = made({"messages": [QUESTION, calling({"gauge": None})], "tools": [tool]})
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"gauge": None}
 
 
 @pytest.mark.parametrize("column", ["tools", "functions", "tool_defs", "available_tools"])
@@ -213,6 +233,8 @@ def test_tools_are_read_from_their_columns_and_a_call_of_none_is_refused(column)
     for row in ({}, {column: []}, {column: [TOOL | {"function": {"name": "other"}}]}):
         with pytest.raises(ValueError, match="level is called, and no tool of that name is given"):
             made({"messages": messages} | row)
+    with pytest.raises(ValueError, match="level is called, and no tool"):  # a word of the question describes none
+        made({"messages": [{"role": "user", "content": "What is the level?"}, messages[1]]})
     told = {"role": "system", "content": "You can call level(gauge)."}
     assert made({"messages": [told, *messages]}).tools == []
 
@@ -223,6 +245,13 @@ def test_messages_and_calls_as_json_text_are_read():
     as_text = [QUESTION, call | {"tool_calls": json.dumps(call["tool_calls"])}]
     for messages in (as_text, json.dumps(as_text), [*map(json.dumps, as_text)]):  # the last as datasets' Json type
         assert made({"messages": messages, "tools": [json.dumps(TOOL)]}) == expected
+
+
+def test_messages_as_text_are_not_trained_as_the_completion_of_a_prompt():
+    turns = [json.dumps([turn]) for turn in TURNS]
+    for completion in (turns[1], str(json.loads(turns[1]))):
+        with pytest.raises(ValueError, match="column 'completion' is the text of a list of messages"):
+            made({"prompt": turns[0], "completion": completion})
 
 
 def test_a_column_that_is_null_in_all_rows_does_not_show_a_format():

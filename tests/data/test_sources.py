@@ -197,9 +197,12 @@ def test_files_named_as_splits_are_read_as_the_hubs(tmp_path):
         assert find(entry, key="eval_data") == (["val.jsonl"], [])
         assert find(entry, key="eval_data", eval_split="test") == (["chats_test.jsonl"], [])
     assert find(tmp_path / "*test.jsonl")[0] == ["chats_test.jsonl"]
-    (source,) = find_sources([str(tmp_path)], TrainConfig(), key="data", problems=[])
+    for split in ("train", "test"):
+        (tmp_path / f"a-test-set-{split}.json").write_text("{}")
+    assert find(tmp_path / "a-*")[0] == ["a-test-set-train.json"]
+    (source,) = find_sources([str(tmp_path / "*.jsonl")], TrainConfig(), key="data", problems=[])
     assert source.other_splits == ("chats_test.jsonl", "val.jsonl")
-    _, (problem,) = find(tmp_path, data_split="all")
+    _, (problem,) = find(tmp_path / "*.jsonl", data_split="all")
     assert "has no file of the split all (data_split); the files are chats_test.jsonl" in problem
 
 
