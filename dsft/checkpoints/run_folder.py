@@ -19,7 +19,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import Decision, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, is_step_folder
+from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, misnamed
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, PROBE, check_writable
 from dsft.runtime.launcher_env import ENV_FILE, LAUNCH, OPTIONS_FILE
@@ -314,10 +314,11 @@ def find_weights(source: str) -> Path:
         if folder is None:
             raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])
-    has_files = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "global_step*", "*model*.bin"))
-    if not has_files and not is_step_folder(str(folder)):
+    has_files = any(folder.glob("*.safetensors")) or any(folder.glob("*model*.bin"))
+    if not has_files and not has_only_shards(str(folder)):
         raise UserError(
-            f"{source}: contains neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"
+            misnamed("model", source)
+            or f"{source}: contains neither safetensors nor pickles (*.bin) nor a DeepSpeed global_step folder"
         )
     return folder
 

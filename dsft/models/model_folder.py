@@ -52,22 +52,20 @@ def described_in(model: str) -> str:
 
 def has_only_shards(model: str) -> bool:
     """Whether the weights of `model` lie in DeepSpeed's shards: in its `global_step` folder, or it is one."""
-    folder = Path(model)
-    return is_step_folder(model) or (
-        folder.is_dir() and not any(folder.glob("*.safetensors*")) and any(folder.glob("global_step*"))
-    )
+    return is_step_folder(model) or (step_folder(model) is not None and not any(Path(model).glob("*.safetensors*")))
 
 
 def step_folder(checkpoint: str | Path) -> Path | None:
-    """The folder of DeepSpeed's files: `checkpoint` itself, or the `global_step*` in it that `latest` names, else the
-    newest; None without any.
+    """The folder of DeepSpeed's files: `checkpoint` itself, or the one in it that `latest` names, as accelerate's
+    pytorch_model, else the newest `global_step*`; None without any.
     """
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
         return folder
     # A host that lost its power may have left the file empty. A folder outside of the checkpoint is not taken.
-    named = Path((folder / "latest").read_text().strip()).name if (folder / "latest").is_file() else ""
-    if named and (folder / named).is_dir():
+    text = (folder / "latest").read_text(errors="replace") if (folder / "latest").is_file() else ""
+    named = Path(text.strip()).name
+    if named and named != ".." and (folder / named).is_dir():
         return folder / named
     return max((path for path in folder.glob("global_step*") if path.is_dir()), key=number_in, default=None)
 
@@ -104,14 +102,14 @@ def adapter_description(model: str) -> dict[str, Any] | None:
 
 def adapter_base(model: str) -> str | None:
     """The base model that an adapter names; None if `model` is not an adapter. Raises as `adapter_description`, and if
-    the base is a path at which nothing is.
+    there is nothing at its base (`missing`).
     """
     content = adapter_description(model)
     if content is None:
         return None
     base = content[BASE]
-    if base.startswith(("/", ".", "~")) and not Path(base).exists():
-        raise UserError(f"{model}/{ADAPTER_CONFIG}: its base {base} does not exist; set {BASE} to its new path")
+    if problem := missing(BASE, base):
+        raise UserError(f"{model}/{ADAPTER_CONFIG}: {problem}; set it to the new path of the base")
     return base
 
 
@@ -186,7 +184,8 @@ def misnamed(key: str, name: str) -> str | None:
     folder = Path(name)
     if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=number_in, reverse=True)
-        if inside := next((path for path in (folder / FINAL, *newest_first) if path.is_dir()), None):
+        adapters = [file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}")]  # peft's, of a name
+        if inside := next((path for path in (folder / FINAL, *newest_first, *adapters) if path.is_dir()), None):
             return f"{key}={name}: contains no model; use {inside}"
     return missing(key, name)
 

@@ -166,7 +166,7 @@ def model_identity(
             continue
         files = [path]
         for folder in {path, Path(described_in(name))} if path.is_dir() else ():
-            inside = [*folder.glob("*"), *folder.glob("global_step*/*")]  # other folders may be those of runs
+            inside = [*folder.glob("*"), *(step_folder(folder) or folder).glob("*")]  # others may be those of runs
             files += [file for file in inside if file.suffix in endings or file.name == "latest"]
         for file in sorted(file for file in set(files) if file.is_file() and file.name != RESULTS):
             size = file.stat().st_size

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, GATED, write_model
 
 from dsft.api import evaluate
+from dsft.checkpoints.run_folder import find_weights
 from dsft.cli import data as data_command
 from dsft.cli.commands import PreviewOptions
 from dsft.config.options import TrainConfig
@@ -20,7 +21,7 @@ from dsft.errors import UserError
 from dsft.models.adapters import add_lora
 from dsft.models.build import weight_problems
 from dsft.models.measure import max_positions, measure_model
-from dsft.models.model_folder import adapter_base
+from dsft.models.model_folder import adapter_base, misnamed
 from dsft.models.tokenizer import ids_beyond
 from dsft.runtime.hardware import this_machine
 from dsft.setup.decide import check_run
@@ -169,6 +170,15 @@ def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
         evaluate(**evaluation, seq_len=101)
 
 
+def test_the_folder_of_a_named_adapter_is_pointed_out(tmp_path):
+    """peft saves an adapter of a name of its own in a folder of that name."""
+    (tmp_path / "out" / "policy").mkdir(parents=True)
+    (tmp_path / "out" / "policy" / "adapter_config.json").write_text("{}")
+    assert "contains no model; use" in misnamed("adapter", str(tmp_path / "out"))
+    with pytest.raises(UserError, match="out/policy"):
+        find_weights(str(tmp_path / "out"))
+
+
 def test_a_config_without_weights_is_refused_in_an_evaluation(tiny, tmp_path):
     folder = shutil.copytree(tiny / "model", tmp_path / "bare")
     (folder / "model.safetensors").unlink()
@@ -240,9 +250,11 @@ def test_a_base_that_has_moved_is_named_by_its_key(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     add_lora(model, TrainConfig(method="lora", lora_r=2)).save_pretrained(tmp_path / "adapter")
     base.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=f"its base {base} does not exist; set base_model_name_or_path"):
-        adapter_base(str(tmp_path / "adapter"))
     file = tmp_path / "adapter" / "adapter_config.json"
+    for lost in (str(base), "runs/of/base"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": lost}))
+        with pytest.raises(UserError, match=f"adapter_config.json: base_model_name_or_path={lost}: there is no such"):
+            adapter_base(str(tmp_path / "adapter"))
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../moved"}))
     assert adapter_base(str(tmp_path / "adapter")) == str(tmp_path / "adapter" / ".." / "moved")
 

@@ -25,14 +25,15 @@ from transformers import AutoModelForCausalLM
 
 from dsft.checkpoints.export import export
 from dsft.checkpoints.manifest import MANIFEST, files_of, hash_and_sync, read_manifest, sealed
+from dsft.checkpoints.run_folder import find_weights
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.errors import UserError
 from dsft.models.adapters import add_lora
-from dsft.models.build import check_weights
+from dsft.models.build import check_weights, load_weights
 from dsft.models.measure import measure_model
 from dsft.models.model_folder import has_only_shards, step_folder
-from dsft.models.weight_files import ZeroShards, load_pickle, safe_unpickling
+from dsft.models.weight_files import ZeroShards, load_pickle, model_identity, safe_unpickling
 from dsft.setup.decide import check_start
 
 STEP = "checkpoint-2/global_step2"
@@ -280,13 +281,29 @@ def test_weights_lie_in_shards_alone_where_no_others_are_beside_them(tmp_path, n
     assert has_only_shards(str(tmp_path / name)) == is_so
 
 
+def test_shards_of_accelerate_s_save_state_are_read(tmp_path):
+    """They lie in a folder of another name, which `latest` has."""
+    folder = write_model(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model").mkdir()
+    torch.save({"module": state}, folder / "pytorch_model" / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("pytorch_model")
+    before = model_identity(str(folder), revision=None, seed=0)["content"]
+    loaded = load_weights(str(find_weights(str(folder))), dtype="auto").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    state["lm_head.weight"][0] = 0
+    torch.save({"module": state}, folder / "pytorch_model" / "mp_rank_00_model_states.pt")
+    assert model_identity(str(folder), revision=None, seed=0)["content"] != before
+
+
 def test_the_step_that_is_read_is_the_one_named_as_latest_or_the_newest(tmp_path):
     for step in (9, 10):
         (tmp_path / f"global_step{step}").mkdir()
     assert step_folder(tmp_path).name == "global_step10"
     (tmp_path / "latest").write_text("global_step9\n")
     assert step_folder(tmp_path).name == "global_step9"
-    for lost in ("global_step7", "", "\n"):
+    for lost in ("global_step7", "", "\n", "..", "../.."):
         (tmp_path / "latest").write_text(lost)
         assert step_folder(tmp_path).name == "global_step10"
     (tmp_path / "global_step10" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
