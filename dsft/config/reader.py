@@ -34,7 +34,7 @@ from dsft.config.options import (
     TrainConfig,
     argument_types,
 )
-from dsft.errors import UserError, limited_time, nearest, one_line, raise_if_any, without_second_errors
+from dsft.errors import UserError, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
 """Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
@@ -130,7 +130,6 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: ty
     return cls() if values is None else make_config(cls, values | flags, problems, also=also)
 
 
-@limited_time("reading the options (aliases of YAML may be endless)")
 def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
     """Makes the `cls` with these options by name, checked; faults go to `problems`."""
     dsft_types = field_types(cls)
@@ -210,12 +209,22 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which PyYAML takes the last without a word. A time stays a text."""
+    """Refuses a key that is given twice, of which PyYAML takes the last without a word, and an alias of more than a
+    plain value: nested ones can stand for more than fits into memory. A time stays a text.
+    """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
+            line = event.start_mark.line + 1
+            raise ValueError(f"line {line}: *{event.anchor} stands for a list or a mapping; write it out")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[str, int] = {}

@@ -70,6 +70,15 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
     assert problems == [f"--config {path}: not valid YAML: line 4: duplicate key a, first on line 3; keep one"]
 
 
+def test_an_alias_of_a_list_is_refused_since_nested_ones_have_no_end(tmp_path):
+    (tmp_path / "run.yaml").write_text("seq_len: &a 8\nmax_steps: *a\n")
+    assert read_yaml(str(tmp_path / "run.yaml"), []) == {"seq_len": 8, "max_steps": 8}
+    (tmp_path / "run.yaml").write_text("lora_options:\n  a: &a [x, x]\n  b: [*a, *a]\n")
+    problems: list[str] = []
+    read_yaml(str(tmp_path / "run.yaml"), problems)
+    assert "line 3: *a stands for a list or a mapping; write it out" in problems[0]
+
+
 def test_a_command_takes_its_own_options_from_among_the_others():
     """A switch takes no word but true or false, so that the word behind it stays where it is."""
     words = (
