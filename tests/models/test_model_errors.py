@@ -253,7 +253,7 @@ def test_a_base_that_has_moved_is_named_by_its_key(tmp_path):
     file = tmp_path / "adapter" / "adapter_config.json"
     for lost in (str(base), "runs/of/base"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": lost}))
-        with pytest.raises(UserError, match=f"adapter_config.json: base_model_name_or_path={lost}: there is no such"):
+        with pytest.raises(UserError, match=f"adapter_config.json: base_model_name_or_path={lost}: "):
             adapter_base(str(tmp_path / "adapter"))
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../moved"}))
     assert adapter_base(str(tmp_path / "adapter")) == str(tmp_path / "adapter" / ".." / "moved")
