@@ -23,7 +23,7 @@ from dsft.checkpoints.run_folder import FINAL, path_of, read_options_of_run, rea
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
 from dsft.data.formats import Chat, Pair
-from dsft.data.tokens import encode_open
+from dsft.data.tokens import TokensBuilder, encode_open
 from dsft.data.training_data import check_sources
 from dsft.errors import raise_if_any
 from dsft.launch import launch
@@ -31,7 +31,7 @@ from dsft.models import tokenizer as models_tokenizer
 from dsft.models.build import resolve_dtype
 from dsft.models.tokenizer import load_tokenizer
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
-from dsft.perplexity.documents import Documents, samples_in
+from dsft.perplexity.documents import Documents
 from dsft.perplexity.evaluation import loaded_for_scoring
 from dsft.perplexity.of_training import shared_options
 from dsft.runtime.console import set_up_screen as set_up_screen
@@ -195,8 +195,8 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
     sources = check_sources([data], config, tokenizer, key="data", problems=problems)
     raise_if_any(problems)
     rows, rules = sources[0].batches(), sources[0].rules
-    batches = Documents(max_documents=config.max_documents).batches(rows, rules, tokenizer)
-    samples = [sample for batch in batches for sample in samples_in(batch, rules, tokenizer)]
+    batches = Documents(max_documents=config.max_documents).batches(rows, rules)
+    samples = [sample for batch in batches for sample in TokensBuilder(batch, rules).samples]
     if rules.is_text:
         texts = [sample.text for sample in samples]
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]
@@ -211,7 +211,8 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
         if isinstance(sample, Pair):
             text, prompt = sample.prompt + sample.completion, sample.prompt
         elif isinstance(sample, Chat):
-            first = [message["role"] for message in sample.messages].index("assistant", sample.answers_from)
+            trained = [each["role"] == "assistant" and each.get("weight", 1) > 0 for each in sample.messages]
+            first = trained.index(True)
             text, prompt = render(sample.messages), render(sample.messages[:first], add_generation_prompt=True)
         texts.append(text)
         prompts.append(prompt)

@@ -4,8 +4,12 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
+
+from dsft.perplexity.modes import Windows
+from dsft.units import IGNORED
 
 END = "<|end|>"
 WORDS = [
@@ -136,3 +140,19 @@ def write_texts(path: Path, number: int = 40, *, seed: int = 0) -> Path:
 def write_pairs(path: Path, number: int = 40, *, seed: int = 0) -> Path:
     rows = [{"prompt": f"say {text}: ", "completion": text[::-1]} for text in sentences(number, seed=seed, longest=8)]
     return write_jsonl(path, rows)
+
+
+def windows_of_sequences(sequences: list[dict]) -> Windows:
+    """A window of each sequence, which is a document of its own."""
+    ends = np.cumsum([len(each["input_ids"]) for each in sequences])
+    starts = np.concatenate([[0], ends[:-1]])
+    sizes = np.zeros(len(ends), np.int64)
+    return Windows(
+        tokens=np.concatenate([each["input_ids"] for each in sequences]),
+        scorable=np.concatenate([each["labels"] != IGNORED for each in sequences]),
+        document_ends=ends,
+        spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
+        document_bytes=sizes,
+        document_words=sizes,
+        document_hashes=np.zeros(0, np.uint64),
+    )

@@ -281,7 +281,7 @@ class DataFields:
     """Data: where it is, and how a row becomes tokens."""
 
     data: list[str] = field(default_factory=list)
-    """Sources, each a file (parquet, arrow, or txt, json, jsonl, csv, tsv, these also with .gz, .bz2, .xz or .zst), a
+    """Sources, each a file (parquet, arrow, or txt, json, jsonl, csv, tsv, these also with .gz, .bz2 or .zst), a
     glob, a folder of files, or a hub data set as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."""
     data_format: Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "template"] = "auto"
     """auto goes by the columns of each source, see docs/data.md."""
@@ -495,8 +495,8 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     """Evaluation: what is scored, and how. Each entry of `data` is a data set of its own."""
 
     too_long: Literal["drop", "truncate", "split", "error"] = "truncate"
-    """What happens to a prompt and completion, or a chat, longer than seq_len: drop scores nothing of it, truncate and
-    split score what is in its first seq_len tokens."""
+    """What happens to a prompt and completion, or a chat, longer than seq_len: drop scores nothing of it, truncate what
+    is in its first seq_len tokens, and split each piece of seq_len tokens by itself."""
 
     model: list[str] = field(default_factory=list)
     """One or more of: hub id, folder, adapter's folder, run's folder, DeepSpeed checkpoint (also its global_step

@@ -48,7 +48,6 @@ class Rendered:
 
     text: str
     spans: Spans  # characters that are trained
-    ends_open: bool  # nothing in the text stops the model after the last span: the tokenizer's end token belongs there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +57,8 @@ class _Answer:
     text: str
     prompt: str | None  # the generation prompt that `text` begins with; None if the template has none for it
     start: int  # of what is trained
-    content_start: int  # where its reasoning has ended
-    last: int  # the end of its last part
     end: int  # of the token that ends the turn, if there is one
-    ends_open: bool
+    ends_open: bool  # no token in the text stops the model there
     weight: float
 
 
@@ -102,8 +99,7 @@ class _ChatRenderer:
             self.template = _DAY.sub(lambda match: json.dumps(day.strftime(match[1])), self.template)
         self.forms = _forms(tokenizer, self.template)
         self.notes: dict[str, str] = {}
-        turns = range(chat.answers_from, len(self.source))
-        answers = [turn for turn in turns if self.source[turn]["role"] == "assistant"]
+        answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]
         if rules.train_on == "last":
             answers = answers[-1:]
         self.wanted = [turn for turn in answers if self.weight(turn) and _parts_of(self.source[turn])]
@@ -126,31 +122,28 @@ class _ChatRenderer:
         )[0]
 
     def sequences(self) -> list[Rendered]:
-        """Makes the sequences of all wanted answers; a single one under `keep_all`."""
+        """Makes the sequences of all wanted answers."""
         self.check_messages()
-        whole = Rendered(text=self.whole, spans=[], ends_open=False)
+        whole = Rendered(text=self.whole, spans=[])
         if self.rules.train_on == "all":
             return [self.all_trained(whole)]
         sequences: list[Rendered] = []
         for turn in reversed(self.wanted):
             answer = self.answer(turn)
-            if answer.prompt is None and not self.rules.keep_all:
+            if answer.prompt is None:
                 self.notes["unprompted"] = f"the chat template has no generation prompt for message {turn + 1}"
                 continue
-            # An open end is the end of the sequence.
-            anywhere = self.rules.keep_all and not (answer.ends_open and turn == len(self.source) - 1)
             for sequence in sequences or [whole]:
-                span = self.place(answer, sequence.text, anywhere=anywhere)
+                span = self.place(answer, sequence.text)
                 if span:
                     break
             else:  # the template renders it otherwise once the chat goes on
-                if anywhere:
-                    self.unrendered(self.not_rendered(turn, "content"))
-                    continue
-                sequence = Rendered(text=answer.text, spans=[], ends_open=answer.ends_open)
+                sequence = Rendered(text=answer.text, spans=[])
+                end = answer.end
                 if answer.ends_open:
-                    sequence.text = answer.text[: answer.end]
-                span = (answer.start, answer.end, answer.weight)
+                    sequence.text = self.closed(answer.text[:end])
+                    end = len(sequence.text)
+                span = (answer.start, end, answer.weight)
             if sequence not in sequences:
                 sequences.append(sequence)
             sequence.spans.insert(0, span)
@@ -168,10 +161,18 @@ class _ChatRenderer:
             )
         last = len(self.source) - 1
         if last in self.wanted and self.answer(last).ends_open:
-            whole.text = self.whole.rstrip()
-            whole.ends_open = True
+            whole.text = self.closed(self.whole.rstrip())
         whole.spans = [(0, len(whole.text), 1)]
         return whole
+
+    def closed(self, text: str) -> str:
+        """Returns `text` with the tokenizer's end token."""
+        if self.tokenizer.eos_token is None:
+            raise ValueError(
+                "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
+                " never stop; name another template with chat_template"
+            )
+        return text + self.tokenizer.eos_token
 
     def check_messages(self) -> None:
         """Raises ValueError, or notes, if the template leaves out tools, or a message that is not trained."""
@@ -184,7 +185,7 @@ class _ChatRenderer:
                 pass  # it needs them: they are rendered
         trains_all = self.rules.train_on == "all"
         for turn, message in enumerate(self.source):
-            if turn in self.wanted and not trains_all and not self.rules.keep_all:
+            if turn in self.wanted and not trains_all:
                 continue  # it is looked for where it is trained
             is_answer = message["role"] == "assistant"
             for kind, part in _parts_of(message):
@@ -259,8 +260,6 @@ class _ChatRenderer:
         if thought and not trains_thinking:
             start = content_start
         last = max(end for _, end in spans)
-        if prompt is None:
-            start = content_start = min(begin for begin, _ in spans)
         stops = [*self.forms.special.finditer(text, last)]
         if len(stops) > self.forms.num_closing:
             stops = stops[: len(stops) - self.forms.num_closing]
@@ -268,8 +267,6 @@ class _ChatRenderer:
             text=text,
             prompt=prompt,
             start=start,
-            content_start=content_start,
-            last=last,
             end=stops[-1].end() if stops else len(text.rstrip()),
             ends_open=not stops,
             weight=self.weight(turn),
@@ -303,31 +300,19 @@ class _ChatRenderer:
         closing = _THINKING_END.search(text, end)
         return closing.end() if closing else end
 
-    def place(self, answer: _Answer, text: str, *, anywhere: bool = False) -> tuple[int, int, float] | None:
-        """Finds an answer in the rendering of a longer chat; None if it stands behind another text there. `anywhere`:
-        also behind another text, without its reasoning and with another end.
-        """
+    def place(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
+        """Finds an answer in the rendering of a longer chat; None if another text precedes it there."""
         trained = answer.text[answer.start : answer.end]
-        places = []  # (where it begins in `text`, start and end in the answer's own)
-        for begin in (answer.text[: answer.start], answer.prompt or ""):
-            if text.startswith(begin + trained):
-                places.append((len(begin), answer.start, answer.end))
-        if anywhere:
-            shared = _count_shared(_THINKING_OPENS.sub("", answer.prompt or ""), text)
-            for start, end in ((answer.start, answer.end), (answer.content_start, answer.last)):
-                places.append((text.find(answer.text[start:end], shared), start, end))
-        for begins, start, end in places:
-            if begins < 0:
+        for before in (answer.text[: answer.start], answer.prompt or ""):
+            if not text.startswith(before + trained):
                 continue
-            stop = begins + end - start
-            if (
-                end < answer.end or answer.ends_open
-            ):  # the next turn may begin with what ends this one, as GLM's <|user|>
-                follows = self.forms.follows.match(text, stop)
-                if not follows and not anywhere:
+            end = len(before + trained)
+            if answer.ends_open:  # the next turn may begin with what ends this one, as GLM's <|user|>
+                follows = self.forms.follows.match(text, end)
+                if not follows:
                     continue
-                stop = follows.end() if follows else stop
-            return begins, stop, answer.weight
+                end = follows.end()
+            return len(before), end, answer.weight
         return None
 
 

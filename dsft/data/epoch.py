@@ -76,12 +76,6 @@ class Sequences(Items):
         """[N]. Takes a pass over all: ask once, not for each item."""
         return self.ends - self.starts
 
-    @property
-    def document_ends(self) -> np.ndarray:
-        """[D] where documents, or samples, end in the tokens of all stores laid end to end."""
-        before = np.cumsum([0, *(len(store.tokens) for store in self.stores)])[: len(self.stores)]
-        return np.concatenate([store.ends + first for store, first in zip(self.stores, before, strict=True)])
-
     def __len__(self) -> int:
         return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
 

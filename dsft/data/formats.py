@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dsft.config.options import DataFields, EvalConfig
+from dsft.config.options import DataFields
 from dsft.data.sources import Batch, HeldOut, Row, Source
 
 COLUMNS = {
@@ -100,8 +100,6 @@ class Pair:
 class Chat:
     messages: list[Message]
     tools: list[Any] = field(default_factory=list)
-    answers_from: int = 0
-    """Assistant turns before this message are given, not learnt (the prompt of a prompt with completion)."""
 
 
 class EmptyAnswer(ValueError):
@@ -128,8 +126,6 @@ class FormatRules:
     columns: Mapping[str, list[str]] = field(default_factory=dict)
     """Part of a chat -> its columns, one but for the user's."""
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
-    keep_all: bool = False
-    """One sequence for each row, in order, also for rows to be dropped (evaluation): those have no trained token."""
 
     @property
     def form(self) -> type:
@@ -206,7 +202,6 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
         **values,
         format=name,
         has_chat_pairs=is_pair and isinstance(rows[0].values.get("completion"), list),
-        keep_all=isinstance(config, EvalConfig),
     )
     if rules.as_chat and not (is_pair or rules.prompt_template or rules.columns):
         raise ValueError("as_chat makes chats of prompts with completions, and the rows are text; use columns")
@@ -297,7 +292,8 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
         completion = row.get("completion")
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             raise ValueError("prompt and completion must be lists of messages, as in the rows before")
-        return _chat(prompt + completion, row, rules, answers_from=len(prompt))
+        num_given = 0 if rules.train_on == "all" else len(prompt)
+        return _chat(prompt + completion, row, rules, num_given=num_given)
     if rules.format == "prompt_completion":
         prompt = _column(row, "prompt", empty=True)
         completion = _column(row, "completion", empty=True)
@@ -324,16 +320,6 @@ def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
     """Lists columns with a value that are read of none of the rows."""
     names = dict.fromkeys(name for row in rows for name, value in row.values.items() if value not in NOTHING)
     return tuple(name for name in names if name not in rules.read and name not in VERDICTS)
-
-
-def text_of(sample: Text | Pair | Chat) -> str:
-    """Returns the text of a sample that can be scored: for bytes and words."""
-    if isinstance(sample, Text):
-        return sample.text
-    if isinstance(sample, Pair):
-        return sample.completion
-    answers = [message for message in sample.messages[sample.answers_from :] if message["role"] == "assistant"]
-    return "".join(message["content"] for message in answers)
 
 
 # Texts and tables
@@ -402,17 +388,20 @@ def _system(row: dict[str, Any], rules: FormatRules) -> str:
     return _column(row, names[0]) if names else ""
 
 
-def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_from: int = 0) -> Chat:
-    """Brings messages of every shape into one, with what stands beside them in the row."""
+def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: int = 0) -> Chat:
+    """Brings messages of every shape into one, with what stands beside them in the row. Args: `num_given`: messages of
+    a prompt, which are not trained.
+    """
     messages = _parsed(messages, "messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(given, dict) for given in messages):
         raise ValueError("messages must be a list of {role, content}")
     tools = _tools(row)
-    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
-    schemas = {function.get("name"): function.get("parameters") for function in functions}
+    schemas = {}
+    for tool in tools:
+        if isinstance(tool.get("function"), dict):
+            schemas[tool["function"].get("name")] = tool["function"].get("parameters")
     ignored = {*rules.drop_keys} - MESSAGE_KEYS
     chat: list[Message] = []
-    first_answer = 0
     analysis = ""
     for number, given in enumerate(messages, start=1):
         given = {key: value for key, value in given.items() if value is not None and key not in ignored}
@@ -424,46 +413,48 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, answers_fro
             given["reasoning_content"] = analysis
         message, is_call = _message(given, number, schemas)
         is_answer = message["role"] == "assistant"
-        if analysis and (not is_answer or number - 1 == answers_from):
+        if analysis and (not is_answer or number - 1 == num_given):
             break
         analysis = ""
-        last = chat[-1]["role"] if chat else None
-        allowed, problem = FOLLOWS.get(message["role"], ({last}, ""))
-        if last not in allowed:
-            follows = f"a message of the {last}" if last else "nothing"
+        if is_answer and number <= num_given:
+            message["weight"] = 0
+        before = chat[-1] if chat else {"role": None}
+        allowed, problem = FOLLOWS.get(message["role"], ((before["role"],), ""))
+        if before["role"] not in allowed:
+            follows = f"a message of the {before['role']}" if chat else "nothing"
             raise ValueError(f"message {number} ({message['role']}) follows {follows}: {problem}")
-        has_answer = message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
-        if is_answer and number > answers_from and message.get("weight", 1) and not has_answer:
+        is_empty = not (message["content"].strip() or "tool_calls" in message or "reasoning_content" in message)
+        if is_answer and is_empty and message.get("weight", 1):
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
-        before = chat[-1] if chat and number - 1 != answers_from else {}
-        joins = before.get("role") == "assistant" and before.get("weight") == message.get("weight")
-        if is_call and joins and "reasoning_content" not in message:
+        same_turn = before["role"] == "assistant" and before.get("weight") == message.get("weight")
+        if is_call and same_turn and "reasoning_content" not in message:
             before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             chat.append(message)
-        if number == answers_from:
-            first_answer = len(chat)
     if analysis:
         raise ValueError("no answer follows the message of the channel analysis, which is the reasoning of an answer")
-    answers = [message for message in chat[first_answer:] if message["role"] == "assistant"]
-    if not any(message.get("weight", 1) for message in answers):
+    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in chat):
         raise EmptyAnswer("no turn of an assistant, or each has weight 0")
-    if system := _system(row, rules):
-        if chat[0]["role"] != "system":
-            chat.insert(0, {"role": "system", "content": system})
-            first_answer += bool(first_answer)
-        elif chat[0]["content"] != system:
-            raise ValueError("the system message differs from the column of it; keep one")
-    told = "\n".join(message["content"] for message in chat if message["role"] in ("system", "developer"))
+    system = _system(row, rules)
+    if system and chat[0]["role"] != "system":
+        chat.insert(0, {"role": "system", "content": system})
+    elif system and chat[0]["content"] != system:
+        raise ValueError("the system message differs from the column of it; keep one")
+    _require_tools(chat, schemas)
+    return Chat(messages=chat, tools=tools)
+
+
+def _require_tools(chat: list[Message], schemas: dict[str, Any]) -> None:
+    """Raises ValueError if a tool is called that is neither given nor named in a system message."""
+    texts = "\n".join(message["content"] for message in chat if message["role"] in ("system", "developer"))
     for message in chat:
         for call in message.get("tool_calls", []):
             name = call["function"]["name"]
-            if name not in schemas and name not in told:
+            if name not in schemas and name not in texts:
                 raise ValueError(
                     f"{name} is called, and no tool of that name is given: a model is served with its tools; put them"
                     " into the column tools, or describe them in the system message"
                 )
-    return Chat(messages=chat, tools=tools, answers_from=first_answer)
 
 
 def _without_channel(given: dict[str, Any]) -> dict[str, Any]:

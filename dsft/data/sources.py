@@ -7,14 +7,11 @@ Of files each row has its number, and an error names file and line; only a .json
 rows have with None, and loses line numbers.
 """
 
-import bz2
 import csv
 import functools
 import glob
-import gzip
 import io
 import json
-import lzma
 import math
 import os
 import random
@@ -38,7 +35,7 @@ SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py, SPLIT_KEYWORDS)."""
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings after those of text
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # endings after those of text -> pyarrow's name
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
 LONGEST_TEXT = 1 << 30
 """Bytes of a text file: it is one document, and one call of the tokenizer."""
@@ -88,12 +85,14 @@ class Source:
         """What changes when the content does: path, size and time of change of each file; on the hub name, split and
         fingerprint of what was loaded; the source of `map_row`.
         """
-        mapping = [user_code.digest(self.map_row)] if self.map_row else []
-        if self.files:
-            facts = [[str(Path(file).resolve()), getsize(file), Path(file).stat().st_mtime_ns] for file in self.files]
-        else:
-            facts = [*self.hub, _load_from_hub(*self.hub)._fingerprint]
-        return facts + mapping
+        facts: list[Any] = []
+        for file in map(Path, self.files):
+            facts.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
+        if self.hub:
+            facts += [*self.hub, _load_from_hub(*self.hub)._fingerprint]
+        if self.map_row:
+            facts.append(user_code.digest(self.map_row))
+        return facts
 
     @property
     def size_bytes(self) -> int:
@@ -125,19 +124,20 @@ class Source:
                 yield Batch(rows=batch, place=place, left_out=left_out)
 
     def _rows_of(self, place: str) -> Iterator[Row]:
-        if not self.files:
+        if self.hub:
             for number, values in enumerate(_load_from_hub(*self.hub), start=1):
                 yield Row(dict(values), number)
-        for row in read_file(place) if self.files else ():
-            yield Row({self.text_column: row.values["text"]}, 1) if ending(place) == ".txt" else row
+        elif ending(place) == ".txt":
+            for row in read_file(place):
+                yield Row({self.text_column: row.values["text"]}, 1)
+        else:
+            yield from read_file(place)
 
     def first_batch(self) -> Batch:
         for batch in self.batches():
             if batch.rows:
                 return batch
-        raise UserError(
-            f"{self.name} contains no rows{', since map_row leaves all of them out' if self.map_row else ''}"
-        )
+        raise UserError(f"{self.name} contains no rows, or map_row leaves all of them out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,54 +179,38 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
     """Finds the source of each entry of the option `key`: the files of a path, folder or glob by name, else a hub data
     set. Paths without data are problems.
     """
-    split = config.eval_split if key == "eval_data" else config.data_split  # of a hub data set that names none
+    option = "eval_split" if key == "eval_data" else "data_split"
+    split = getattr(config, option)  # of a hub data set that names none
     sources = []
-    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     try:
         map_row = config.map_row and user_code.load("map_row", config.map_row)
     except UserError as error:
         problems += error.problems
         return []
     for entry in entries:
-        path = Path(entry).expanduser()
-        problem = ""
-        others = []
-        if path.is_file():
-            files = [path]
-        elif path.is_dir():
-            inside = sorted(path.iterdir())
-            files = [file for file in inside if file.name[0] != "." and file.name not in ABOUT_DATA]
-            files = [file for file in files if ending(file) and not file.is_dir()]
-            problem = "" if files else f"the folder {entry} contains no {kinds} file"
-        else:
-            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
-            files = [file for file in files if not file.is_dir()]
-            if not files and is_path(entry):
-                problem = f"{entry} does not exist (seen from {Path.cwd()})"
-        for file in files:
-            if not file.exists():
-                problem = f"{file} is a link to a file that does not exist"
-            elif not ending(file):
-                problem = f"{file} has none of the endings {kinds}"
-            elif map_row and ending(file) == ".txt":
-                problem = f"{file} is one text, without rows that map_row could be called with"
+        try:
+            files = _find_files(entry)
+            if map_row and any(ending(file) == ".txt" for file in files):
+                raise ValueError(f"{entry} has a text file, without rows that map_row could be called with")
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+            continue
+        of_split = files
         splits = _splits_of(files)
         if len(set(splits)) > 1:
             wanted = {part.partition("[")[0] for part in split.split("+")}
-            others = [file.name for file, its_split in zip(files, splits, strict=True) if its_split not in wanted]
-            files = [file for file, its_split in zip(files, splits, strict=True) if its_split in wanted]
-            if not files:
-                option = "eval_split" if key == "eval_data" else "data_split"
-                problem = f"{entry} has no file of the split {split} ({option}); the files are {', '.join(others)}"
-        if problem:
-            problems.append(f"{key}: {problem}")
+            of_split = [file for file, its_split in zip(files, splits, strict=True) if its_split in wanted]
+        others = [file.name for file in files if file not in of_split]
+        if others and not of_split:
+            names = ", ".join(others)
+            problems.append(f"{key}: {entry} has no file of the split {split} ({option}); the files are {names}")
             continue
         name, _, rest = entry.partition(":")
         hub_config, _, hub_split = rest.partition(":")
         source = Source(
             name=entry,
             key=key,
-            files=tuple(map(str, files)),
+            files=tuple(map(str, of_split)),
             other_splits=tuple(others),
             hub=None if files else (name, hub_config or config.data_name, hub_split or split),
             map_row=map_row,
@@ -234,6 +218,30 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
         )
         sources.append(source)
     return sources
+
+
+def _find_files(entry: str) -> list[Path]:
+    """Lists the files of a path, folder or glob; none of what may be on the hub. ValueError if there is no data."""
+    kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        inside = sorted(path.iterdir())
+        files = [file for file in inside if ending(file) and file.name[0] != "." and file.name not in ABOUT_DATA]
+    elif path.is_file():
+        files = [path]
+    else:
+        files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
+    files = [file for file in files if not file.is_dir()]
+    if not files and path.is_dir():
+        raise ValueError(f"the folder {entry} contains no {kinds} file")
+    if not files and is_path(entry):
+        raise ValueError(f"{entry} does not exist (seen from {Path.cwd()})")
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{file} is a link to a file that does not exist")
+        if not ending(file):
+            raise ValueError(f"{file} has none of the endings {kinds}")
+    return files
 
 
 def _splits_of(files: list[Path]) -> list[str]:
@@ -303,37 +311,42 @@ def read_file(path: str) -> Iterator[Row]:
         raise UserError(f"{path} cannot be read as {kind[1:]}: {one_line(error)}") from None
 
 
-def _open_zstd(path: str, mode: str) -> BinaryIO:
+def _open(path: str) -> BinaryIO:
+    compression = COMPRESSED.get(Path(path).suffix.lower())
+    if not compression:
+        return open(path, "rb")
     import pyarrow  # a launch does without
 
-    # The package zstandard takes a file that ends within a frame for a whole one.
-    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(path, mode), "zstd"))
-
-
-def _open(path: str) -> BinaryIO:
-    opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
-    return opener.get(Path(path).suffix.lower(), open)(path, "rb")
+    # Raises where the file was cut off, also at the end of a frame.
+    return io.BufferedReader(pyarrow.input_stream(path, compression=compression))
 
 
 def _read_json(path: str) -> Iterator[Row]:
     """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
     with _open(path) as content:
-        is_list = ending(path) == ".json" and content.peek(1).lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"[")
-        lines = enumerate(json.loads(content.read().decode("utf-8-sig")) if is_list else content, start=1)
-        for number, row in lines:
-            if not is_list:
-                line = row.removeprefix(BYTE_ORDER_MARK).strip()
-                if not line:
-                    continue
-                try:
-                    row = json.loads(line.decode())
-                except (ValueError, RecursionError) as error:
-                    kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-                    raise UserError(f"{path}, line {number}: not valid {kind} ({one_line(error)})") from None
+        if ending(path) == ".json" and content.peek(1).lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"["):
+            place = "row"
+            numbered = enumerate(json.loads(content.read().decode("utf-8-sig")), start=1)
+        else:
+            place = "line"
+            numbered = _read_lines(path, content)
+        for number, row in numbered:
             if not isinstance(row, dict):
-                place = "row" if is_list else "line"
                 raise UserError(f"{path}, {place} {number}: expected a JSON object, got {type(row).__name__}")
             yield Row(row, number)
+
+
+def _read_lines(path: str, content: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """Yields (number, value) of each line that is not empty."""
+    for number, line in enumerate(content, start=1):
+        line = line.removeprefix(BYTE_ORDER_MARK).strip()
+        if not line:
+            continue
+        try:
+            yield number, json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+            raise UserError(f"{path}, line {number}: not valid {kind} ({one_line(error)})") from None
 
 
 def _read_csv(path: str) -> Iterator[Row]:

@@ -12,7 +12,8 @@ tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is t
 trained.bin   [F] bool
 weights.bin   [F] float32, by which the loss of each token is multiplied; of chats, whose messages may have weights
 ends.bin      [S] int64
-hashes.bin, document_bytes.bin, document_words.bin    [S] uint64, int64, int64, of the texts; only of an evaluation
+row_ends.bin  [R] int64: where the sequences of each row end; a row that is left out has none
+hashes.bin, document_bytes.bin, document_words.bin    [R] uint64, int64, int64, of the texts; only of an evaluation
 facts.json    counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
 """
 
@@ -33,7 +34,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ COUNTS = (
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
 (answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
-VERSION = 14  # of the folders; a change of code that changes tokens raises it
+VERSION = 15  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES = 64 << 20
 WORKERS_FROM_BYTES_OF_CHATS = 8 << 20
 """Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
@@ -72,61 +73,58 @@ by the tokenizer's own threads, chats one by one.
 WORKER_BYTES = 400 << 20
 """What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
 
+Sample = Text | Pair | Chat | None  # a row in its canonical form; None for one that is left out
+
 
 @dataclass(kw_only=True)
 class Tokens:
-    """Sequences laid end to end. F tokens, S sequences."""
+    """Sequences laid end to end. F tokens, S sequences, R rows."""
 
     ids: np.ndarray  # [F] int32
-    trained: np.ndarray  # [F] bool: whether the token is to be predicted; never the first of a sequence
+    weights: np.ndarray
+    """[F] float32: what the loss of each token is multiplied by; 0 if it is not trained, as the first of a sequence."""
     ends: np.ndarray  # [S] int64
+    row_ends: np.ndarray  # [R] int64
     counts: Counter  # of rows and sequences; the keys are COUNTS
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
-    # Of the texts [S], in an evaluation; empty in a training.
+    # Of the texts [R], in an evaluation; empty in a training.
     hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of UTF-8
     document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    weights: np.ndarray | None = None
-    """[F] float32: what the token's loss is multiplied by, 0 if it is not trained; None if it is 1 in all."""
+
+    @property
+    def trained(self) -> np.ndarray:
+        """[F] bool."""
+        return self.weights != 0
 
 
 def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Turns rows into token sequences; UserError names a row that cannot be used, where `bad_rows` is error."""
-    builder = _TokensBuilder(rules)
-    samples: list[tuple[str, Text | Pair | Chat | None]] = []  # where each is
-    for row in batch.rows:
-        where = batch.where(row)
-        try:
-            samples.append((where, canonical(row, rules)))
-        except EmptyAnswer as error:
-            builder.note("dropped_empty", f"{where}: {error}")
-            if rules.keep_all:
-                samples.append((where, None))
-        except ValueError as error:
-            builder.drop_bad(f"{where}: {error}")
-    texts = [sample.text for _, sample in samples if isinstance(sample, Text)]
-    pairs = [sample for _, sample in samples if isinstance(sample, Pair)]
-    if texts or pairs:  # many at once
-        beginnings = encode_open(tokenizer, texts + [pair.prompt for pair in pairs])
-        completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
-    for where, sample in samples:
-        builder.is_too_long = False
+    return tokenise_samples(TokensBuilder(batch, rules), tokenizer)
+
+
+def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Adds the tokens of all samples of `builder`."""
+    rules = builder.rules
+    texts = [sample.text for sample in builder.samples if isinstance(sample, Text)]
+    pairs = [sample for sample in builder.samples if isinstance(sample, Pair)]
+    beginnings = encode_open(tokenizer, texts + [pair.prompt for pair in pairs])  # many at once
+    completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
+    for sample in builder.rows():
         match sample:
-            case None:
-                builder.put(np.zeros(1, np.int32), np.zeros(1, np.float32))  # a place where each row must have one
             case Text():  # a document as it stands, of any length: it is cut where its tokens are used
                 ids = next(beginnings)
-                if not sample.text:
+                if sample.text:
+                    ids += end_of(sample.text, tokenizer)
+                    builder.put(np.array(ids, np.int32), np.ones(len(ids), np.float32))
+                else:
                     builder.counts["dropped_empty"] += 1
-                    continue
-                ids = np.asarray(ids + end_of(sample.text, tokenizer), np.int32)
-                builder.put(ids, np.ones(len(ids), np.float32))
             case Pair():  # prompt and completion as they stand
                 prompt = next(beginnings)
                 ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
-                builder.add(ids, [(trained_from, len(ids), 1)], where)
+                builder.add(ids, [(trained_from, len(ids), 1)])
             case Chat():  # in the tokenizer's template
                 try:
                     with limited_time("the chat template"):
@@ -134,29 +132,13 @@ def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBas
                     sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
                     kind = "" if isinstance(error, ValueError) else "the chat template raised: "
-                    builder.drop_bad(f"{where}: {kind}{one_line(error)}")
+                    builder.drop_bad(f"{kind}{one_line(error)}")
                     continue
                 for name, why in notes.items():
-                    number = len(sequences) - 1 if name == "rendered_apart" else 1
-                    builder.note(name, f"{where}: {why}", number)
-                for sequence in sequences:
-                    builder.add(*sequence, where)
-    builder.counts["rows"] = len(batch.rows)
-    if batch.left_out:
-        builder.counts["left_out_by_map_row"] = batch.left_out
-    weights = np.concatenate([np.zeros(0, np.float32), *builder.weights])
-    trained = weights != 0
-    weighted_tokens = int(np.count_nonzero(weights != trained))
-    if weighted_tokens:
-        builder.counts["weighted_tokens"] = weighted_tokens
-    return Tokens(
-        ids=np.concatenate([np.zeros(0, np.int32), *builder.ids]),
-        trained=trained,
-        weights=weights if weighted_tokens else None,
-        ends=np.array(builder.ends, np.int64),
-        counts=builder.counts,
-        first=builder.first,
-    )
+                    builder.note(name, why, len(sequences) - 1 if name == "rendered_apart" else 1)
+                for ids, spans in sequences:
+                    builder.add(ids, spans)
+    return builder.tokens()
 
 
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -194,30 +176,56 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int
     return bytes_V, max(0, blank)
 
 
-class _TokensBuilder:
-    """Collects sequences under the rules for length and for rows without a trained token."""
+class TokensBuilder:
+    """Collects the sequences of rows under the rules for length and for rows without a trained token."""
 
-    def __init__(self, rules: FormatRules):
-        self.rules, self.counts, self.first, self.size = rules, Counter(), {}, 0
+    def __init__(self, batch: Batch, rules: FormatRules):
+        self.rules = rules
+        self.counts = Counter(rows=len(batch.rows))
+        if batch.left_out:
+            self.counts["left_out_by_map_row"] = batch.left_out
+        self.first: dict[str, str] = {}
+        self.size = 0
         self.ids: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []  # float32, of the loss of each token
         self.ends: list[int] = []
-        self.is_too_long = False  # whether the row at hand has a sequence that is
+        self.row_ends: list[int] = []
+        self.batch = batch
+        self.place = ""  # of the row at hand
+        self.is_too_long = False  # whether it has a sequence that is
+        self.samples: list[Sample] = []
+        """Of each row."""
+        for row in batch.rows:
+            self.place = batch.where(row)
+            sample = None
+            try:
+                sample = canonical(row, rules)
+            except EmptyAnswer as error:
+                self.note("dropped_empty", str(error))
+            except ValueError as error:
+                self.drop_bad(str(error))
+            self.samples.append(sample)
+
+    def rows(self) -> Iterator[Sample]:
+        """Yields the sample of each row; what is added before the next one is the row's."""
+        for row, sample in zip(self.batch.rows, self.samples, strict=True):
+            self.place = self.batch.where(row)
+            self.is_too_long = False
+            yield sample
+            self.row_ends.append(self.size)
 
     def note(self, name: str, why: str, number: int = 1) -> None:
         """Counts a row, and keeps the first reason."""
         self.counts[name] += number
-        self.first.setdefault(name, why)
+        self.first.setdefault(name, f"{self.place}: {why}")
 
     def drop_bad(self, problem: str) -> None:
         """Counts a row that cannot be used; raises UserError unless bad rows are dropped."""
-        if self.rules.keep_all:
-            raise UserError(problem)
         if self.rules.bad_rows == "error":
-            raise UserError(f"{problem}; bad_rows: drop leaves such rows out, and counts them")
+            raise UserError(f"{self.place}: {problem}; bad_rows: drop leaves such rows out, and counts them")
         self.note("dropped_bad", problem)
 
-    def add(self, ids: list[int], spans: Spans, where: str) -> None:
+    def add(self, ids: list[int], spans: Spans) -> None:
         """Adds a sample with the tokens of `spans` trained. One longer than seq_len follows the policy `too_long`. A
         sequence without a trained token (its answer was cut off) is left out.
         """
@@ -229,15 +237,14 @@ class _TokensBuilder:
         policy = self.rules.too_long
         starts = range(1)
         if len(array) > length:
-            why = f"{where}: {len(array)} tokens are longer than seq_len={length}"
+            why = f"{len(array)} tokens are longer than seq_len={length}"
             if policy == "error":
-                raise UserError(f"{why}; raise it, or set too_long to drop, truncate or split")
+                raise UserError(f"{self.place}: {why}; raise it, or set too_long to drop, truncate or split")
             kind = "truncated"
             if policy == "drop":
                 kind = "dropped_long"
-                weights[:] = 0
-                starts = range(1 if self.rules.keep_all else 0)
-            elif policy == "split" and not self.rules.keep_all:
+                starts = range(0)
+            elif policy == "split":
                 kind = "split"
                 starts = range(0, len(array), length)
             self.note(kind, why, int(not self.is_too_long))  # a chat of several sequences is one row
@@ -245,10 +252,10 @@ class _TokensBuilder:
         for start in starts:
             weights[start : start + 1] = 0  # nothing stands before it
             of_piece = weights[start : start + length]
-            if of_piece.any() or self.rules.keep_all:
+            if of_piece.any():
                 self.put(array[start : start + length], of_piece)
             else:
-                self.note("dropped_untrained", f"{where}: no token of it is trained")
+                self.note("dropped_untrained", "no token of it is trained")
 
     def put(self, ids: np.ndarray, weights: np.ndarray) -> None:
         self.ids.append(ids)
@@ -256,16 +263,22 @@ class _TokensBuilder:
         self.size += len(ids)
         self.ends.append(self.size)
 
+    def tokens(self) -> Tokens:
+        """Returns what was collected."""
+        return Tokens(
+            ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
+            weights=np.concatenate([np.zeros(0, np.float32), *self.weights]),
+            ends=np.array(self.ends, np.int64),
+            row_ends=np.array(self.row_ends, np.int64),
+            counts=self.counts,
+            first=self.first,
+        )
+
 
 def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], Spans]:
     """Encodes the text of a chat, cut where what is trained begins and ends, as a server does: it encodes the prompt
     alone. Returns the ids, and which of them are trained.
     """
-    if rendered.ends_open and tokenizer.eos_token_id is None:
-        raise ValueError(
-            "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
-            " never stop; name another template with chat_template"
-        )
     bounds = sorted({0, len(rendered.text), *(bound for span in rendered.spans for bound in span[:2])})
     pieces = [rendered.text[start:end] for start, end in pairwise(bounds)]
     for place in range(1, len(pieces)):
@@ -274,12 +287,7 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
     encoded = [*encode(tokenizer, pieces[:1], special=False), *encode_continued(tokenizer, pieces[1:])]
     ids = [token for piece in encoded for token in piece]
     starts = dict(zip(bounds, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
-    of_tokens = [(starts[start], starts[end], weight) for start, end, weight in rendered.spans]
-    if rendered.ends_open:
-        start, _, weight = of_tokens[-1]
-        of_tokens[-1] = start, len(ids) + 1, weight
-        ids.append(tokenizer.eos_token_id)
-    return ids, of_tokens
+    return ids, [(starts[start], starts[end], weight) for start, end, weight in rendered.spans]
 
 
 @functools.lru_cache(maxsize=8)
@@ -301,16 +309,17 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
-    rules = format_rules([Row({"messages": []}, 1)], DataFields())
-    stops = []
-    for messages in ([ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]):
-        try:
-            rendered, _ = render_chat(Chat(messages=messages), tokenizer, rules)
-            sequences = [_encode_rendered(each, tokenizer) for each in rendered]
-        except TEMPLATE_ERRORS:
-            continue  # a template without tools has no such end
-        stops += [ids[end - 1] for ids, spans in sequences for _, end, _ in spans]
-    return list(dict.fromkeys(stops))
+    chats = [[ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]]
+    place = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}}
+    tool = {"type": "function", "function": {"name": "look_up", "description": "looks up", "parameters": place}}
+    rows = []
+    for number, messages in enumerate(chats, start=1):
+        rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}, number))
+    # A template without tools has no end of calls: such chats are dropped.
+    rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
+    tokens = tokenise(Batch(rows=rows, place="chats"), rules, tokenizer)
+    is_last = tokens.trained & ~np.append(tokens.trained[1:], False)
+    return list(dict.fromkeys(tokens.ids[is_last].tolist()))
 
 
 # Texts with the tokens of their tokenizer
@@ -372,78 +381,66 @@ def end_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 # On the disk
 
 
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
-
-
-def _column(name: str, dtype: str = "") -> cached_property:
-    """A file of a store, opened when it is asked for; `facts` know the dtype of tokens."""
-    return cached_property(lambda store: _mapped(store.folder / f"{name}.bin", dtype or store.facts["dtype"]))
-
-
-@dataclass(frozen=True)
 class Store:
     """A finished folder."""
 
-    folder: Path
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        """is_text, source, dtype, counts, first, tokens_hash."""
+        self.counts: dict[str, int] = self.facts["counts"]
+        self.is_text: bool = self.facts["is_text"]
+        """Documents, to be cut into windows; else samples that are sequences as they are."""
+        self.tokens = _mapped(folder, "tokens", self.facts["dtype"])
+        self.trained = _mapped(folder, "trained", "bool")
+        self.ends = _mapped(folder, "ends", "int64")
+        self.row_ends = _mapped(folder, "row_ends", "int64")
+        self.hashes = _mapped(folder, "hashes", "uint64")
+        self.document_bytes = _mapped(folder, "document_bytes", "int64")
+        self.document_words = _mapped(folder, "document_words", "int64")
+        self.weights = _mapped(folder, "weights", "float32") if self.counts["weighted_tokens"] else None
+        """None if they are 0 and 1."""
 
     def __reduce__(self):  # processes of torch's loader open the files themselves
         return Store, (self.folder,)
 
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """is_text, source, dtype, counts, first, tokens_hash."""
-        return json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
 
-    tokens = _column("tokens")
-    trained = _column("trained", "bool")
-    ends = _column("ends", "int64")
-    hashes = _column("hashes", "uint64")
-    document_bytes = _column("document_bytes", "int64")
-    document_words = _column("document_words", "int64")
-
-    @cached_property
-    def weights(self) -> np.ndarray | None:
-        """None if they are 0 and 1."""
-        return _mapped(self.folder / "weights.bin", "float32") if self.counts["weighted_tokens"] else None
-
-    @property
-    def is_text(self) -> bool:
-        """Documents, to be cut into windows; else samples that are sequences as they are."""
-        return self.facts["is_text"]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return self.facts["counts"]
+def _mapped(folder: Path, name: str, dtype: str) -> np.ndarray:
+    path = folder / f"{name}.bin"
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 class StoreWriter:
     """Writes a folder beside its place, `PLACE.partial`, and puts it there when all is on disk."""
 
     def __init__(self, place: Path, *, largest_id: int, has_weights: bool = False):
-        self.place, self.partial = place, place.with_name(f"{place.name}.partial")
+        self.place = place
+        self.partial = place.with_name(f"{place.name}.partial")
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
         self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
         self.files = {}
-        names = ["tokens", "trained", "ends", "hashes", "document_bytes", "document_words"]
+        names = ["tokens", "trained", "ends", "row_ends", "hashes", "document_bytes", "document_words"]
         for name in [*names, "weights"] if has_weights else names:
             self.files[name] = open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
-        self.size, self.counts = 0, Counter()
+        self.size = 0
+        self.counts: Counter = Counter()
         self.first: dict[str, str] = {}
 
     def append(self, tokens: Tokens) -> None:
-        tokens.ids.astype(self.dtype).tofile(self.files["tokens"])
-        tokens.trained.tofile(self.files["trained"])
-        if "weights" in self.files:
-            weights = tokens.trained if tokens.weights is None else tokens.weights
-            weights.astype(np.float32).tofile(self.files["weights"])
-        (tokens.ends + self.size).tofile(self.files["ends"])
-        for name in ("hashes", "document_bytes", "document_words"):
-            getattr(tokens, name).tofile(self.files[name])
+        trained = tokens.trained
+        columns = vars(tokens) | {
+            "tokens": tokens.ids.astype(self.dtype),
+            "trained": trained,
+            "ends": tokens.ends + self.size,
+            "row_ends": tokens.row_ends + self.size,
+        }
+        for name, file in self.files.items():
+            columns[name].tofile(file)
         self.size += len(tokens.ids)
         self.counts += tokens.counts
-        self.counts["trained_tokens"] += int(tokens.trained.sum())
+        self.counts["trained_tokens"] += int(trained.sum())
+        self.counts["weighted_tokens"] += int((tokens.weights[trained] != 1).sum())
         self.first = tokens.first | self.first
 
     def finish(self, *, source: str, is_text: bool) -> Store:
@@ -452,7 +449,7 @@ class StoreWriter:
         content = hashlib.sha256()
         for name in ("tokens", "trained", "ends", "weights"):
             if name in self.files:
-                content.update(_mapped(self.partial / f"{name}.bin", "uint8"))
+                content.update(_mapped(self.partial, name, "uint8"))
         facts = {
             "source": source,
             "is_text": is_text,
@@ -487,9 +484,7 @@ class Preparation:
     which are part of the fingerprint. Worker processes get a copy.
     """
 
-    def batches(
-        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
-    ) -> Iterator[Batch]:
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         """Yields the batches to be tokenised."""
         return batches
 
@@ -564,7 +559,7 @@ def _write(
     bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
     largest_id = max(tokenizer.get_vocab().values())
     with bar, StoreWriter(place, largest_id=largest_id, has_weights=rules.form is Chat) as writer:
-        batches = preparation.batches(data.batches(), rules, tokenizer)
+        batches = preparation.batches(data.batches(), rules)
         tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
         for tokens in _tokenised(batches, tokenise_batch, workers=workers):
             writer.append(tokens)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_r
 from dsft.data.sources import HeldOut, ending, find_sources
 from dsft.data.tokens import Store, cache_folder, encode_open, prepare, stop_tokens, tokenise
 from dsft.errors import UserError, one_line
-from dsft.models.tokenizer import split_tokens
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import IGNORED, Batch
@@ -45,7 +43,6 @@ UNUSED_TEMPLATE = (
     "the tokenizer has a chat template, and rows do not use it: a server that sends chats asks the model in another"
     " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
 )
-MOST_PROMPT = 1 << 20  # tokens, where the model has no limit
 LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
 CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
 
@@ -138,10 +135,10 @@ def check_prompts(
         return [f"generate_samples: the chat template raised: {one_line(error)}"]
     problems = []
     for number, prompt in enumerate(prompts, start=1):
-        if not 0 < len(prompt.ids) < (positions or MOST_PROMPT):
+        if not prompt.ids or (positions and len(prompt.ids) >= positions):
             problems.append(
                 f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens; it needs at least one, and fewer"
-                f" than the model's {positions or MOST_PROMPT:,} positions"
+                " than the model's positions"
             )
     return problems
 
@@ -188,7 +185,10 @@ def load_training_data(
         masked: whether padded batches have an attention mask.
         place, shared_by: of this rank among those that share every batch.
     """
-    share, held_out_share = shares_of_rows(config)
+    share = held_out_share = None
+    if config.eval_fraction and not config.eval_data:
+        share = HeldOut(fraction=config.eval_fraction, seed=shuffle_seed(config.training), wanted=False)
+        held_out_share = replace(share, wanted=True)
     cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
@@ -213,22 +213,20 @@ def load_training_data(
                 f"data: {store.facts['source']}: no trainable tokens in {store.counts['rows']} rows"
                 f" ({describe_counts(store.counts) or 'all are held out'}); look at too_long and train_on"
             )
-    strategy = "random"
     sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
     counts = count(sequences)
     items: Sequences | PackedRows = sequences
+    strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     if config.packing:
+        strategy = "random"
         lengths = sequences.lengths
         items = PackedRows(sequences, best_fit(lengths, config.seq_len))
         counts["packed_rows"] = len(items)
         counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
-    else:
-        strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
     distributed.wait_long("prepared")
-    parts = [items] if held_out_sequences is None else [items, held_out_sequences]
-    content = " ".join(part.identity["content of data"] for part in parts)
-    require_agreement({SAME_FILES: {"content of data": content}})
+    hashes = [store.facts["tokens_hash"] for store in [*stores, *held_out_stores]]
+    require_agreement({SAME_FILES: {"content of data": " ".join(hashes)}})
     collator = Collator(
         tokenizer.pad_token_id,
         config.seq_len,
@@ -238,14 +236,24 @@ def load_training_data(
         place=place,
         shared_by=shared_by,
     )
+    return TrainingData(
+        items=items,
+        collator=collator,
+        held_out=held_out_sequences,
+        counts=counts,
+        held_out_counts=held_out_counts,
+        uses_chat_template=_are_chats(data, tokenizer),
+        prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
+        held_out_sets=tuple(config.held_out_names),
+        strategy=strategy,
+        notes=_notes(data, tokenizer, stores) + notes_on_unread([*data, *held_out]),
+    )
+
+
+def _notes(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, stores: list[Store]) -> list[str]:
+    """Lists what the user may not expect of the data."""
     notes = []
-    if split := split_tokens(tokenizer, tokenizer.chat_template) if config.chat_template else []:
-        notes.append(
-            f"chat_template={config.chat_template}: the tokenizer {tokenizer.name_or_path} has no token for"
-            f" {', '.join(split)} and cuts {'it' if len(split) == 1 else 'them'} into several; a template that fits it,"
-            " plain, or add_tokens: markers, is learnt faster"
-        )
-    are_chats = tokenizer.chat_template and all(each.rules.form is Chat for each in data)
+    are_chats = _are_chats(data, tokenizer)
     if tokenizer.eos_token_id is None and not are_chats:
         notes.append(
             f"the tokenizer {tokenizer.name_or_path} has no end token: the model will not stop by itself; add one to"
@@ -257,30 +265,14 @@ def load_training_data(
         for name, text in ROW_NOTES.items():
             number = store.counts[name]
             if number:
-                note = f"{store.facts['source']}: {number:,} {text}"
-                if first := store.facts["first"].get(name):
-                    note += f"; the first: {first}"
-                notes.append(note)
-    return TrainingData(
-        items=items,
-        collator=collator,
-        held_out=held_out_sequences,
-        counts=counts,
-        held_out_counts=held_out_counts,
-        uses_chat_template=bool(are_chats),
-        prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
-        held_out_sets=tuple(config.held_out_names),
-        strategy=strategy,
-        notes=[*notes, *notes_on_unread([*data, *held_out])],
-    )
+                first = store.facts["first"].get(name)
+                first = f"; the first: {first}" if first else ""
+                notes.append(f"{store.facts['source']}: {number:,} {text}{first}")
+    return notes
 
 
-def shares_of_rows(config: TrainConfig) -> tuple[HeldOut | None, HeldOut | None]:
-    """Returns the rows of `data` that are trained and those held out of it; (None, None) where it is not divided."""
-    if not config.eval_fraction or config.eval_data:
-        return None, None
-    of_wanted = partial(HeldOut, fraction=config.eval_fraction, seed=shuffle_seed(config.training))
-    return of_wanted(wanted=False), of_wanted(wanted=True)
+def _are_chats(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(tokenizer.chat_template) and all(each.rules.form is Chat for each in data)
 
 
 def notes_on_unread(data: Iterable[FormattedSource]) -> list[str]:

@@ -5,7 +5,6 @@ perplexity are compared.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,28 +15,12 @@ from rich.table import Table
 from dsft.errors import UserError, nearest, raise_if_any
 from dsft.perplexity.modes import WINDOW_OPTIONS, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Key, Results, frame, on_data
-from dsft.perplexity.sums import exp, ratio_interval, sign_test, units_of
+from dsft.perplexity.sums import Estimate, exp, ratio_interval, sign_test, units_of
 from dsft.runtime.console import say, show_table
 from dsft.units import one_of
 
 COMPUTED_BY = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
 MOVED = 5  # documents named at each end
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        interval = "" if math.isnan(self.low) else f" ({self.low:.3f} to {self.high:.3f})"
-        return f"{self.value:.3f}{interval}"
-
-    def mapped(self, function: Callable[[float], float]) -> "Estimate":
-        return Estimate(function(self.value), function(self.low), function(self.high))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +60,11 @@ class Comparison:
     def row(self) -> dict[str, str]:
         """Return the cells of the table on the screen."""
         data = on_data(self.data, self.protocol)
-        ratio = str(self.perplexity_ratio or "")
-        if self.byte_perplexity_ratio and not ratio:
-            ratio = f"{self.byte_perplexity_ratio} per byte"
+        ratio = ""
+        if self.perplexity_ratio:
+            ratio = f"{self.perplexity_ratio:.3f}"
+        elif self.byte_perplexity_ratio:
+            ratio = f"{self.byte_perplexity_ratio:.3f} per byte"
         return {
             "data": data if self.group is None else f"{data}, {self.group}",
             "model": self.model,
@@ -130,10 +115,8 @@ def read_evaluations(folders: list[str]) -> list[Evaluation]:
         path = Path(name).expanduser()
         folder = path.parent if path.name == REPORTS else path
         results = Results(folder)
-        if not results.evaluations and not results.incomplete:
-            problems.append(f"{name}: contains no {REPORTS}; write one with dsft eval ... --output_dir {folder}")
-        for model in results.incomplete:
-            problems.append(f"{name}: {DOCUMENTS} lacks documents of {model}; run dsft eval again")
+        if not results.evaluations:
+            problems.append(f"{name}: contains no {DOCUMENTS}; write one with dsft eval ... --output_dir {folder}")
         evaluations += results.evaluations.values()
     raise_if_any(problems)
     return evaluations

@@ -5,7 +5,6 @@ set is tokenised once, in the store that training uses, for all models with the 
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -15,12 +14,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import EvalConfig
-from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, text_of
+from dsft.data.formats import FormatRules, FormattedSource, Pair
 from dsft.data.sources import Batch, Row
 from dsft.data.tokens import (
     Preparation,
+    Sample,
     Store,
     Tokens,
+    TokensBuilder,
     bytes_of_tokens,
     cache_folder,
     closes_texts,
@@ -28,16 +29,13 @@ from dsft.data.tokens import (
     end_of,
     opens_texts,
     prepare,
-    tokenise,
+    tokenise_samples,
 )
 from dsft.errors import UserError
 from dsft.perplexity.modes import MODES, Windows, find_mode, pieces_of
 from dsft.units import one_of, plural
 
 MOST_GROUPS = 1_000
-BESIDE_CONTENT = {"reasoning_content", "tool_calls", "weight"}  # what decides of a message beside its content
-
-Sample = Text | Pair | Chat | None  # a document in its canonical form; None for a row without an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +43,9 @@ class Documents(Preparation):
     """Takes one document after the other."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 8  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 9  # of what is stored for a document; part of the fingerprint, as all fields
 
-    def batches(
-        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
-    ) -> Iterator[Batch]:
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         first = 0
         for batch in batches:
             rows = batch.rows[: None if self.max_documents is None else self.max_documents - first]
@@ -81,23 +77,23 @@ class Texts(Documents):
                 )
             start.insert(0, eos if bos is None else bos)
         adds_end = self.separator == "eos" and not (special and closes_texts(tokenizer))
-        samples = samples_in(batch, rules, tokenizer)
-        texts = [text_of(sample) for sample in samples]
+        builder = TokensBuilder(batch, rules)
+        texts = [sample.text if sample else "" for sample in builder.samples]
         joined = texts
         if self.separator not in ("eos", "none"):
             joined = [self.separator * (batch.first + index > 0) + text for index, text in enumerate(texts)]
-        documents = []
-        for text, ids in zip(joined, encode(tokenizer, joined, special=special), strict=True):
-            end = end_of(text, tokenizer) if adds_end else []
+        encoded = encode(tokenizer, joined, special=special)
+        for _, text in zip(builder.rows(), joined, strict=True):
+            ids = [*start, *next(encoded)]
+            if adds_end:
+                ids += end_of(text, tokenizer)
             # As a training leaves an empty text out, whatever its tokenizer puts around one.
-            is_kept = text or self.prefix
-            documents.append(np.array([*start, *ids, *end] if is_kept else [], np.int32))
-        ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
-        ids = np.concatenate([np.zeros(0, np.int32), *documents])
-        trained = np.ones(len(ids), bool)
-        if self.prefix:
-            trained[[0, *ends[:-1]]] = False
-        return _with_sizes(texts, samples, ids=ids, trained=trained, ends=ends, counts=Counter(rows=len(batch.rows)))
+            if text or self.prefix:
+                weights = np.ones(len(ids), np.float32)
+                if self.prefix:
+                    weights[0] = 0
+                builder.put(np.array(ids, np.int32), weights)
+        return _with_sizes(texts, builder.samples, builder.tokens())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +102,10 @@ class JoinedTexts(Texts):
 
     bos: str = "auto"
 
-    def batches(
-        self, batches: Iterator[Batch], rules: FormatRules, tokenizer: PreTrainedTokenizerBase
-    ) -> Iterator[Batch]:
+    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         texts = []
-        for batch in Documents.batches(self, batches, rules, tokenizer):
-            texts += [text_of(sample) for sample in samples_in(batch, rules, tokenizer)]
+        for batch in super().batches(batches, rules):
+            texts += [sample.text for sample in TokensBuilder(batch, rules).samples if sample]
         if texts:
             yield replace(batch, rows=[Row({"text": "\n\n".join(texts)}, number=1)], first=0)
 
@@ -125,61 +119,38 @@ class Answers(Documents):
     """Takes prompts with completions, and chats; only what training learns of them counts."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        samples = samples_in(batch, rules, tokenizer)
-        texts = [text_of(sample) if sample else "" for sample in samples]
-        try:
-            tokens = tokenise(batch, rules, tokenizer)
-        except UserError as error:
-            raise UserError([f"data: {problem}" for problem in error.problems]) from None
-        for index, (start, end) in enumerate(pairwise([0, *tokens.ends.tolist()])):
+        builder = TokensBuilder(batch, rules)
+        tokens = tokenise_samples(builder, tokenizer)
+        texts = []
+        for sample, (start, end) in zip(builder.samples, pairwise([0, *tokens.row_ends.tolist()]), strict=True):
             ids = tokens.ids[start:end]
             trained = tokens.trained[start:end]
-            messages = samples[index].messages if isinstance(samples[index], Chat) else []
-            answers = [each for each in messages if each["role"] == "assistant"]
-            if not trained.any():
-                texts[index] = ""
-            elif (
-                len(ids) == rules.seq_len  # cut off
-                or rules.train_on in ("all", "last")
-                or (answers and rules.train_thinking == "all")  # with empty think blocks
-                # Reasoning may stand in the content too, and be scored or not.
-                or any(each.keys() & BESIDE_CONTENT or "</think>" in each["content"] for each in answers)
-            ):  # what is scored is not the text of the answers, but more or less
-                texts[index] = tokenizer.decode(ids[trained], skip_special_tokens=True)
-        sized = _with_sizes(
-            texts, samples, ids=tokens.ids, trained=tokens.trained, ends=tokens.ends, counts=tokens.counts
-        )
+            if isinstance(sample, Pair) and 0 < len(ids) < rules.seq_len and rules.train_on != "all":
+                texts.append(sample.completion)
+            else:  # what the template renders of answers, what is left of one that was cut off, or nothing
+                texts.append(tokenizer.decode(ids[trained], skip_special_tokens=True).strip())
+        sized = _with_sizes(texts, builder.samples, tokens)
         sized.document_words[sized.document_bytes == 0] = 0  # nothing of it is scored
         return sized
 
 
-def _with_sizes(texts: list[str], samples: list[Sample], **tokens: Any) -> Tokens:
+KINDS: dict[str, type[Documents]] = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}
+
+
+def _with_sizes(texts: list[str], samples: list[Sample], tokens: Tokens) -> Tokens:
     """Add hashes of the texts, whatever tokenizer and template, and bytes and words of the scored ones."""
     hashes = []
     for sample in samples:
         content = [type(sample).__name__, vars(sample) if sample else {}]
         encoded = json.dumps(content, sort_keys=True, default=str).encode()
         hashes.append(int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest()))
-    return Tokens(
-        **tokens,
+    return replace(
+        tokens,
         hashes=np.array(hashes, np.uint64),
         document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
         # As lm-evaluation-harness counts words (lm_eval/tasks/wikitext/preprocess_wikitext.py).
         document_words=np.array([len(re.split(r"\s+", text)) for text in texts], np.int64),
     )
-
-
-def samples_in(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Bring the rows into their canonical form. Raises UserError with file and line of a row that cannot be used."""
-    samples: list[Sample] = []
-    for row in batch.rows:
-        try:
-            samples.append(canonical(row, rules))
-        except EmptyAnswer:
-            samples.append(None)
-        except ValueError as error:
-            raise UserError(f"data: {batch.where(row)}: {error}") from None
-    return samples
 
 
 def build_windows(
@@ -201,12 +172,12 @@ def build_windows(
             raise UserError(f"protocol={name} is of texts, and the data is {data.rules.format}; leave it out")
 
     def prepared(kind: str, **fields: Any) -> Store:
-        documents = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}[kind]
-        preparation = documents(max_documents=config.max_documents, **fields)
+        preparation = KINDS[kind](max_documents=config.max_documents, **fields)
         cache = cache_folder(config.data_cache)
         store = prepare(data, tokenizer, cache, preparation=preparation, show_progress=show_progress)
         if is_text and not store.document_bytes.any():  # of BOS and end tokens alone
-            raise UserError(f"data: {data.source.name}: {plural(len(store.ends), 'document')}, none of which has text")
+            documents = plural(len(store.row_ends), "document")
+            raise UserError(f"data: {data.source.name}: {documents}, none of which has text")
         return store
 
     mode = find_mode(name)

@@ -8,7 +8,7 @@ The docstring of its function is the exact definition.
 import functools
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from dsft.errors import UserError
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:  # options are checked against the modes before torch and transformers load
-    from dsft.data.epoch import Sequence, Sequences
+    from dsft.data.epoch import Sequences
     from dsft.data.tokens import Store
 
 WITHOUT_POSITIONS = 2048
@@ -157,37 +157,30 @@ def pieces_of(windows: Windows) -> Pieces:
 
 @functools.lru_cache(maxsize=1)
 def windows_of_held_out(held_out: "Sequences") -> Windows:
-    """Make the windows of a training's held-out data, once for all of its evaluations. Intervals are over documents,
-    which a window of training may contain several of, or a part of one.
+    """Make a window of each sequence of a training's held-out data, once for all of its evaluations. Intervals are over
+    documents, which a window may contain several of, or a part of one.
     """
-    return windows_of_sequences(held_out, held_out.document_ends)
-
-
-def windows_of_sequences(sequences: "Iterable[Sequence]", document_ends: np.ndarray | None = None) -> Windows:
-    """Make a window of each sequence, as training has them. Args: `document_ends`: where documents end in the sequences
-    laid end to end; by default each sequence is one.
-    """
-    sequences = list(sequences)
-    tokens = np.concatenate([np.zeros(0, np.int32), *(item["input_ids"].astype(np.int32) for item in sequences)])
-    scorable = np.concatenate([np.zeros(0, bool), *(item["labels"] != IGNORED for item in sequences)])
-    lengths = np.array([len(item["input_ids"]) for item in sequences], dtype=np.int64)
-    starts = (ends := np.cumsum(lengths)) - lengths
-    scorable[starts] = False  # no token is before it
-    document_ends = ends if document_ends is None else document_ends
-    zeros = np.zeros(len(document_ends), dtype=np.int64)
+    stores = held_out.stores
+    befores = np.cumsum([0, *(len(store.tokens) for store in stores)])
+    starts = held_out.starts + befores[held_out.places]
+    ends = held_out.ends + befores[held_out.places]
+    document_ends = [store.row_ends + before for store, before in zip(stores, befores, strict=False)]
+    sizes = np.zeros(sum(map(len, document_ends)), dtype=np.int64)
     return Windows(
-        tokens=tokens,
-        scorable=scorable,
-        document_ends=document_ends,
+        tokens=np.concatenate([store.tokens for store in stores]),
+        scorable=np.concatenate([store.trained for store in stores]),
+        document_ends=np.concatenate(document_ends),
         spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
-        document_bytes=zeros,
-        document_words=zeros,
+        document_bytes=sizes,
+        document_words=sizes,
         document_hashes=np.zeros(0, dtype=np.uint64),
     )
 
 
 def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
-    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows."""
+    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows. A chat may
+    have several texts, which answers are scored in.
+    """
     texts = [(0, len(store.tokens))]
     if each_document:
         texts = pairwise(chain([0], map(int, store.ends)))
@@ -196,7 +189,7 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
     return Windows(
         tokens=store.tokens,
         scorable=store.trained,
-        document_ends=store.ends,
+        document_ends=store.row_ends,
         spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
         document_bytes=store.document_bytes,
         document_words=store.document_words,
@@ -328,8 +321,6 @@ def _hf(config: EvalConfig, prepare: Prepare) -> Windows:
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     windows: Callable[[EvalConfig, Prepare], Windows]
-    options: tuple[str, ...] = ()
-    """Of EvalConfig, that decide what is scored with which context, beside mode, protocol and seq_len."""
     is_text: bool = True
     """Whether it is of texts, else of prompts with completions and chats."""
     scores_text_alone: bool = False
@@ -343,10 +334,10 @@ class Mode:
 
 
 MODES = {
-    "windows": Mode(windows=_windows, options=("bos", "separator")),
-    "sliding": Mode(windows=_sliding, options=("stride", "scope", "bos", "separator")),
-    "rolling": Mode(windows=_rolling, options=("bos",), scores_text_alone=True),
-    "answers": Mode(windows=_answers, options=("too_long",), is_text=False),
+    "windows": Mode(windows=_windows),
+    "sliding": Mode(windows=_sliding),
+    "rolling": Mode(windows=_rolling, scores_text_alone=True),
+    "answers": Mode(windows=_answers, is_text=False),
 }
 """Values of the option `mode`. `auto` takes the first of texts, or of prompts with completions and chats."""
 PROTOCOLS = {
@@ -355,9 +346,7 @@ PROTOCOLS = {
         windows=_llama_cpp, bos_replaces_first=True, source="ggml-org/llama.cpp, tools/perplexity", seq_len=512
     ),
     "lm-eval": Mode(windows=_lm_eval, source="EleutherAI/lm-evaluation-harness, loglikelihood_rolling"),
-    "hf": Mode(
-        windows=_hf, options=("stride",), source="transformers' documentation, fixed-length models", seq_len=1024
-    ),
+    "hf": Mode(windows=_hf, source="transformers' documentation, fixed-length models", seq_len=1024),
 }
 """Values of the option `protocol`, whose perplexity is exp of its weighted mean of nats; only hf has weights."""
 WINDOW_OPTIONS = ("bos", "separator", "stride", "scope", "too_long")
@@ -371,19 +360,21 @@ def find_mode(name: str) -> Mode:
 
 def mode_problems(config: EvalConfig) -> list[str]:
     """List options that exclude each other."""
+    defaults = EvalConfig()
     problems = []
-    changed = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
-    protocol = config.protocol
-    if protocol:
-        refused = {"mode", "scope", "bos", "separator", "stride"} - {*PROTOCOLS[protocol].options}
-        for name in sorted(refused & changed):
-            problems.append(f"protocol={protocol} and {name}={getattr(config, name)} are both set; keep one")
-        return problems
-    is_sliding = config.mode == "sliding"
-    for name in ("stride", "scope"):
-        if name in changed and not is_sliding:
-            # Else windows that do not slide are scored, whose perplexity is another one.
-            value = getattr(config, name)
+    # What windows that do not slide would leave unread: their perplexity is another one.
+    unread = ["stride", "scope"] if config.mode != "sliding" else []
+    if config.protocol:
+        unread = ["bos", "mode", "scope", "separator", "stride"]
+    if config.protocol == "hf":
+        unread.remove("stride")
+    for name in unread:
+        value = getattr(config, name)
+        if value == getattr(defaults, name):
+            continue
+        if config.protocol:
+            problems.append(f"protocol={config.protocol} and {name}={value} are both set; keep one")
+        else:
             problems.append(f"{name}={value}: mode={config.mode} does not read it; use mode sliding, or leave it out")
     return problems
 

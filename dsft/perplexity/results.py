@@ -1,7 +1,8 @@
 """The result of an evaluation, and its files. Results are read without torch.
 
-perplexity.json                   a report for each model, data set and protocol; a new result replaces the one of these
-documents.parquet                 a row for each document of these
+documents.parquet                 a row for each document of each model, data set and protocol, of which a new result
+                                  replaces the one before; its metadata has the reports, as later evaluations read them
+perplexity.json                   the reports, for people and other programs
 partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
 tokens.parquet/FINGERPRINT/       with save_tokens: a part for each rank of a table with a row for each scored token
 
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow
-import pyarrow.compute
 import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
@@ -28,6 +28,7 @@ from dsft.errors import UserError
 from dsft.perplexity.modes import Windows, find_mode
 from dsft.perplexity.sums import (
     LONG_SHARE,
+    Estimate,
     Interval,
     Perplexity,
     ResultIntervals,
@@ -217,11 +218,6 @@ class Evaluation:
         return f"Perplexity of {self.model} on {on_data(self.data, self.protocol)}{cached}"
 
     def __repr__(self) -> str:
-        """The result in a line; `summary()` has the table."""
-        names = ("model", "data", "protocol", "mode")
-        return f"Evaluation({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}, {self.perplexity!r})"
-
-    def __str__(self) -> str:
         rows = self.summary().items()
         return "\n".join(f"{name:<24}" + value.replace("\n", "\n" + 24 * " ") for name, value in rows)
 
@@ -253,17 +249,19 @@ class Evaluation:
         for name, groups in self.groups.items():
             lines = []
             for group in groups[:SHOWN_GROUPS]:
-                bounds = _bounds(group["interval"], ",.4f")
-                lines.append(f"{group['perplexity']:,.4f}{bounds}  {group['group']} ({group['tokens']:,} tokens)")
+                estimate = Estimate(group["perplexity"], *group["interval"])
+                lines.append(f"{estimate:,.4f}  {group['group']} ({group['tokens']:,} tokens)")
             if len(groups) > SHOWN_GROUPS:
                 lines.append(f"and {len(groups) - SHOWN_GROUPS:,} more in {REPORTS}")
             rows[f"by {name}"] = "\n".join(lines)
         if divergence := self.divergence:
-            intervals = divergence.intervals
+            kl = Estimate(divergence.kl, *divergence.intervals["kl"])
+            reverse_kl = Estimate(divergence.reverse_kl, *divergence.intervals["reverse_kl"])
+            same_top = Estimate(divergence.same_top, *divergence.intervals["same_top"])
             rows[f"against {divergence.reference}"] = (
-                f"KL(reference || model) {divergence.kl:.6f}{_bounds(intervals['kl'], '.6f')} nats per token\n"
-                f"KL(model || reference) {divergence.reverse_kl:.6f}{_bounds(intervals['reverse_kl'], '.6f')}\n"
-                f"same top token {divergence.same_top:.2%}{_bounds(intervals['same_top'], '.2%')}\n"
+                f"KL(reference || model) {kl:.6f} nats per token\n"
+                f"KL(model || reference) {reverse_kl:.6f}\n"
+                f"same top token {same_top:.2%}\n"
                 f"perplexity of the reference {divergence.reference_perplexity:,.4f}"
             )
         if self.verified_difference is not None:
@@ -281,11 +279,6 @@ class Evaluation:
         return frame(self.groups[group_by] if group_by else self.documents())
 
 
-def _bounds(interval: Interval, spec: str) -> str:
-    low, high = interval
-    return "" if math.isnan(low) else f" ({low:{spec}} to {high:{spec}})"
-
-
 class Results:
     """The results in a folder, of this evaluation and of earlier ones; rank 0 reads and writes. Collective: every rank
     makes one. Raises UserError if a file that is there cannot be read.
@@ -295,31 +288,23 @@ class Results:
         self.folder = folder
         self.evaluations: dict[Key, Evaluation] = {}
         """On rank 0."""
-        self.incomplete: list[str] = []
-        """Models whose documents are not those that the report counts: a kill came between the two files."""
         distributed.on_rank_0(self._read)
 
     def _read(self) -> None:
-        path = self.folder / REPORTS
+        path = self.folder / DOCUMENTS
         if not path.is_file():
             return
         try:
-            reports = json.loads(path.read_text(encoding="utf-8"))["results"]
-            table = pyarrow.parquet.read_table(self.folder / DOCUMENTS).replace_schema_metadata(None)
-            for report in reports:
-                rows = table
-                for name in ("model", "data", "protocol"):
-                    rows = rows.filter(pyarrow.compute.equal(rows[name], report[name] or ""))
-                total = math.fsum(rows["nats"].to_numpy())
-                if len(rows) == report["documents"] and math.isclose(total, report["nats"], rel_tol=1e-12):
-                    evaluation = read_back(report, rows)
-                    self.evaluations[evaluation.key] = evaluation
-                else:
-                    self.incomplete.append(report["model"])
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+            table = pyarrow.parquet.read_table(path)
+            first = 0
+            for report in json.loads(table.schema.metadata[b"reports"]):
+                rows = table.slice(first, report["documents"])
+                first += len(rows)
+                evaluation = read_back(report, rows)
+                self.evaluations[evaluation.key] = evaluation
+        except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
             raise UserError(
-                f"{self.folder}: contains a {REPORTS} whose {DOCUMENTS} cannot be read"
-                f" ({type(error).__name__}: {error}); remove both, or name another folder"
+                f"{path} cannot be read as results ({type(error).__name__}: {error}); remove it, or name another folder"
             ) from None
 
     def find(self, about: Mapping[str, Any], *, tokens: Path | None) -> Evaluation | None:
@@ -327,8 +312,8 @@ class Results:
         Collective. Args: `about`: what is known of it before it is scored.
         """
         same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
-        if tokens:  # those of an evaluation that was interrupted are not all
-            same = [each for each in same if each.tokens_folder and tokens.is_dir()]
+        if tokens and not tokens.is_dir():
+            same = []
         evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
         if evaluation is None:
             return None
@@ -343,11 +328,13 @@ class Results:
             self.evaluations.pop(evaluation.key, None)
             self.evaluations[evaluation.key] = evaluation
             self.folder.mkdir(parents=True, exist_ok=True)
-            beside = self.folder / "documents.tmp"
+            reports = [each.report() for each in self.evaluations.values()]
             tables = [pyarrow.table(each.documents()) for each in self.evaluations.values()]
-            pyarrow.parquet.write_table(pyarrow.concat_tables(tables, promote_options="default"), beside)
+            table = pyarrow.concat_tables(tables, promote_options="default")
+            beside = self.folder / "documents.tmp"
+            pyarrow.parquet.write_table(table.replace_schema_metadata({"reports": json.dumps(reports)}), beside)
             beside.replace(self.folder / DOCUMENTS)
-            write_json(self.folder / REPORTS, {"results": [each.report() for each in self.evaluations.values()]})
+            write_json(self.folder / REPORTS, {"results": reports})
 
         distributed.on_rank_0(write)
 
@@ -365,8 +352,7 @@ def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
         **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
     )
     values = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
-    texts = table["text"].to_pylist() if "text" in table.column_names else []
-    values |= {"perplexity": perplexity, "is_known": True, "document_texts": texts}
+    values |= {"perplexity": perplexity, "is_known": True, "document_texts": table["text"].to_pylist()}
     values["document_groups"] = {
         name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]
     }

@@ -34,6 +34,22 @@ LONG_SHARE = 0.2  # of the tokens, from which on the longest document is worth a
 Interval = tuple[float, float]
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval; NaN if there is none."""
+
+    value: float
+    low: float
+    high: float
+
+    def __format__(self, spec: str) -> str:
+        interval = "" if math.isnan(self.low) else f" ({self.low:{spec}} to {self.high:{spec}})"
+        return f"{self.value:{spec}}{interval}"
+
+    def mapped(self, function: Callable[[float], float]) -> "Estimate":
+        return Estimate(function(self.value), function(self.low), function(self.high))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
     """The result of one evaluation, over all ranks."""

@@ -551,7 +551,7 @@ class PerplexityTrainer(Trainer):
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
             answers = answers_to(self.data.prompts, self.model, self.processing_class) if self.data.prompts else []
-        set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.ends) for store in held_out.stores])
+        set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.row_ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
         bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # one window has none
         metrics = {

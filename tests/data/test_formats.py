@@ -125,7 +125,6 @@ def test_a_system_column_is_the_first_message_of_every_chat(name):
     assert sample == Chat(
         messages=[{"role": "system", "content": "be kind"}, *TURNS],
         tools=FLAWS["tools"]["tools"],
-        answers_from=2 if name == "pairs of messages" else 0,
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, GATED
 from torch._higher_order_ops.flex_attention import math_attention
-from transformers import AutoConfig, masking_utils, modeling_utils
+from transformers import masking_utils, modeling_utils
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from dsft.data.epoch import (
@@ -25,8 +25,7 @@ from dsft.data.epoch import (
     repeated,
     sequence,
 )
-from dsft.models import probes
-from dsft.models.probes import RowRules, attention_like_eager, is_like_eager, isolation_problem, try_packing
+from dsft.models.probes import RowRules, attention_like_eager, is_like_eager, isolation_problem
 from dsft.units import IGNORED, padded_width
 
 
@@ -155,18 +154,6 @@ BIG = GATED | {
 def test_architectures_that_mix_tokens_otherwise_are_found_out(config, expected):
     problem = isolation_problem(config, attn_implementation=None, device=torch.device("cpu"), dtype=torch.float32)
     assert problem is None if expected is None else expected in problem, problem
-
-
-@pytest.mark.usefixtures("flex_without_compiler")
-def test_on_gpus_flex_attention_is_next_where_no_flash_attention_can_be_had(tiny, monkeypatch):
-    """Here on a CPU, whose flash attention cannot be loaded either."""
-    monkeypatch.setattr(probes, "has_gpu", lambda: True)
-    config = AutoConfig.from_pretrained(tiny / "model")
-    assert try_packing(config, asked=None, dtype="bfloat16") == ("flex_attention", None)
-    assert try_packing(config, asked=None, dtype="float32") == (None, None)
-    assert try_packing(config, asked="eager", dtype="bfloat16") == ("eager", None)
-    mixing = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=384)
-    assert "change the logits" in try_packing(mixing, asked=None, dtype="bfloat16")[1]
 
 
 @pytest.mark.usefixtures("flex_without_compiler")

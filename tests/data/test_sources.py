@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import json
-import lzma
 from pathlib import Path
 
 import datasets
@@ -23,7 +22,6 @@ def zstd(content: bytes) -> bytes:
 COMPRESS = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
-    ".xz": lzma.compress,
     ".zst": lambda text: pyarrow.compress(text, "zstd", asbytes=True),
 }
 ROWS = [{"prompt": "what is ä?", "completion": 'a\nline, "quoted"'}, {"prompt": "", "completion": "b"}]
@@ -117,13 +115,10 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
         ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: expected a JSON object, got int"),
         ("a.csv", b"text,text\na,b\n", "a.csv, line 1: two columns have one name (text, text)"),
         ("a.csv", b"text,id\na,1\nb,2,3\n", "a.csv, line 3: not one value for each column (text, id)"),
-        ("a.csv", b"text,id\nc\n", "a.csv, line 2: not one value for each column (text, id)"),
         ("a.csv", b'text\n"a" b\n', "a.csv cannot be read as csv"),
-        ("a.csv", b"text\n\xff\n", "a.csv cannot be read as csv: 'utf-8' codec"),
         ("a.txt", b"one\ntwo \xff\n", "a.txt cannot be read as txt: 'utf-8' codec"),
         ("a.txt", b"", "a.txt is empty"),
         ("a.parquet", b"no parquet", "a.parquet cannot be read as parquet"),
-        ("a.arrow", b"no arrow at all", "a.arrow cannot be read as arrow"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read as jsonl"),
     ],
 )

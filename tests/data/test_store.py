@@ -4,9 +4,7 @@ and what is read from them.
 
 import copy
 import dataclasses
-import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,11 +13,11 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from conftest import ROOT, flags
 from ranks import on_ranks, run_entry
-from small_hub import SmallHub
 from tiny import sentences, write_jsonl, write_texts
 from tokenizers.processors import TemplateProcessing
 
@@ -373,66 +371,21 @@ def test_data_that_is_all_prompt_is_an_error(tokenizer, tmp_path, config):
         loaded(config(data=[str(tmp_path / "a.jsonl")]), tokenizer)
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, config):
-    """Files of more than 64 KiB cannot be written: a real error of the system, in the middle of writing."""
-    path = write_texts(tmp_path / "a.jsonl", 5000)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        with pytest.raises(UserError, match="data_cache: .*; free some space or name another folder"):
-            loaded(config(data=[str(path)]), tokenizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
-    assert loaded(config(data=[str(path)]), tokenizer).counts["rows"] == 5000
+def test_data_sets_of_the_hub(tokenizer, tmp_path, config, monkeypatch):
+    """By name, configuration and slice; and one that is not there."""
 
+    def load(name: str, part: str | None, split: str) -> datasets.Dataset:
+        if name != "ns/name":
+            raise FileNotFoundError(f"no data set {name}")
+        return datasets.Dataset.from_list([{"text": f"{part} {split}"}] * 3)
 
-PREPARES_TRAINS_AND_PREPARES = """
-import json, sys
-if __name__ == "__main__":  # processes that tokenise read this file too
-    commands, url, home = sys.argv[1:]
-    import huggingface_hub.constants as hub
-    # What the libraries of a warm process have read from the environment.
-    hub.ENDPOINT, hub.HUGGINGFACE_CO_URL_TEMPLATE = url, url + "/{repo_id}/resolve/{revision}/{filename}"
-    hub.HF_HUB_OFFLINE, hub.HF_HUB_CACHE = False, home + "/hub"
-    import datasets.config
-    datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = url, False
-    datasets.config.HUB_DATASETS_URL = url + "/datasets/{repo_id}/resolve/{revision}/{path}"
-    datasets.config.HF_DATASETS_CACHE = home + "/datasets"
-    import dsft.cli.main, dsft.train
-    first, training, second = json.loads(commands)
-    dsft.cli.main.main(first)
-    dsft.train.main(training)
-    dsft.cli.main.main(second)
-"""
-
-
-def test_data_sets_of_the_hub(tiny, options, tmp_path):
-    """By name, configuration and slice, from a hub on this machine; and one that is not there."""
-    card = (
-        "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: rows.jsonl}\n  - {split:"
-        " validation, path: held_out.jsonl}\n---\n"
-    )
-    rows = {
-        f"{name}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in sentences(number, seed=number)).encode()
-        for name, number in (("rows", 40), ("held_out", 7))
-    }
-    hub = SmallHub({"README.md": card.encode()} | rows)
-    prepare = ["prepare", "--tokenizer", tiny / "model", "--data"]
-    training = options(tmp_path / "run", data="ns/name", data_name="small", seq_len=16)
-    words = [
-        [*prepare, "ns/name:small:train[:50%]", "--eval_data", "ns/name:small"],
-        flags(training),
-        [*prepare, "ns/nothing"],
-    ]
-    entry = tmp_path / "entry.py"
-    entry.write_text(PREPARES_TRAINS_AND_PREPARES)
-    done = run_entry(str(entry), [json.dumps(words, default=str), hub.url, tmp_path / "hf"])
-    assert "ns/name:small:train[:50%] (text): 20 rows" in done.stdout and "held out: 7 rows" in done.stdout, done.stderr
-    assert (tmp_path / "run" / "final" / "model.safetensors").is_file(), done.stderr
-    assert done.returncode == 2 and "ns/nothing is neither a file here" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    hub.shutdown()
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    entries = {"data": ["ns/name:small:train[:50%]"], "eval_data": ["ns/name"]}
+    data = loaded(config(**entries, data_name="other"), tokenizer)
+    texts = [tokenizer.decode(part.stores[0].tokens[:-1]) for part in (data.items, data.held_out)]
+    assert ["small train[:50%]" in texts[0], "other validation" in texts[1]] == [True, True]
+    with pytest.raises(UserError, match="ns/nothing is neither a file here .*: FileNotFoundError: no data set"):
+        loaded(config(data=["ns/nothing"]), tokenizer)
 
 
 def test_preview_shows_what_is_trained_and_why_rows_are_left_out(tiny, tmp_path, capsys):
@@ -453,8 +406,9 @@ def tokens_of(*samples: list[int], **counts: int) -> Tokens:
     ids = np.array([token for sample in samples for token in sample], np.int64)
     return Tokens(
         ids=ids,
-        trained=ids % 2 == 0,
+        weights=(ids % 2 == 0).astype(np.float32),
         ends=np.cumsum([len(sample) for sample in samples], dtype=np.int64),
+        row_ends=np.zeros(0, np.int64),
         counts=Counter(counts),
     )
 
@@ -475,8 +429,7 @@ def test_weights_are_read_where_any_is_other_than_0_and_1(tmp_path):
     for first, expected in ((0.5, [0.5, 0, 0, 1]), (1, None)):
         with StoreWriter(tmp_path / f"{first}", largest_id=9, has_weights=True) as writer:
             weights = np.array([first, 0], np.float32)
-            counts = Counter(weighted_tokens=int(first != 1))
-            writer.append(dataclasses.replace(tokens_of([6, 7]), weights=weights, counts=counts))
+            writer.append(dataclasses.replace(tokens_of([6, 7]), weights=weights))
             writer.append(tokens_of([3, 8]))
             store = writer.finish(source="here", is_text=False)
         assert (None if store.weights is None else store.weights.tolist()) == expected

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,10 +35,9 @@ def made(values: list[dict], tokenizer, **options) -> Tokens:
     return made_of_rows([Row(row, number) for number, row in enumerate(values, start=1)], tokenizer, **options)
 
 
-def made_of_rows(rows: list[Row], tokenizer, *, keep_all: bool = False, **options) -> Tokens:
+def made_of_rows(rows: list[Row], tokenizer, **options) -> Tokens:
     config = TrainConfig(**({"seq_len": 64} | options))
-    rules = replace(format_rules(rows, config), keep_all=keep_all)
-    return tokenise(Batch(rows=rows, place="rows.jsonl"), rules, tokenizer)
+    return tokenise(Batch(rows=rows, place="rows.jsonl"), format_rules(rows, config), tokenizer)
 
 
 def trained(tokens: Tokens, tokenizer, index: int | None = None) -> str:
@@ -148,14 +146,6 @@ def test_tables_and_pairs_become_chats(tokenizer, row, options):
     before = "<|system|>fast<|end|><|user|>the<|end|><|assistant|>model<|end|>" if "rule" in row else ""
     assert tokenizer.decode(tokens.ids) == before + "<|user|>big<|end|><|assistant|>4<|end|>"
     assert trained(tokens, tokenizer).endswith("4<|end|>")
-
-
-def test_a_history_that_is_not_named_is_not_in_the_prompt(tokenizer):
-    row = {"q": "big", "a": "small", "history": [["red", "blue"]]}
-    columns = {"user": "q", "assistant": "a"}
-    dropped = made([row], tokenizer, columns=columns, drop_keys=["history"])
-    assert dropped.ids.tolist() == made([{"q": "big", "a": "small"}], tokenizer, columns=columns).ids.tolist()
-    assert len(made([row], tokenizer, columns=columns | {"history": "history"}).ids) > len(dropped.ids)
 
 
 def test_columns_and_as_chat_are_checked(tokenizer):
@@ -289,10 +279,13 @@ def test_tokens_stand_for_all_bytes_of_a_text(tokenizer):
     "row",
     [
         {"text": "x \ud83d"},
-        {"prompt": "a", "completion": "x \ud83d"},
-        {"messages": [CHAT[1], {"role": "assistant", "content": "x \ud83d"}]},
-        {"messages": [CHAT[3], {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": ["x \\ud83d"]}}'}]},
-        {"messages": CHAT, "tools": [{"name": "x \ud83d"}]},
+        {
+            "messages": [
+                CHAT[0],
+                CHAT[3],
+                {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": ["x \\ud83d"]}}'},
+            ]
+        },
     ],
 )
 def test_an_unpaired_surrogate_names_its_row(tokenizer, row):
@@ -362,14 +355,6 @@ GOOD = {"messages": CHAT}
             r"message 2 \(user\) follows a message of the user: two messages of one role in a row; join them",
         ),
         (
-            [GOOD, {"messages": [CHAT[1], CHAT[0], CHAT[2]]}],
-            r"message 2 \(system\) follows a message of the user: it must come first",
-        ),
-        (
-            [FORMATS["sharegpt"], {"conversations": [{"from": "someone", "value": "a"}]}],
-            "message 1 has the role 'someone'; the roles are system",
-        ),
-        (
             [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}],
             "column 'completion' must contain text; it contains int",
         ),
@@ -399,15 +384,10 @@ def test_empty_answers_are_left_out_and_counted(tokenizer):
     ).counts == {"rows": 3, "dropped_empty": 2}
 
 
-def test_for_evaluation_every_row_stays_in_its_place(tokenizer):
-    tokens = made(
-        [LONG[0], {"prompt": "a", "completion": ""}, LONG[1], LONG[0]],
-        tokenizer,
-        keep_all=True,
-        too_long="drop",
-        seq_len=16,
-    )
-    counts = [tokens.trained[start:end].sum() for start, end in zip([0, *tokens.ends], tokens.ends, strict=False)]
+def test_for_evaluation_every_row_has_a_place(tokenizer):
+    rows = [LONG[0], {"prompt": "a", "completion": ""}, LONG[1], LONG[0]]
+    tokens = made(rows, tokenizer, too_long="drop", seq_len=16)
+    counts = np.diff(tokens.row_ends, prepend=0)
     assert len(counts) == 4 and counts[1] == counts[2] == 0 and counts[0] == counts[3] > 0
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import flags, grid
 from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES, COMMON, write_model, write_texts
+from tiny import ARCHITECTURES, COMMON, windows_of_sequences, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -18,7 +18,6 @@ from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules, architecture_problems, small_model, trains_in_tiles
-from dsft.perplexity.modes import windows_of_sequences
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.runtime.hardware import this_machine
 from dsft.setup.decide import TrainingRun, decide_run

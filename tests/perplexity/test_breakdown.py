@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import pyarrow.parquet
 import pytest
@@ -135,21 +134,6 @@ def test_groups_and_tokens_are_the_same_on_two_ranks(tiny, data, tmp_path, monke
     assert math.fsum(table_of(folder)["nats"]) == again[0][0] == read_nats(tmp_path / "again")
     (read,) = read_evaluations([str(tmp_path / "again")])
     assert repr(read.groups) == repr(again[0][1])
-
-
-def test_a_result_is_known_only_with_its_tokens(tiny, data, tmp_path):
-    options = options_for(tiny, data, output_dir=str(tmp_path / "out"), save_tokens=True)
-
-    def known_and_tokens(options: dict) -> tuple[bool, int]:
-        evaluation = next(evaluate_all(EvalConfig(**options)))
-        return evaluation.is_known, pyarrow.parquet.read_table(evaluation.tokens_folder).num_rows
-
-    is_known, number = known_and_tokens(options)
-    assert not is_known and known_and_tokens(options) == (True, number)
-    shutil.rmtree(tmp_path / "out" / "tokens.parquet")
-    assert known_and_tokens(options) == (False, number)
-    (tmp_path / "out").rename(tmp_path / "moved")
-    assert known_and_tokens(options | {"output_dir": str(tmp_path / "moved")}) == (True, number)
 
 
 def read_nats(folder) -> float:

@@ -158,8 +158,8 @@ def test_chats_of_several_turns_are_scored_as_an_oracle_does(tiny, tmp_path):
     assert result.document_nats == pytest.approx(expected, rel=1e-6)
 
 
-def test_bytes_of_reasoning_in_the_content_count_where_it_is_scored(tiny, tmp_path):
-    """A template may leave it out of earlier turns: bits per byte were of bytes that no token stood for."""
+def test_a_chat_is_scored_in_the_sequences_that_a_training_makes_of_it(tiny, tmp_path):
+    """A template may leave reasoning out of earlier turns: each answer is then scored behind its own prompt."""
     tokenizer = AutoTokenizer.from_pretrained(tiny / "chat")
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
@@ -170,5 +170,6 @@ def test_bytes_of_reasoning_in_the_content_count_where_it_is_scored(tiny, tmp_pa
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns[0] + turns[1]}])
     source = source_of(EvalConfig(model=["unused"], data=[str(data)]), tokenizer)
     tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
-    assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == f"a node{answers[1]}"
-    assert tokens.document_bytes.tolist() == [len("a node" + answers[1])]
+    assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == "".join(answers)
+    assert tokens.document_bytes.tolist() == [len("".join(answers))]
+    assert len(tokens.ends) == 2 and tokens.row_ends.tolist() == [tokens.ends[1]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import grid, read_json
 from ranks import on_ranks
-from tiny import ARCHITECTURES, write_model
+from tiny import ARCHITECTURES, windows_of_sequences, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 from dsft.api import evaluate, evaluate_all
@@ -18,7 +18,6 @@ from dsft.data.epoch import sequence
 from dsft.errors import UserError
 from dsft.models import chunked_head
 from dsft.perplexity import scoring
-from dsft.perplexity.modes import windows_of_sequences
 from dsft.units import IGNORED
 
 OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}

@@ -13,7 +13,7 @@ import transformers
 from conftest import ROOT, grid, read_json
 from datasets import load_dataset
 from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES, GATED, sentences, write_jsonl, write_model, write_texts
+from tiny import ARCHITECTURES, GATED, sentences, windows_of_sequences, write_jsonl, write_model, write_texts
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +31,7 @@ from dsft.models.weight_files import model_identity
 from dsft.perplexity import scoring
 from dsft.perplexity.documents import build_windows
 from dsft.perplexity.evaluation import fingerprint
-from dsft.perplexity.modes import rolling_spans, sliding_spans, windows_of_sequences
+from dsft.perplexity.modes import rolling_spans, sliding_spans
 from dsft.perplexity.of_training import read_evaluation
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows

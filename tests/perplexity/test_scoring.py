@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from tiny import ARCHITECTURES
+from tiny import ARCHITECTURES, windows_of_sequences
 from transformers import LlamaForCausalLM
 
 from dsft.data.epoch import sequence
 from dsft.models.chunked_head import ChunkedHead
 from dsft.perplexity import scoring
-from dsft.perplexity.modes import Windows, windows_of_sequences
+from dsft.perplexity.modes import Windows
 from dsft.perplexity.results import Recorder
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.units import IGNORED
