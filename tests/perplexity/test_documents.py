@@ -82,18 +82,6 @@ def test_joined_texts_are_tokenised_once(tokenizer, tmp_path):
     assert few.tokens.tolist() == tokenizer("\n\n".join(texts[:3]))["input_ids"]
 
 
-def test_a_text_file_is_one_document(tokenizer, tmp_path):
-    text = "\n\n \n".join(f"{sentence}  é" for sentence in sentences(1500))
-    path = tmp_path / "long.txt"
-    path.write_text(text)
-    ids = tokenizer(text)["input_ids"]
-    windows = windows_of(path, tokenizer, mode="windows")
-    assert windows.tokens.tolist() == [*ids, tokenizer.eos_token_id]
-    assert windows.document_bytes.tolist() == [len(text.encode())]
-    assert windows.document_words.tolist() == [len(re.split(r"\s+", text))] == [len(text.split())]
-    assert windows_of(path, tokenizer, mode="rolling").tokens.tolist() == [tokenizer.eos_token_id, *ids]
-
-
 @pytest.mark.parametrize("max_documents", [None, BATCH_ROWS - 1, BATCH_ROWS, BATCH_ROWS + 2])
 def test_documents_are_those_that_the_tokenizer_makes_of_the_rows(tokenizer, tmp_path, max_documents):
     """Of several batches, with empty documents in them; the separator stands before each but the first."""

@@ -3,7 +3,6 @@ and memory that runs out.
 """
 
 import math
-import sys
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from dsft.api import evaluate, evaluate_all
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError
 from dsft.perplexity import evaluation
-from dsft.runtime import console
-from dsft.units import in_digits
 
 
 @pytest.fixture
@@ -42,19 +39,6 @@ def test_the_report_holds_every_figure_of_the_result_and_how_it_came_about(evalu
     assert 0 <= report["verified_difference"] < 1e-5
     assert report["tokens_per_second"] == result.fed_tokens / report["seconds"] > 0
     assert report["peak_memory_bytes"]["host"] > 0 and len(report["model_hash"]) == 64
-
-
-def test_progress_counts_tokens_and_can_be_turned_off(evaluated, capsys, monkeypatch):
-    """In a pipe there are lines, on a busy machine or not: here one for each batch."""
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # as in a file, where no bar is drawn
-    result = evaluated(progress=True, batch_tokens=64).perplexity
-    lines = [line for line in capsys.readouterr().err.split("\n") if "Perplexity" in line]
-    assert len(lines) > 2 and not any("\r" in line for line in lines)
-    assert lines[0].startswith("Perplexity: 0%") and "token/s" in lines[0]
-    assert lines[-1].startswith("Perplexity: 100%") and f"{in_digits(result.perplexity)} so far" in lines[-1]
-    evaluated()
-    assert "Perplexity" not in capsys.readouterr().err
 
 
 def test_rows_without_an_answer_stay_in_their_place_and_count_nothing(evaluated, tmp_path):

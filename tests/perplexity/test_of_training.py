@@ -140,11 +140,3 @@ def test_a_run_that_cannot_be_evaluated_is_one_problem(runs, tmp_path):
         with pytest.raises(UserError, match=part) as caught:
             evaluate(run=str(run), progress=False)
         assert len(caught.value.problems) == 1, caught.value.problems
-
-
-@pytest.mark.parametrize(("content", "named"), [("{", "cannot be read"), ("{}", "has no options of a training")])
-def test_a_run_json_that_dsft_did_not_write_is_one_problem(content, named, tmp_path):
-    (tmp_path / "run.json").write_text(content)
-    problems = []
-    read_evaluation(["--run", str(tmp_path)], problems)
-    assert len(problems) == 1 and problems[0].startswith("run: ") and named in problems[0], problems

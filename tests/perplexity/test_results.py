@@ -80,15 +80,6 @@ def test_an_evaluation_that_resumes_does_not_mix_two_models(tiny, tmp_path, inte
     assert nats(options | {"output_dir": out}) == nats(options)
 
 
-def test_a_model_from_a_config_alone_is_known_by_its_seed(tiny, tmp_path, interrupt_after):
-    options, out = eval_options(tiny, tiny / "model" / "config.json"), str(tmp_path / "out")
-    interrupt_after(4)
-    with pytest.raises(Interrupted):
-        nats(options | {"output_dir": out, "seed": 1})
-    interrupt_after(10**9)
-    assert nats(options | {"output_dir": out, "seed": 2}) == nats(options | {"seed": 2})
-
-
 def test_finished_models_of_a_list_are_taken_over(tiny, tmp_path, interrupt_after):
     models, out = [str(tiny / "model"), str(tiny / "chat")], tmp_path / "out"
     options = eval_options(tiny, tiny) | {"model": models}
