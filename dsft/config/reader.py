@@ -208,23 +208,28 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     return None
 
 
+MOST_ALIASES = 10
+"""In a YAML file: nested ones multiply, and can stand for more than fits into memory."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which PyYAML takes the last without a word, and an alias of more than a
-    plain value: nested ones can stand for more than fits into memory. A time stays a text.
+    """Refuses a key that is given twice, of which PyYAML takes the last without a word, and more than MOST_ALIASES
+    aliases. A time stays a text.
     """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    num_aliases = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        event = self.peek_event()
-        node = super().compose_node(parent, index)
-        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
-            line = event.start_mark.line + 1
-            raise ValueError(f"line {line}: *{event.anchor} stands for a list or a mapping; write it out")
-        return node
+        if self.check_event(yaml.AliasEvent):
+            self.num_aliases += 1
+            if self.num_aliases > MOST_ALIASES:
+                line = self.peek_event().start_mark.line + 1
+                raise ValueError(f"line {line}: more than {MOST_ALIASES} aliases (*name); write them out")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         lines: dict[str, int] = {}

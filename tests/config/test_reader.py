@@ -70,13 +70,14 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
     assert problems == [f"--config {path}: not valid YAML: line 4: duplicate key a, first on line 3; keep one"]
 
 
-def test_an_alias_of_a_list_is_refused_since_nested_ones_have_no_end(tmp_path):
-    (tmp_path / "run.yaml").write_text("seq_len: &a 8\nmax_steps: *a\n")
-    assert read_yaml(str(tmp_path / "run.yaml"), []) == {"seq_len": 8, "max_steps": 8}
-    (tmp_path / "run.yaml").write_text("lora_options:\n  a: &a [x, x]\n  b: [*a, *a]\n")
+def test_nested_aliases_are_refused_since_they_have_no_end(tmp_path):
+    (tmp_path / "run.yaml").write_text("lora_options: &a {x: 1}\nfsdp_config:\n  <<: *a\n  y: 2\n")
+    assert read_yaml(str(tmp_path / "run.yaml"), [])["fsdp_config"] == {"x": 1, "y": 2}
+    lines = ["a: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]" for i in range(1, 9))]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
     problems: list[str] = []
     read_yaml(str(tmp_path / "run.yaml"), problems)
-    assert "line 3: *a stands for a list or a mapping; write it out" in problems[0]
+    assert "line 5: more than 10 aliases (*name); write them out" in problems[0]
 
 
 def test_a_command_takes_its_own_options_from_among_the_others():
