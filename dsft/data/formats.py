@@ -196,7 +196,7 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
     values = {option: getattr(config, option) for option in options}
     values["columns"] = columns or CHAT_PARTS.get(name, {})
-    values["drop_keys"] = (*config.drop_keys, *columns_of_groups(config))
+    values["drop_keys"] = (*config.drop_keys, *getattr(config, "group_by", ()))
     is_pair = name == "prompt_completion"
     rules = FormatRules(
         **values,
@@ -250,11 +250,6 @@ def columns_line(columns: Mapping[str, Any]) -> str:
     """Writes the option `columns` as a line of YAML."""
     text = yaml.safe_dump({**columns}, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return f"columns: {text.strip()}"
-
-
-def columns_of_groups(config: DataFields) -> tuple[str, ...]:
-    """Lists the columns that are read beside the text: as groups of an evaluation."""
-    return tuple(getattr(config, "group_by", None) or ())
 
 
 def canonical(row: Row, rules: FormatRules) -> Text | Pair | Chat:

@@ -18,9 +18,9 @@ from dsft.data.epoch import (
     describe_counts,
     sequences_of,
 )
-from dsft.data.formats import Chat, FormattedSource, columns_of_groups, format_rules, unused_columns
+from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.sources import HeldOut, ending, find_sources
-from dsft.data.tokens import Store, cache_folder, encode_open, prepare, stop_tokens, tokenise
+from dsft.data.tokens import Store, cache_folder, encode_open, prepare, tokenise
 from dsft.errors import UserError, one_line
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
@@ -72,18 +72,13 @@ def check_sources(
                 if ending(batch.place) != ".txt":  # one long row
                     tokenise(replace(batch, rows=rows), rules, tokenizer)
             unused = unused_columns(batch.rows, rules)
-            unused = tuple(name for name in unused if name not in columns_of_groups(config))
+            unused = tuple(name for name in unused if name not in getattr(config, "group_by", ()))
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]
         except ValueError as error:
             problems.append(f"{key}: {source.name}: {error}")
     return sources
-
-
-def answer_ends(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Lists the tokens with which trained answers of chats end; other data ends with the tokenizer's own end token."""
-    return stop_tokens(tokenizer) if any(each.rules.form is Chat for each in data) else []
 
 
 @dataclass(frozen=True)

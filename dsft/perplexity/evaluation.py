@@ -52,7 +52,7 @@ OTHER_OPTIONS = (
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what is kept of it."""
-SCORING = 15  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 16  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 
 

@@ -195,6 +195,7 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
         document_words=store.document_words,
         document_hashes=store.hashes,
         tokens_hash=store.facts["tokens_hash"],
+        truncated_documents=store.counts["truncated"],
     )
 
 
@@ -266,10 +267,7 @@ def _lm_eval(config: EvalConfig, prepare: Prepare) -> Windows:
 
 def _answers(config: EvalConfig, prepare: Prepare) -> Windows:
     """Prompts with completions, or chats: only what finetuning trains on is scored."""
-    store = prepare("answers")
-    windows = cut(store, lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
-    windows.truncated_documents = store.counts["truncated"]
-    return windows
+    return cut(prepare("answers"), lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
 
 
 def _gptq(config: EvalConfig, prepare: Prepare, scored_from: int = 1) -> Windows:

@@ -68,6 +68,23 @@ _is_split: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether the head of a model can be computed alone, as all its ranks found."""
 
 
+def can_be_split(scorer: ChunkedHead, device: torch.device) -> bool:
+    """Return whether the head can be computed alone. Collective if the model is sharded; tried once for a model, since
+    it then takes two gathers of all weights.
+    """
+    model = scorer.model
+    if model not in _is_split:
+        # Tokens that differ: a row of padding may be all zeros, in which every way of computing agrees.
+        spread = torch.arange(1, 9, device=device) * (scorer.config.get_text_config().vocab_size // 9)
+        _is_split[model] = scorer.agrees(spread[None])
+        if not _is_split[model]:
+            say(
+                f"note: the head of {type(model).__name__} cannot be computed in parts: windows are scored one by one,"
+                " each with all its logits"
+            )
+    return _is_split[model]
+
+
 @torch.no_grad()
 @exact_products()
 def evaluate_windows(
@@ -103,22 +120,11 @@ def evaluate_windows(
     for other in others:  # which rows may share a batch of all models, and how it is padded
         rules = rules.joined(other)
     rules = dataclasses.replace(rules, multiple=team.size)
-    scorers = []
     dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
-    for each in models:
-        head = ChunkedHead(each)
-        if in_parts and each not in _is_split:  # once for a model: under ZeRO-3 it takes two gathers of all weights
-            # Tokens that differ: a row of padding may be all zeros, in which every way of computing agrees.
-            spread = torch.arange(1, 9, device=device) * (head.config.get_text_config().vocab_size // 9)
-            _is_split[each] = head.agrees(spread[None])
-            if not _is_split[each]:
-                say(
-                    f"note: the head of {type(each).__name__} cannot be computed in parts: windows are scored one by"
-                    " one, each with all its logits"
-                )
-        head.is_split = in_parts and _is_split[each]
-        scorers.append(head)
-        if not head.is_split:
+    scorers = [ChunkedHead(each) for each in models]
+    for scorer in scorers:
+        scorer.is_split = in_parts and can_be_split(scorer, device)
+        if not scorer.is_split:
             batch_tokens = 1
     lengths_W = windows.lengths  # once: it takes a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)

@@ -32,7 +32,9 @@ from dsft.checkpoints.run_folder import (
 from dsft.checkpoints.save import changed_files, verify_weights
 from dsft.config.options import TrainConfig, as_dict, common_options
 from dsft.data.epoch import describe_counts
-from dsft.data.training_data import TrainingData, answer_ends, load_training_data
+from dsft.data.formats import Chat
+from dsft.data.tokens import stop_tokens
+from dsft.data.training_data import TrainingData, load_training_data
 from dsft.errors import Requeue, TrainingStopped, Unsaved, UserError, one_line
 from dsft.job import beat as watchdog
 from dsft.job.beat import is_consequence, record_failure
@@ -159,7 +161,8 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         names = ", ".join(run.tokenizer.convert_ids_to_tokens(run.new_tokens))
         say(f"model: {plural(len(run.new_tokens), 'new token')} ({names}); {run.model.size.vocab_size:,} rows")
     inner = unwrapped(model)
-    if added := stop_at(model, answer_ends(run.data, run.tokenizer)):
+    has_chats = any(each.rules.form is Chat for each in run.data)
+    if added := stop_at(model, stop_tokens(run.tokenizer) if has_chats else []):
         tokens = ", ".join(run.tokenizer.convert_ids_to_tokens(added))
         say(
             f"note: trained answers end with {tokens}, which the model's generation_config did not stop at; final/ does"
