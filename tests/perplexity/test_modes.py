@@ -208,8 +208,8 @@ def test_a_stride_is_of_windows_that_slide():
         ({"stride": 8}, "stride=8: mode=auto does not read it; use mode sliding, or leave it out"),
         ({"mode": "rolling", "scope": "document"}, "scope=document: mode=rolling does not read it; use mode sliding"),
     ):
-        (found,) = mode_problems(EvalConfig(**options))
-        assert found.startswith(problem)
+        (message,) = mode_problems(EvalConfig(**options))
+        assert message.startswith(problem)
     for options in ({"mode": "sliding", "stride": 8, "scope": "document"}, {"protocol": "hf", "stride": 8}):
         assert not mode_problems(EvalConfig(**options))
 
