@@ -74,7 +74,7 @@ def facts_of(folder: Path) -> list[dict[str, Any]]:
         method = config["method"]
         deeds = {
             "train": True,
-            "resume": bool(config.get("resume_from_checkpoint")) and not config["resume_weights_only"],
+            "resume": bool(config.get("resume_from_checkpoint")),
             "evaluate": "eval_perplexity" in results
             or not scored.isdisjoint({str(path.parent.resolve()), str(final.resolve())}),
             "export": bool(results.get("final_model")) and final.is_dir(),

@@ -13,15 +13,14 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dsft.errors import UserError, one_line
 from dsft.job import beat as watchdog
-from dsft.models.model_folder import CHECKPOINT
+from dsft.models.model_folder import CHECKPOINT, number_in
 
 REMOVED = ".removed"
 STAGING = ".saving"
-REPLACED = ".replaced"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
@@ -30,13 +29,18 @@ SEAL = "sha256"
 """Of the manifest itself, in it."""
 
 
-def discard(folder: Path) -> None:
-    """Move a folder, if there is one, to `.removed/` beside it, and empty that."""
-    trash = folder.parent / REMOVED
+def move_away(folder: Path) -> None:
+    """Move a folder, if there is one, to `.removed/` beside it."""
     if folder.exists():
+        trash = folder.parent / REMOVED
         trash.mkdir(exist_ok=True)
         folder.rename(trash / f"{folder.name}.{time.time_ns()}")
-    shutil.rmtree(trash, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Move a folder, if there is one, to `.removed/` beside it, and empty that."""
+    move_away(folder)
+    shutil.rmtree(folder.parent / REMOVED, ignore_errors=True)
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
@@ -79,28 +83,12 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
     for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged):
         _sync_folder(folder)
     final = staged.parent.parent / staged.name
-    replaced = staged.parent.parent / REPLACED
-    if final.exists():
-        discard(replaced)
-        replaced.mkdir()
-        final.rename(replaced / final.name)
-    try:
-        staged.rename(final)
-    except OSError:
-        put_back(final.parent)
-        raise
+    move_away(final)
+    staged.rename(final)
     _sync_folder(final.parent)
-    with contextlib.suppress(OSError):  # the next save removes them
+    with contextlib.suppress(OSError):  # the next save removes it
         discard(staged.parent)
-        discard(replaced)
     return final
-
-
-def put_back(output_dir: Path) -> None:
-    """Give a folder that was about to be replaced its name again."""
-    for moved in (output_dir / REPLACED).glob("*"):
-        if not (output_dir / moved.name).exists():
-            moved.rename(output_dir / moved.name)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -112,9 +100,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, which is returned; a folder that one was about to replace is there again."""
-    put_back(Path(output_dir))
-    discard(Path(output_dir) / REPLACED)
+    """Remove what killed saves left, which is returned."""
     staging = Path(output_dir) / STAGING
     removed = [*staging.iterdir()] if staging.is_dir() else []
     discard(staging)
@@ -123,9 +109,11 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 def folders_of_steps(output_dir: str | Path) -> list[Path]:
     """List folders at a checkpoint's name, oldest step first. checkpoint-8-copy is the user's."""
-    paths = Path(output_dir).glob(f"{CHECKPOINT}-*")
-    folders = [path for path in paths if re.fullmatch(rf"{CHECKPOINT}-[0-9]+", path.name) and path.is_dir()]
-    return sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]))
+    folders = []
+    for path in Path(output_dir).glob(f"{CHECKPOINT}-*/"):
+        if re.fullmatch(rf"{CHECKPOINT}-[0-9]+", path.name):
+            folders.append(path)
+    return sorted(folders, key=number_in)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -162,8 +150,10 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """Add a hash of a manifest's content, which decides how a run resumes."""
-    content = {name: value for name, value in manifest.items() if name != SEAL}
-    return content | {SEAL: hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+    content = dict(manifest)
+    content.pop(SEAL, None)
+    text = json.dumps(content, sort_keys=True)
+    return content | {SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -186,7 +176,7 @@ def manifest_hash(folder: Path) -> str:
     return f"no {MANIFEST}" if folder.is_dir() else "no such folder"
 
 
-def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = "small") -> list[str]:
+def integrity_errors(folder: Path, *, hash_tensors: bool = False) -> list[str]:
     """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are no tensors.
     What cannot be read is an error as what has changed.
     """
@@ -205,10 +195,10 @@ def integrity_errors(folder: Path, *, hashes: Literal["none", "small", "all"] = 
                 errors.append(f"{name} is missing")
             elif path.stat().st_size != size:
                 errors.append(f"{name} has {path.stat().st_size:,} bytes, {size:,} were written")
-        hashed = [file for file in files_of(folder) if hashes == "all" or file.suffix not in TENSOR_FILES]
+        hashed = [file for file in files_of(folder) if hash_tensors or file.suffix not in TENSOR_FILES]
     except OSError as error:
         return [f"it cannot be read ({one_line(error)})"]
-    return errors or (content_errors(folder, hashed) if hashes != "none" else [])
+    return errors or content_errors(folder, hashed)
 
 
 def content_errors(folder: Path, files: list[Path]) -> list[str]:
@@ -240,8 +230,12 @@ def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest
     if not limit or len(folders) <= limit:
         return
     newest = newest or folders[-1]
-    keep = {newest, *(path for path in folders if best and path.resolve() == Path(best).resolve())}
+    keep = {newest}
+    for folder in folders:
+        if best and folder.resolve() == Path(best).resolve():
+            keep.add(folder)
     position = folders.index(newest)
-    others = [path for path in (*folders[position:], *folders[:position]) if path not in keep]
-    for path in others[: len(folders) - max(limit, len(keep))]:
-        discard(path)
+    others = [folder for folder in folders[position:] + folders[:position] if folder not in keep]
+    number = len(folders) - max(limit, len(keep))
+    for folder in others[:number]:
+        discard(folder)

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from dsft.checkpoints.manifest import read_manifest
+from dsft.checkpoints.run_folder import FROM_WEIGHTS
 from dsft.checkpoints.save import trained_shapes
 from dsft.errors import UserError
 from dsft.models.weight_files import FP32, ZeroShards
@@ -64,7 +66,11 @@ def optimizer_kind(name: str) -> str:
 def changed_options(checkpoint: str, now: dict[str, Any]) -> list[str]:
     """List which of the options TAKEN differ from those that saved `checkpoint`."""
     then = read_manifest(checkpoint).get("options", {})
-    return [f"{name} {value} ({then[name]} before)" for name, value in now.items() if then.get(name, value) != value]
+    changed = []
+    for name, value in now.items():
+        if then.get(name, value) != value:
+            changed.append(f"{name} {value} ({then[name]} before)")
+    return changed
 
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
@@ -72,13 +78,14 @@ def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
     Raises UserError with each difference.
     """
     then = read_manifest(checkpoint).get("run_identity", {})
-    changed = [
-        f"{name}: {then[name]} then, {value} now" for name, value in now.items() if name in then and then[name] != value
-    ]
+    changed = []
+    for name, value in now.items():
+        if then.get(name, value) != value:
+            changed.append(f"{name}: {then[name]} then, {value} now")
     if changed:
         raise UserError(
             f"resume_from_checkpoint: {checkpoint} belongs to another run ({'; '.join(changed)}); use the options of"
-            " that run, or start from its weights alone with --resume_weights_only and a new output_dir"
+            f" that run, or {FROM_WEIGHTS}"
         )
 
 
@@ -90,9 +97,6 @@ TOPOLOGY = {
     "optimizer_in_json": "optimizer in the JSON",
 }
 """What the layout of a checkpoint's shards depends on: key in the manifest -> name in a message."""
-
-NOT_TAKEN_OVER = ("0",)
-"""Configurations whose optimizer states lie elsewhere than in ZeRO's shards."""
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
@@ -122,15 +126,16 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     """
     optimizer = engine.optimizer
     is_on_nvme = read_manifest(checkpoint).get("nvme") or getattr(optimizer, "swap_optimizer", False)
-    if is_on_nvme or not hasattr(optimizer, "_optimizer_step"):
+    is_in_two_places = hasattr(optimizer, "backup_optimizer")  # an offload's ratio below 1
+    if is_on_nvme or is_in_two_places or not hasattr(optimizer, "_optimizer_step"):
         raise UserError(
             f"{checkpoint}: is resumed only in ZeRO stage 1, 2 or 3 with states in GPU or host memory; choose such a"
-            " zero, or start from its weights with --resume_weights_only"
+            f" zero, or {FROM_WEIGHTS}"
         )
     if "muon" in type(optimizer.optimizer).__name__.lower():
         raise UserError(
             f"{checkpoint}: states of Muon are resumed only on the ranks and in the ZeRO stage that wrote them; use"
-            " these, or start from its weights with --resume_weights_only"
+            f" these, or {FROM_WEIGHTS}"
         )
     shards = ZeroShards(checkpoint)
     trained = trained_shapes(engine.module)
@@ -143,49 +148,46 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
                 f" {list(now) if now else 'not'} here); use the model and adapter options of its run"
             )
     is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    # What of the fp32 weights this rank holds: (parameter, its first element here, elements, partition, offset in it).
-    slots: list[tuple[str, int, int, int, int]] = []
-    if is_stage_3:  # parameters are cut one by one, and the last ranks' parts are padded
+    if is_stage_3:
         flats = optimizer.fp32_partitioned_groups_flat
         optimizer.checkpoint_event_prologue()  # every parameter in its partition
-        names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        for group, parameters in enumerate(optimizer.fp16_groups):
-            offset = 0
-            for parameter in parameters:
-                part = parameter.ds_tensor.ds_numel  # of weights on NVMe the tensor itself is empty
-                start = dist.get_rank(parameter.ds_process_group) * part
-                numel = min(part, max(0, math.prod(parameter.ds_shape) - start))
-                slots.append((names[parameter], start, numel, group, offset))
-                offset += part
-    else:  # the concatenation of all parameters is cut; what this rank has no part of has no mapping
+    else:
         flats = optimizer.single_partition_of_fp32_groups
-        for name, parameter in engine.module.named_parameters():
-            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-                low = mapping.lp_fragment_address
-                high = mapping.hp_fragment_address
-                slots.append((name, low.start, low.numel, mapping.param_group_index, high.start))
     states = []
     for group, flat in enumerate(flats):  # a step with zero gradients makes the states, which are overwritten
         gradient = flat.grad
         flat.grad = torch.zeros_like(flat) if gradient is None else gradient.zero_()
         optimizer._optimizer_step(group)
         flat.grad = gradient
-        # The backup optimizer steps on the GPU, beside offloaded ones.
-        bases = (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None))
-        states.append(next(base.state[flat] for base in bases if base is not None and flat in base.state))
-    state_names = {
-        name for state in states for name, value in state.items() if torch.is_tensor(value) and value.dim() > 0
-    }
+        states.append(optimizer.optimizer.state[flat])
+    state_names = set()
+    for state in states:
+        for name, value in state.items():
+            if torch.is_tensor(value) and value.dim() > 0:
+                state_names.add(name)
     if state_names != shards.states:
         raise UserError(
             f"{checkpoint}: its optimizer keeps {', '.join(sorted(shards.states)) or 'nothing'}, this one"
-            f" {', '.join(sorted(state_names)) or 'nothing'}; use the optim it was trained with, or start from its"
-            " weights with --resume_weights_only"
+            f" {', '.join(sorted(state_names)) or 'nothing'}; use the optim it was trained with, or"
+            f" {FROM_WEIGHTS}"
         )
-    for parameter_name, start, numel, group, offset in slots:
-        targets = {FP32: flats[group].data} | {name: states[group][name] for name in state_names}
-        for name, flat in targets.items():
-            flat.narrow(0, offset, numel).copy_(shards.read(parameter_name, name, start, start + numel))
+    for name, parameter in engine.module.named_parameters():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if is_stage_3 and parameter.requires_grad:  # each is cut into equal parts, of which the last are padded
+            part = parameter.ds_tensor.ds_numel
+            start = dist.get_rank(parameter.ds_process_group) * part
+            for state in (FP32, *state_names):
+                piece = shards.read(name, state, start, start + part)
+                padded = functional.pad(piece, (0, part - len(piece)))
+                optimizer.set_local_hp_param(padded, parameter, None if state == FP32 else state)
+        elif mapping is not None:  # all in one are cut: what this rank has no part of has no mapping
+            low = mapping.lp_fragment_address
+            high = mapping.hp_fragment_address
+            group = mapping.param_group_index
+            for state in (FP32, *state_names):
+                flat = flats[group].data if state == FP32 else states[group][state]
+                piece = shards.read(name, state, low.start, low.start + low.numel)
+                flat.narrow(0, high.start, high.numel).copy_(piece)
     # Adam's bias correction continues. Optimizers count by state or by parameter group, in a tensor or a number.
     for counter in (*states, *optimizer.param_groups):
         if "step" in counter and shards.step is not None:

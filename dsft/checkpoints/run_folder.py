@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dsft.checkpoints.manifest import (
     integrity_errors,
     read_trainer_state,
 )
-from dsft.config.options import Decision, TrainConfig
+from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, misnamed
 from dsft.runtime.console import LOGS, say
@@ -31,28 +30,19 @@ METRICS = "metrics.jsonl"
 SAMPLE = ("eval_prompt_{}", "eval_answer_{}")
 """Names of the texts of a sample in the log of an evaluation, by its number from 1 (the option generate_samples)."""
 CARD = "README.md"
-ON_THE_CARD = {
-    "eval_perplexity": "held-out perplexity",
-    "eval_loss": "held-out loss (nats per token)",
-    "eval_tokens": "held-out tokens",
-    "train_loss": "training loss, mean",
-    "steps": "optimizer steps",
-    "tokens_seen": "tokens seen",
-    "seconds": "seconds since the last start",
-    "peak_gpu_gib": "peak memory of a GPU (GiB)",
-    "peak_host_gib": "peak memory of a rank on the host (GiB)",
-}
-"""Keys of the results in run.json, as the card calls them."""
+RESULTS_ON_THE_CARD = (
+    *("eval_perplexity", "eval_loss", "eval_tokens", "train_loss", "steps", "tokens_seen", "seconds", "peak_gpu_gib"),
+    "peak_host_gib",
+)
+"""Keys of the results in run.json."""
 OPTIONS_ON_THE_CARD = (
     *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
-    *("adapter", "lora_r", "lora_alpha", "lora_target_modules", "seed"),
+    *("adapter", "seed"),
 )
-OTHER_TOOLS = "other_tools_checkpoints"
-"""Section of run.json: names of the checkpoints that lay in the folder before its run."""
 UNFINISHED = ".unfinished"
 """Ending of the name of the folder that an export is written to until it is whole."""
-WEIGHTS_ONLY = "resume_weights_only"
-"""The option, as the reason of what follows from it."""
+FROM_WEIGHTS = "start from its weights: name it as model (of LoRA as adapter), with a new output_dir"
+"""The way out for who cannot resume from a checkpoint."""
 
 
 def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
@@ -72,10 +62,7 @@ def check_output_dir(config, problems: list[str]) -> None:
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
     if resume and resume != "auto" and not os.path.isfile(Path(resume) / TRAINER_STATE):
-        problems.append(
-            f"resume_from_checkpoint={resume}: has no {TRAINER_STATE}, so it is not a complete checkpoint; use auto"
-            " or a checkpoint-N folder"
-        )
+        problems.append(f"resume_from_checkpoint={resume}: has no {TRAINER_STATE}; use auto or a checkpoint-N folder")
     if resume == "auto" and config.overwrite and LAUNCH not in os.environ:  # a restart of dsft launch has both
         problems.append(
             "overwrite and resume_from_checkpoint=auto are both set: one replaces the run, the other continues it; keep"
@@ -124,17 +111,14 @@ def clear_run(output_dir: str) -> None:
 
 
 def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
-    """List why a run cannot resume from a checkpoint, by its files, their sizes and, to `verify`, the hashes of small
-    ones. One without a manifest is another tool's, unless it came into a run's folder after the run.
+    """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones; nothing
+    without `verify`. One without a manifest is another tool's, but in the folder of a run.
     """
     try:
-        is_other_tools = folder.name in _known_run(folder.parent).get(OTHER_TOOLS, [])
-        needs_manifest = verify and is_run(folder.parent) and not is_other_tools
-        if not needs_manifest and not (folder / MANIFEST).is_file():
-            return []
+        is_other_tools = not is_run(folder.parent) and not (folder / MANIFEST).is_file()
     except OSError as error:
         return [f"it cannot be read ({one_line(error)})"]
-    return integrity_errors(folder, hashes="small" if verify else "none")
+    return [] if is_other_tools or not verify else integrity_errors(folder)
 
 
 def last_good(output_dir: str | Path, *, verify: bool = True, before: Path | None = None) -> Path | None:
@@ -194,31 +178,6 @@ def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
     return bool(run) and (run.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
-def start_from_weights(config: TrainConfig, checkpoint: str | None) -> list[Decision]:
-    """Take the model, or with LoRA the adapter, of a checkpoint; optimizer, order of data and step start from zero.
-    None is taken where the run began so, and goes on with `auto` from a checkpoint of its own. Raises UserError where
-    there is none, or the run would write into the folder that holds the checkpoint.
-    """
-    output_dir = Path(config.training["output_dir"]).resolve()
-    if checkpoint is None:
-        raise UserError(
-            f"resume_weights_only: output_dir={output_dir} contains no checkpoint to continue from; name the one whose"
-            " weights are taken with resume_from_checkpoint"
-        )
-    if output_dir in Path(checkpoint).resolve().parents:
-        is_auto = config.training["resume_from_checkpoint"] == "auto"
-        if is_auto and _known_run(output_dir).get("config", {}).get(WEIGHTS_ONLY):
-            return []
-        raise UserError(
-            f"resume_weights_only: {checkpoint} is in output_dir={output_dir}, whose steps would mix with new"
-            " ones; name another output_dir and the checkpoint with resume_from_checkpoint"
-        )
-    return [
-        Decision("model" if config.method == "full" else "adapter", checkpoint, WEIGHTS_ONLY),
-        Decision("resume_from_checkpoint", None, WEIGHTS_ONLY),
-    ]
-
-
 def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | None = None) -> bool:
     """Return whether nothing is left to train after `checkpoint`, by `patience` (early_stopping_patience), max_steps or
     else num_train_epochs. Raises UserError where the checkpoint holds no Trainer's state.
@@ -244,7 +203,6 @@ def write_run(output_dir: str, **sections: Any) -> None:
     content = _known_run(output_dir) or {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": os.environ.get(LAUNCH),
-        OTHER_TOOLS: [each.name for each in checkpoints(output_dir) if not (each / MANIFEST).is_file()],
     }
     write_json(path, content | sections)
 
@@ -287,16 +245,14 @@ def sealed_checkpoint(model: str) -> Path | None:
     has one, and is the user's to edit: its chat template, say.
     """
     folder = folder_of(model)
-    return folder if all((folder / name).is_file() for name in (TRAINER_STATE, MANIFEST)) else None
+    is_sealed = (folder / TRAINER_STATE).is_file() and (folder / MANIFEST).is_file()
+    return folder if is_sealed else None
 
 
 def damage(model: str) -> list[str]:
     """List the problems of the checkpoint that `model` names, by sizes and small files; `changed_files` reads all."""
     folder = sealed_checkpoint(model)
-    errors = integrity_errors(folder) if folder else []
-    if errors and has_only_shards(model):  # somebody removed the weights that the shards hold, too
-        errors = [error for error in errors if not re.fullmatch(r"\S+\.safetensors\S* is missing", error)]
-    return errors
+    return integrity_errors(folder) if folder else []
 
 
 def find_weights(source: str) -> Path:
@@ -345,26 +301,18 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
         run: the content of run.json of a finished run.
         data: what was trained on, counted, as text; `held_out` likewise, empty where nothing was held out.
     """
-    config = run["config"]
-    results = run["results"]
-    data += f"\n\nHeld out: {held_out}" if held_out else ""
-    options = {}
-    for name in OPTIONS_ON_THE_CARD:
-        if name.startswith("lora") and (config["method"] == "full" or config.get("adapter")):
-            continue  # a saved adapter has its own shape
-        if config.get(name) not in (None, -1):
-            options[name] = config[name]
-    measured = {}
-    for name, text in ON_THE_CARD.items():
-        value = results.get(name)
-        if value is not None:
-            measured[text] = f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-
-    def listed(values: dict[str, Any]) -> str:
-        return "\n".join(f"- {name}: {value}" for name, value in values.items())
-
     from huggingface_hub import ModelCardData  # those that read a run do without
 
+    def listed(values: dict[str, Any], names: tuple[str, ...]) -> str:
+        lines = []
+        for name in names:
+            value = values.get(name)
+            if value not in (None, -1):
+                lines.append(f"- {name}: {value:,.6g}" if isinstance(value, float) else f"- {name}: {value}")
+        return "\n".join(lines)
+
+    config = run["config"]
+    data += f"\n\nHeld out: {held_out}" if held_out else ""
     # A folder of this machine means nothing to the hub, nor does a data file.
     metadata = ModelCardData(
         base_model=None if Path(config["model"]).exists() else config["model"],
@@ -386,12 +334,12 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 ## Training
 
-{listed(options)}
+{listed(config, OPTIONS_ON_THE_CARD)}
 - plan: {run["plan"]["reason"]}
 
 ## Measured
 
-{listed(measured)}
+{listed(run["results"], RESULTS_ON_THE_CARD)}
 
 ## Versions
 

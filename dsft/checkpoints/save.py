@@ -114,11 +114,9 @@ class StagedSave:
         self.saves.largest_bytes = max(self.saves.largest_bytes, sum(entry["size"] for entry in files.values()))
 
     def _hash(self) -> dict[str, dict[str, Any]]:
-        """Returns size and SHA-256 of each staged file by its path: ranks read their own and a share of the rest."""
-        # Nodes need not share the folder: what rank 0 sees is read by ranks that see the same one.
-        status = self.staged.stat() if self.staged.exists() else None
-        folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])
-        readers = [number for number, folder in enumerate(folders) if folder == folders[0]]
+        """Returns size and SHA-256 of each staged file by its path: the ranks of rank 0's node read a share each."""
+        nodes = distributed.from_all([distributed.this_node()])  # the others need not share the folder
+        readers = [number for number, node in enumerate(nodes) if node == nodes[0]]
         written = distributed.on_rank_0(functools.partial(files_of, self.staged))
         mine = []
         if distributed.rank() in readers:
@@ -165,8 +163,12 @@ def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
     """Return the parameters that an adapter's file holds, trained or frozen, by their names in the model."""
     named = dict(model.named_parameters())
     kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
-    saved = {id(parameter) for parameter in kept.values()}
-    return {name: each for name, each in named.items() if id(each) in saved or each.requires_grad}
+    saved = {*kept.values()}
+    parameters = {}
+    for name, parameter in named.items():
+        if parameter in saved or parameter.requires_grad:
+            parameters[name] = parameter
+    return parameters
 
 
 def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -183,7 +185,10 @@ def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
     """Return the full shapes of parameters, also where ZeRO-3 holds only a piece of each."""
-    return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
+    shapes = {}
+    for name, parameter in parameters.items():
+        shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return shapes
 
 
 def missing_weights(folder: Path, *, num_elements: int) -> list[str]:

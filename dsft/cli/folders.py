@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoints.manifest import MANIFEST, bytes_of, checkpoints, files_of, integrity_errors, read_manifest
-from dsft.checkpoints.run_folder import FINAL, check_new_folder, find_adapter, find_weights, is_run, read_run
+from dsft.checkpoints.run_folder import (
+    FINAL,
+    FROM_WEIGHTS,
+    check_new_folder,
+    find_adapter,
+    find_weights,
+    is_run,
+    read_run,
+)
 from dsft.cli.commands import ChatOptions, CompareOptions, ExportOptions, FolderOptions, MergeOptions, ReportOptions
 from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
@@ -52,8 +60,8 @@ def show_checkpoints(options: FolderOptions) -> None:
     show_table(table)
     if newest:
         is_whole = step_folder(newest)  # else of save_only_model
-        way = "--resume_from_checkpoint auto" if is_whole else "--resume_weights_only, in a new output_dir"
-        show_text(f"dsft: to resume from {newest}: the command of the run with {way}")
+        way = "the command of the run with --resume_from_checkpoint auto" if is_whole else FROM_WEIGHTS
+        show_text(f"dsft: to resume from {newest}: {way}")
 
 
 def verify_checkpoint(options: FolderOptions) -> None:
@@ -66,7 +74,7 @@ def verify_checkpoint(options: FolderOptions) -> None:
     folders = [path]
     if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
         folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
-    raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hashes="all")])
+    raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hash_tensors=True)])
     for folder in folders:
         files = plural(len(files_of(folder)), "file")
         show_text(f"dsft: {folder} is complete: {files}, {bytes_of(folder) / GB:.3g} GB, as they were written")

@@ -83,6 +83,7 @@ _IGNORED = {
 IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
 """Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
 REMOVED_OPTIONS: dict[str, str] = {
+    "resume_weights_only": "name the checkpoint as model (of LoRA as adapter), and a new output_dir",
     "nodes": "torchrun starts a run on every node: scripts/torchrun/train",
     "node_rank": "torchrun starts a run on every node: scripts/torchrun/train",
     "no_ssh": "on every node deepspeed --hostfile HOSTS --no_ssh --node_rank N dsft/train.py --config run.yaml",
@@ -393,9 +394,6 @@ class StepFields:
     """Your own classes of transformers.TrainerCallback as module:class. See docs/python.md."""
     save_minutes: float | None = None
     """Longest time between two checkpoints, in minutes, beside save_strategy."""
-    resume_weights_only: bool = False
-    """Take only the weights of resume_from_checkpoint: another optimizer, data or number of steps may follow, in a new
-    output_dir."""
     verify_resume: bool = True
     """Compare every byte of the checkpoint to resume from with its manifest, before data and model load; auto takes the
     next older one if something has changed. A checkpoint as model or adapter is compared, too."""

@@ -110,8 +110,6 @@ NEEDED = {
     "prompt_template completion_template": "prompt_template needs completion_template: what is trained on",
     "generate_samples has_held_out": "generate_samples: samples are made at evaluations; set eval_data or"
     " eval_fraction",
-    "resume_weights_only resume_from_checkpoint": "resume_weights_only: name the checkpoint with"
-    " resume_from_checkpoint",
     "early_stopping_patience has_held_out": "early_stopping_patience needs held-out data; set eval_data or"
     " eval_fraction",
     "early_stopping_threshold early_stopping_patience": "early_stopping_threshold needs early_stopping_patience",

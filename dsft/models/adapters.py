@@ -14,7 +14,7 @@ import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils.integrations import gather_params_ctx
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
@@ -70,22 +70,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def add_lora(
-    model: PreTrainedModel, options: TrainConfig, *, adapter: str | None = None, rows: Sequence[int] = ()
+    model: PreTrainedModel, options: TrainConfig, new_tokens: Iterable[int] = (), *, seed: int = 42
 ) -> PeftModel:
-    """Returns `model` with trainable adapters by the options and for new `rows` of its embedding, or with those of the
-    folder `adapter`.
+    """Returns `model` with trainable adapters: those of the folder `options.adapter`, else new ones. `new_tokens`: as
+    of `adapters_of`; `seed`: of the random numbers that new adapters start with.
     """
+    adapters = adapters_of(options, model, new_tokens)
+    set_seed(seed)
     # Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
     with warnings.catch_warnings(), patches.replaced("token_rows", gathered_rows):
         # Of peft's own pattern for fused experts.
         warnings.filterwarnings("ignore", "The following alpha_pattern keys did not match .*gate_up_proj")
-        if adapter:
-            adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False)
+        if options.adapter:
+            adapted = PeftModel.from_pretrained(model, options.adapter, is_trainable=True, autocast_adapter_dtype=False)
         else:
-            adapted = get_peft_model(model, lora_config(options, model, rows), autocast_adapter_dtype=False)
+            adapted = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     adapted.peft_config["default"].revision = options.revision  # of the base, for all that load the adapter
-    if tokens_of(adapted.peft_config["default"]):  # their rows are all that is saved of the embedding
+    if tokens_of(adapters):  # their rows are all that is saved of the embedding
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
     return adapted
 
@@ -167,17 +169,14 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         targets = ALL_LINEAR
         if model.config.model_type in MAMBA_TYPES:
             excluded.append(r"(.*\.)?out_proj")
-        fused = []  # parameters that hold all experts of a layer
+        fused = []  # parameters that contain all experts of a layer
         for name, parameter in model.named_parameters():
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
                 fused.append(name)
-        in_towers = [name for name in fused if name.startswith(towers)]
-        experts = set()
-        for name in fused:
-            for_all_layers = ".".join(name.split(".")[-3:])
-            is_shared = any(other.endswith(for_all_layers) for other in in_towers)
-            if name not in in_towers:
-                experts.add(name if is_shared else for_all_layers)
+        if any(name.startswith(towers) for name in fused):  # one by one: towers have such names, too
+            experts = {name for name in fused if not name.startswith(towers)}
+        else:
+            experts = {".".join(name.split(".")[-3:]) for name in fused}
         if experts:
             fields.setdefault("target_parameters", sorted(experts))
     if rows:
@@ -214,20 +213,27 @@ def _is_meant(name: str, targets: Iterable[str]) -> bool:
 
 def _routers(model: PreTrainedModel) -> list[str]:
     """Names of linear layers that compute something else: the router of Llama 4 returns two tensors."""
-    return sorted(
-        {
-            ".".join(name.split(".")[-2:])
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear"))
-        }
-    )
+    names = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear")):
+            names.add(".".join(name.split(".")[-2:]))
+    return sorted(names)
 
 
-def adapters_of(options: TrainConfig, model: PreTrainedModel, rows: Sequence[int] = ()) -> PeftConfig | None:
-    """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones."""
-    if options.method == "full":
-        return None
-    return saved_lora_config(options.adapter) if options.adapter else lora_config(options, model, rows)
+def adapters_of(options: TrainConfig, model: PreTrainedModel, new_tokens: Iterable[int] = ()) -> PeftConfig | None:
+    """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones; the
+    model gets the rows that these and `new_tokens` need. Collective.
+    Raises UserError if a saved adapter cannot be trained further.
+    """
+    saved = None
+    if options.adapter and options.method != "full":
+        saved = saved_lora_config(options.adapter)
+        if lost := {*new_tokens} - {*tokens_of(saved)}:
+            number = plural(len(lost), "token")
+            raise UserError(f"add_tokens: {options.adapter} has no rows for {number}; train a new one")
+        grow_for(model, options.adapter, saved, is_trained=True)
+    rows = grow_embeddings(model, new_tokens)
+    return None if options.method == "full" else saved or lora_config(options, model, rows)
 
 
 def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str]:
@@ -250,13 +256,11 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     modules = dict(model.named_modules())
     left_out = tuple(_routers(model))
     towers = unreached(model)
-    layers = [
-        name
-        for name, module in modules.items()
-        if isinstance(module, (*LINEAR, nn.Embedding))
-        and not name.endswith(left_out)
-        and not f"{name}.".startswith(towers)
-    ]
+    layers = []
+    for name, module in modules.items():
+        is_layer = isinstance(module, (*LINEAR, nn.Embedding))
+        if is_layer and not name.endswith(left_out) and not f"{name}.".startswith(towers):
+            layers.append(name)
     for target in options.lora_target_modules:
         if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in layers):
             linear = sorted({name.rpartition(".")[2] for name in layers if isinstance(modules[name], LINEAR)})
@@ -272,12 +276,15 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
 
 def tokens_of(adapters: PeftConfig | None) -> list[int]:
     """Returns the tokens whose rows an adapter trains: it needs a base that has these."""
-    indices = next(filter(None, (getattr(adapters, name, None) for name in TOKEN_FIELDS)), [])
-    lists = indices.values() if isinstance(indices, dict) else [indices]
-    return sorted({token for each in lists for token in each})
+    tokens = set()
+    for name in TOKEN_FIELDS:
+        indices = getattr(adapters, name, None) or []
+        for some in indices.values() if isinstance(indices, dict) else [indices]:
+            tokens.update(some)
+    return sorted(tokens)
 
 
-def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
+def _whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
     """Returns the rows of embedding and head, by name, where a saved adapter holds these as a whole: peft saves both
     once they were resized, whatever of them is trained.
     """
@@ -285,57 +292,47 @@ def whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
         tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
     except UserError:  # `adapter_problems` reports it
         return {}
-    whole = r"((base_layer|token_adapter|original_module)\.)*weight"
-    return {
-        end: len(tensor)
-        for end, module in _ends(model).items()
-        for name, tensor in tensors.items()
-        if re.fullmatch(rf"base_model\.model\.{re.escape(end)}\.{whole}", name)
-        # Of another width is another base's. A shard of ZeRO-3 has its shape elsewhere.
-        and tensor.shape[1:] == getattr(module.weight, "ds_shape", module.weight.shape)[1:]
-    }
+    wrappers = r"((base_layer|token_adapter|original_module)\.)*"
+    rows = {}
+    for end, module in _ends(model).items():
+        names = re.compile(rf"base_model\.model\.{re.escape(end)}\.{wrappers}weight")
+        shape = getattr(module.weight, "ds_shape", module.weight.shape)  # of a shard of ZeRO-3
+        for name, tensor in tensors.items():
+            if names.fullmatch(name) and tensor.shape[1:] == shape[1:]:  # of another width is another base's
+                rows[end] = len(tensor)
+    return rows
 
 
-def further_problems(
-    model: PreTrainedModel, adapter: str, adapters: PeftConfig, new_tokens: Iterable[int]
-) -> list[str]:
-    """Lists why a saved adapter cannot be trained further: it has no rows for new tokens, or a frozen embedding or head
-    of its own, which a training would lose.
-    """
-    if lost := {*new_tokens} - {*tokens_of(adapters)}:
-        return [f"add_tokens: {adapter} has no rows for {plural(len(lost), 'token')}; train a new one"]
-    vocab_size = model.config.get_text_config().vocab_size
-    trained = getattr(adapters, "modules_to_save", None) or ()
-    for end, rows in whole_ends(model, adapter).items():
-        if rows != vocab_size and not _is_meant(end, trained):
-            return [
-                f"adapter={adapter}: has a {end} of {rows:,} rows, its base one of {vocab_size:,}, and a training would"
-                " not save it; merge both first (dsft merge), and train a new adapter of the result"
-            ]
-    return []
-
-
-def grow_for(model: PreTrainedModel, adapter: str) -> None:
+def grow_for(model: PreTrainedModel, adapter: str, adapters: PeftConfig, *, is_trained: bool = False) -> None:
     """Gives a base as many rows as a saved adapter holds, or else those that it trains and the base has not.
-    Collective. Raises UserError if it was saved without a grown head or embedding: peft leaves out what it does not
-    adapt where it adapts the other.
+    Collective. Raises UserError if it was saved without a grown head or embedding (peft leaves out what it does not
+    adapt where it adapts the other), or a further training of it (`is_trained`) would not save these.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    if held := whole_ends(model, adapter):  # their content comes with the adapter
-        rows = max(held.values())
-        ends = _ends(model)
-        kept = {ends[name].weight for name in held}  # a tied one is held with the other
-        lost = [name for name, module in ends.items() if module.weight not in kept]
-        if lost and rows > vocab_size:
+    held = _whole_ends(model, adapter)
+    if not held:
+        grow_embeddings(model, [token for token in tokens_of(adapters) if token >= vocab_size])
+        return
+    rows = max(held.values())  # their content comes with the adapter
+    if rows == vocab_size:
+        return
+    ends = _ends(model)
+    kept = {ends[name].weight for name in held}  # a tied one is held with the other
+    for name, module in ends.items():
+        if rows > vocab_size and module.weight not in kept:
             raise UserError(
-                f"{adapter}/{ADAPTER_CONFIG}: trained over {rows:,} tokens and saved without its {lost[0]}, of which"
-                f" the base has {vocab_size:,} rows; merge it where it was trained, or train it with {lost[0]} in"
+                f"{adapter}/{ADAPTER_CONFIG}: trained over {rows:,} tokens and saved without its {name}, of which the"
+                f" base has {vocab_size:,} rows; merge it where it was trained, or train it with {name} in"
                 " modules_to_save"
             )
-        if rows != vocab_size:
-            model.resize_token_embeddings(rows, mean_resizing=False)
-    else:
-        grow_embeddings(model, [token for token in tokens_of(saved_lora_config(adapter)) if token >= vocab_size])
+    trained = getattr(adapters, "modules_to_save", None) or ()
+    for name in held:
+        if is_trained and not _is_meant(name, trained):
+            raise UserError(
+                f"adapter={adapter}: has a {name} of {rows:,} rows, its base one of {vocab_size:,}, and a training"
+                " would not save it; merge both first (dsft merge), and train a new adapter of the result"
+            )
+    model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 @torch.no_grad()
@@ -372,9 +369,11 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _is_found(pattern: str, names: Iterable[str]) -> bool:
-    """A pattern is a regular expression that is found anywhere in a name: `layers\\.(0|1)\\.`, `norm`, `lora_B`."""
-    return any(re.search(pattern, name) for name in names)
+def _is_found(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether one of `patterns` is found anywhere in one of `names`: regular expressions such as `layers\\.(0|1)\\.`,
+    `norm`, `lora_B`.
+    """
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 def select_trained(
@@ -385,22 +384,25 @@ def select_trained(
     """
     names = _names(model)
     problems = _unmatched("trainable", trainable, names) + _unmatched("frozen", frozen, names)
+    if problems:
+        return problems
     for parameter, aliases in names.items():
-        is_chosen = not trainable or any(_is_found(pattern, aliases) for pattern in trainable)
-        parameter.requires_grad_(is_chosen and not any(_is_found(pattern, aliases) for pattern in frozen))
-    if names and not problems and not any(parameter.requires_grad for parameter in names):
-        problems.append("trainable and frozen leave nothing to train; take a pattern away")
-    return problems or _unmatched("learning_rates", rates, _names(model))
+        is_chosen = not trainable or _is_found(trainable, aliases)
+        parameter.requires_grad_(is_chosen and not _is_found(frozen, aliases))
+    left = _names(model)
+    if names and not left:
+        return ["trainable and frozen leave nothing to train; take a pattern away"]
+    return _unmatched("learning_rates", rates, left)
 
 
 def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, list[str]]) -> list[str]:
     all_names = [name for aliases in names.values() for name in aliases]
     such_as = f"; such as {all_names[0]}" if all_names else ""
-    return [
-        f"{option}: {pattern!r} finds no parameter that is trained{such_as}"
-        for pattern in patterns
-        if not _is_found(pattern, all_names)
-    ]
+    problems = []
+    for pattern in patterns:
+        if not _is_found([pattern], all_names):
+            problems.append(f"{option}: {pattern!r} finds no parameter that is trained{such_as}")
+    return problems
 
 
 def learning_rates(options: TrainConfig) -> dict[str, float]:
@@ -411,7 +413,8 @@ def learning_rates(options: TrainConfig) -> dict[str, float]:
 
 def rate_factors(model: nn.Module, rates: Mapping[str, float]) -> dict[nn.Parameter, float]:
     """Maps each trained parameter to its factor of the learning rate."""
-    return {
-        parameter: next((factor for pattern, factor in rates.items() if _is_found(pattern, aliases)), 1.0)
-        for parameter, aliases in _names(model).items()
-    }
+    factors = {}
+    for parameter, aliases in _names(model).items():
+        matching = [factor for pattern, factor in rates.items() if _is_found([pattern], aliases)]
+        factors[parameter] = matching[0] if matching else 1.0
+    return factors

@@ -72,7 +72,6 @@ from dsft.models.package import (
 from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,
-    ZeroShards,
     empty_tensors,
     find_files,
     load_pickle,
@@ -142,13 +141,12 @@ def build_model(
             from peft import prepare_model_for_kbit_training
 
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        rows = grow_embeddings(model, new_tokens)
-        if method != "full":
-            set_seed(seed)
+        if method == "full":
+            grow_embeddings(model, new_tokens)
+        else:
             if config.adapter:
-                grow_for(model, config.adapter)
                 take_generation_config(model, Path(config.adapter))
-            model = add_lora(model, config, adapter=config.adapter, rows=rows)
+            model = add_lora(model, config, new_tokens, seed=seed)
     if isinstance(config, TrainConfig):
         raise_if_any(select_trained(model, config.trainable, config.frozen))
     if (coefficient := getattr(config, "router_aux_loss", None)) is not None:
@@ -180,7 +178,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         return _load_zero_shards(folder, **options)
     if base := adapter_base(name):
         model = load_weights(base, **options)
-        grow_for(model, name)
+        grow_for(model, name, saved_lora_config(name))
         take_generation_config(model, folder)
         with patches.replaced("token_rows", gathered_rows):
             return PeftModel.from_pretrained(model, name)
@@ -215,26 +213,12 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     return freeze_unreached(model)
 
 
-def read_generation_config(folder: str | Path) -> GenerationConfig | None:
-    """Reads the generation_config.json of a local folder, if there is one: where answers stop. transformers takes a
-    broken one for none. Raises UserError if it cannot be read.
-    """
-    file = Path(folder) / GENERATION_CONFIG_NAME
-    if not file.is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read ({one_line(error)}); copy or download it again") from None
-
-
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Lets `model` stop where the generation_config.json beside an adapter or DeepSpeed's shards says, if there is one:
-    that of an adapter goes before its base's. Raises UserError if it cannot be read.
+    that of an adapter goes before its base's.
     """
-    config = read_generation_config(folder)
-    if config and model.can_generate():
-        model.generation_config = config
+    if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
@@ -253,7 +237,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     if base := adapter_base(str(checkpoint)):
         adapters = saved_lora_config(str(checkpoint))
         model = load_weights(base, **options)
-        grow_for(model, str(checkpoint))
+        grow_for(model, str(checkpoint), adapters)
         with patches.replaced("token_rows", gathered_rows):
             model = get_peft_model(model, adapters)
         wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -286,7 +270,6 @@ def _zero_state(checkpoint: Path, saved: Path) -> dict[str, torch.Tensor]:
         return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    ZeroShards(saved)  # says what is missing, where DeepSpeed would count elements
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
 
@@ -375,11 +358,6 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
         problems += weight_problems(model, facts, revision=options.revision)
     if adapter and Path(adapter).exists() == local:
         problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
-    try:
-        for folder in filter(None, (model, adapter)):
-            read_generation_config(folder)
-    except UserError as error:
-        problems += error.problems
     return problems
 
 
@@ -428,7 +406,7 @@ def _check_adapter(
     """
     peft_config = saved_lora_config(adapter)
     base = empty_model(config, trust_remote_code=trust_remote_code)
-    grow_for(base, adapter)
+    grow_for(base, adapter, peft_config)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

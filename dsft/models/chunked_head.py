@@ -147,14 +147,12 @@ def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 def are_same_logits(logits_NV: torch.Tensor, expected_NV: torch.Tensor) -> bool:
     """Whether two computations of the same logits differ by roundings alone: by four of the dtype's steps at the
-    largest logit of its row. Kernels that add up otherwise differ by one or two, and by many at logits around 0.
+    largest logit. Kernels that add up otherwise differ by one or two, and by many at logits around 0.
     """
-    tolerance = max(4 * torch.finfo(expected_NV.dtype).eps, 1e-4)
     if logits_NV.shape != expected_NV.shape:
         return False
-    expected_NV = expected_NV.float()
-    differences_NV = (logits_NV.float() - expected_NV).abs()
-    return bool((differences_NV <= tolerance * expected_NV.abs().amax(dim=1, keepdim=True)).all())
+    tolerance = max(4 * torch.finfo(expected_NV.dtype).eps, 1e-4)
+    return distance(logits_NV.float(), expected_NV.float()) <= tolerance
 
 
 LEAST_VOCAB = 32_000
@@ -181,35 +179,30 @@ def sums_of_nats(
     weights_N: torch.Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
+    compute_loss: Callable | None = None,
 ) -> torch.Tensor:
     """Returns sums over all targets, [2]: what is trained, their negative log-likelihood with weights and label
-    smoothing; and their negative log-likelihood alone, without a gradient.
-    """
-    cross_entropy = functools.partial(functional.cross_entropy, logits_NV, targets_N, ignore_index=IGNORED)
-    if weights_N is None and not label_smoothing:
-        return cross_entropy(reduction="sum").expand(2)
-    trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
-    nats_N = trained_N.detach()
-    if label_smoothing:
-        with torch.no_grad():
-            nats_N = cross_entropy(reduction="none")
-    if weights_N is not None:
-        trained_N = trained_N * weights_N
-    return torch.stack([trained_N.sum(), nats_N.sum()])
-
-
-def own_nats_of(
-    compute_loss: Callable,
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    weights_N: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As `sums_of_nats`, with a loss of the user's own in the first sum.
+    smoothing or a loss of the user's own; and their negative log-likelihood alone, without a gradient.
     Raises UserError if `compute_loss` fails, or does not return the loss of each label.
     """
+    cross_entropy = functools.partial(functional.cross_entropy, logits_NV, targets_N, ignore_index=IGNORED)
+    if weights_N is None and not label_smoothing and compute_loss is None:
+        return cross_entropy(reduction="sum").expand(2)
+    if compute_loss is None:
+        trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
+    else:
+        trained_N = _own_losses(compute_loss, logits_NV, targets_N)
+    nats = trained_N.detach().sum()
+    if label_smoothing or compute_loss:
+        with torch.no_grad():
+            nats = cross_entropy(reduction="sum")
+    if weights_N is not None:
+        trained_N = trained_N * weights_N
+    return torch.stack([trained_N.sum(), nats])
+
+
+def _own_losses(compute_loss: Callable, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     name = f"compute_loss={name_of(compute_loss)}"
-    with torch.no_grad():
-        nats = sums_of_nats(logits_NV, targets_N)[1]
     try:
         losses_N = compute_loss(logits_NV, targets_N)
     except Exception as error:
@@ -219,10 +212,7 @@ def own_nats_of(
     if not torch.is_tensor(losses_N) or losses_N.shape != targets_N.shape or not losses_N.is_floating_point():
         returned = f"a tensor {[*losses_N.shape]}" if torch.is_tensor(losses_N) else type(losses_N).__name__
         raise UserError(f"{name} returned {returned}; expected the loss of each label, {[*targets_N.shape]}")
-    losses_N = losses_N.float()
-    if weights_N is not None:
-        losses_N = losses_N * weights_N
-    return torch.stack([losses_N.sum(), nats])
+    return losses_N.float()
 
 
 def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
@@ -231,7 +221,7 @@ def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
     targets_N = torch.randint(vocab_size, (6,), generator=generator)
     try:
-        total = own_nats_of(compute_loss, logits_NV, targets_N)[0]
+        total = _own_losses(compute_loss, logits_NV, targets_N).sum()
     except UserError as error:
         return error.problems
     if not total.requires_grad:
@@ -274,8 +264,11 @@ class _Nats(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         # In place: a second copy of the head's gradient would be the largest tensor here.
-        grads = (tensor if tensor is None else tensor.mul_(grad[0]) for tensor in ctx.saved_tensors)
-        return *grads, None, None, None, None
+        gradients = ctx.saved_tensors
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(grad[0])
+        return *gradients, None, None, None, None
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
@@ -294,7 +287,9 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
 
     @functools.wraps(plain_head)
     def head_forward(hidden_BTH: torch.Tensor, *targets: torch.Tensor | None) -> torch.Tensor:
-        return tiles(hidden_BTH, *targets) if targets else plain_head(hidden_BTH)
+        if targets:
+            return tiles(hidden_BTH, *targets)
+        return plain_head(hidden_BTH)
 
     @torch.compiler.disable  # torch.compile cannot trace a gradient inside of a forward, and would break at each tile
     def tiles(hidden_BTH: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftConfig
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -27,8 +25,6 @@ from dsft.models.adapters import (
     adapted_for_a_look,
     adapters_of,
     check_lora_options,
-    further_problems,
-    grow_embeddings,
     grow_for,
     learning_rates,
     saved_lora_config,
@@ -48,13 +44,6 @@ from dsft.models.model_folder import (
 from dsft.models.package import GGUF, Quantization, from_config, quantization_of, quantization_on_disk, tied_weights
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
-CONFIG_ERRORS = (
-    *(OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError),
-    *(RuntimeError, ArithmeticError, AssertionError, IndexError),  # of sizes that no tensor can have
-    *(SyntaxError, NameError),  # of code that a repository brings along
-    struct.error,  # of a GGUF file that is truncated
-)
-"""What transformers raises where a config cannot be found, read or built from."""
 USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
 """From the fewest parameters to the most; as config.json of each repository of the hub has them."""
 
@@ -224,24 +213,19 @@ def measure_model(
         model = empty_model(copy.deepcopy(config), attn_implementation=options.attn_implementation, **trusted)
     except UserError as error:
         raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
-    except CONFIG_ERRORS as error:
+    except Exception as error:  # whatever transformers, or the code of a repository, makes of a config
         raise UserError(no_model(name, error)) from error
     if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))
     try:
-        if options.adapter and method != "full":
-            shape = saved_lora_config(options.adapter)
-            raise_if_any(further_problems(model, options.adapter, shape, new_tokens))
-            grow_for(model, options.adapter)
-        elif adapter:
-            grow_for(model, adapter)
-        rows = grow_embeddings(model, new_tokens)
-        adapters = adapters_of(options, model, rows)
-        size = model_size(model, options, adapters=adapters)
+        if adapter:
+            grow_for(model, adapter, saved_lora_config(adapter))
+        adapters = adapters_of(options, model, new_tokens)
         on_disk = GGUF if is_gguf(name) else None
         if not on_disk and not is_bare_config(name):  # which has random weights
             trained = not scored or adapter is not None or method != "full"
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
+        size = model_size(model, options, adapters=adapters)
         if scored or on_disk:
             size = dataclasses.replace(size, quantization=on_disk)
         # QLoRA trains over what its own package has quantised.
@@ -289,8 +273,6 @@ def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     """A quantised model cannot be sharded, and one whose class transformers cannot load so."""
     quantization = size.quantization
-    if stage == 3 and size.model_type == "emu3_text_model":  # modeling_emu3.py, Emu3VQVAE._init_weights
-        return [f"model={model}: transformers cannot load Emu3 under ZeRO-3; use zero 0, 1 or 2"]
     if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
     way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.can_be_unpacked else ""
@@ -322,64 +304,78 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """
     has_towers = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_towers else model
-    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    return [layer for layer in layers if id(layer) not in inner]
+    layers = []
+    inner: set[nn.Module] = set()
+    for module in decoder.modules():  # an outer one comes first
+        if isinstance(module, GradientCheckpointingLayer) and module not in inner:
+            layers.append(module)
+            inner.update(module.modules())
+    return layers
 
 
 def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
     """Counts `model` (on the meta device; it gets the adapters)."""
     text = model.config.get_text_config()
-    embedding = model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    own_params = {name: count_own(module) for name, module in model.named_modules()}
-    experts = []  # one module holds those of a layer
+    own_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else head.weight.numel()
+    largest = 0
+    expert_params = 0
+    expert_layers = 0  # one module contains the experts of a layer
     for name, module in model.named_modules():
+        numel = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        largest = max(largest, numel)
         is_routed = "Expert" in type(module).__name__ and "shared" not in name
-        if is_routed and all(p.requires_grad for p in module.parameters()):
-            experts.append(name)
-    expert_params = sum(own_params[name] for name in experts)
+        if is_routed and all(parameter.requires_grad for parameter in module.parameters()):
+            expert_params += numel
+            expert_layers += 1
     num_experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "top_k_experts") or num_experts
-    active_share = chosen / num_experts if isinstance(chosen, int) and isinstance(num_experts, int) else 1.0
-    active_experts = int(expert_params * active_share)
-    is_looped = getattr(text, "_experts_implementation", None) == "eager"
-    other_params = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    base_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    active_experts = expert_params
+    looped_experts = 0
+    if isinstance(num_experts, int) and isinstance(chosen, int):
+        active_experts = int(expert_params * (chosen / num_experts))
+        if getattr(text, "_experts_implementation", None) == "eager":
+            looped_experts = expert_layers * num_experts
+    base_params = model.num_parameters(only_trainable=True)
+    other_params = model.num_parameters() - base_params
     if adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, adapters)
-    saved = sum(p.numel() for p in model.parameters() if adapters is None or p.requires_grad)
+    saved_params = model.num_parameters(only_trainable=adapters is not None)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    numels, trainable_numels = (
-        tuple(sorted(Counter(p.numel() for p in parameters).items())) for parameters in (model.parameters(), trained)
-    )
+    numels: Counter[int] = Counter()
+    trainable_numels: Counter[int] = Counter()
+    for parameter in model.parameters():
+        numels[parameter.numel()] += 1
+        trainable_numels[parameter.numel()] += parameter.requires_grad
     heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
     head_dim = _first(text, "head_dim") or text.hidden_size // heads
     ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
     if isinstance(ffn, (list, tuple)):  # one width for each layer
         ffn = max(ffn)
+    lora_r = 0
+    if adapters is not None:
+        lora_r = adapters.r if isinstance(adapters, LoraConfig) else options.lora_r
     return ModelSize(
         model_type=text.model_type,
-        num_params=sum(p.numel() for p in model.parameters()),
-        num_trainable=sum(p.numel() for p in trained),
-        saved_params=saved,
+        num_params=model.num_parameters(),
+        num_trainable=model.num_parameters(only_trainable=True),
+        saved_params=saved_params,
         other_params=other_params,
-        embedding_params=embedding.numel(),
-        head_params=0 if tied or head is None else head.weight.numel(),
+        embedding_params=embedding,
+        head_params=own_head,
         expert_params=expert_params,
-        active_params=base_params - (0 if tied else embedding.numel()) - expert_params + active_experts,
+        active_params=base_params - (embedding if own_head else 0) - expert_params + active_experts,
         active_expert_params=active_experts,
-        looped_experts=len(experts) * num_experts if is_looped and isinstance(num_experts, int) else 0,
+        looped_experts=looped_experts,
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
-        largest_gathered_params=max(own_params.values()),
-        numels=numels,
-        trainable_numels=trainable_numels,
+        largest_gathered_params=largest,
+        numels=tuple(sorted(numels.items())),
+        trainable_numels=tuple(sorted((+trainable_numels).items())),
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
-        lora_r=0 if adapters is None else adapters.r if isinstance(adapters, LoraConfig) else options.lora_r,
+        lora_r=lora_r,
         quantization=quantization_of(options.method, options.quantization),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -388,11 +384,6 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_heads=heads,
         head_dim=head_dim,
     )
-
-
-def count_own(module: nn.Module) -> int:
-    """Counts the parameters that a module holds itself."""
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:

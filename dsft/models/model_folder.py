@@ -78,7 +78,7 @@ def number_in(path: Path) -> list[int]:
 def adapter_description(model: str) -> dict[str, Any] | None:
     """The content of the adapter_config.json of an adapter's folder, or of the checkpoint of one whose `global_step`
     folder `model` is; None if there is no adapter.
-    Raises UserError if the file describes no adapter, or names no base, or its own folder as that.
+    Raises UserError if the file does not describe an adapter, or names its own folder as its base.
     """
     file = folder_of(model) / ADAPTER_CONFIG
     if not file.is_file():
@@ -87,10 +87,11 @@ def adapter_description(model: str) -> dict[str, Any] | None:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({one_line(error)}); copy or download it again") from None
-    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
-        raise UserError(f"{file}: describes no adapter of peft, it has no peft_type; copy or download it again")
-    if not isinstance(content.get(BASE), str) or not content[BASE]:
-        raise UserError(f"{file}: names no base model; set {BASE} in it to the hub id or folder of the base")
+    if not isinstance(content, dict) or not content.get("peft_type") or not content.get(BASE):
+        raise UserError(
+            f"{file}: does not describe an adapter of peft, with peft_type and {BASE} (hub id or folder); copy or"
+            " download it again"
+        )
     if Path(content[BASE]).is_dir() and Path(content[BASE]).samefile(file.parent):
         raise UserError(
             f"{file}: names its own folder as its base; move the adapter's files into a folder of their own"
@@ -182,23 +183,20 @@ def misnamed(key: str, name: str) -> str | None:
     or a run's folder, which holds models and is none: the final one, else the newest checkpoint is named.
     """
     folder = Path(name)
-    if folder.is_dir() and not any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
-        newest_first = sorted(folder.glob(f"{CHECKPOINT}-*"), key=number_in, reverse=True)
+    is_model = (folder / "config.json").exists() or (folder / ADAPTER_CONFIG).exists()
+    if folder.is_dir() and not is_model:
+        newest_first = sorted(folder.glob(f"{CHECKPOINT}-*/"), key=number_in, reverse=True)
         adapters = [file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}")]  # peft's, of a name
-        if inside := next((path for path in (folder / FINAL, *newest_first, *adapters) if path.is_dir()), None):
-            return f"{key}={name}: contains no model; use {inside}"
+        for inside in (folder / FINAL, *newest_first, *adapters):
+            if inside.is_dir():
+                return f"{key}={name}: contains no model; use {inside}"
     return missing(key, name)
 
 
 def no_model(model: str, error: BaseException) -> str:
-    """Explains why no model can be built of `model`, and the way out that its folder shows."""
-    way_out = ""
-    if step_folder(model) is not None:
-        way_out = "; copy config.json and the tokenizer's files of the model that the shards were trained from there"
-    elif any(Path(model).glob("*.gguf")):
-        way_out = f"; {NO_GGUF}, or evaluate a file by its own name"
+    """Explains why no model can be built of `model`."""
     return misnamed("model", model) or (
-        f"model={model}: no causal language model can be built from what is there ({one_line(error)}){way_out}"
+        f"model={model}: no causal language model can be built from what is there ({one_line(error)})"
     )
 
 

@@ -10,11 +10,10 @@ scored), or lie on disk so: a GGUF file, or the `quant_method` in a model's conf
 """
 
 import copy
-import importlib.util
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig, get_hf_quantizer
+from transformers.quantizers.auto import AutoQuantizationConfig, get_hf_quantizer
 
 from dsft.errors import UserError, nearest, one_line
 
@@ -114,26 +113,26 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     head = model.get_output_embeddings()
     if head is None or decoder is model:
         raise UserError(f"its architecture {config.model_type} has no language model with a head, which dsft trains")
-    reached = {id(p) for part in (decoder, model.get_input_embeddings(), head) for p in part.parameters()}
-    left_out = []
-    taken: set[str] = set()  # names of parameters that are reached, and of all modules around them
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in reached:
-            taken.update(accumulate(name.split("."), "{}.{}".format))
-        else:
-            left_out.append(name)
-    outermost = {}  # the largest parts none of whose parameters are reached
-    for name in left_out:
-        prefixes = accumulate(name.split("."), "{}.{}".format)
-        part = next(prefix for prefix in prefixes if prefix not in taken)
-        outermost[name if part == name else f"{part}."] = None
-    return crossing + tuple(outermost)
+    reached = set()
+    for part in (decoder, model.get_input_embeddings(), head):
+        reached.update(part.parameters())
+    return crossing + tuple(_outermost(model, reached, ""))
+
+
+def _outermost(module: torch.nn.Module, reached: set[torch.nn.Parameter], prefix: str) -> Iterator[str]:
+    """Yields the beginnings of the names of the largest parts of a module none of whose parameters are reached."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter not in reached:
+            yield f"{prefix}{name}"
+    for name, part in module.named_children():
+        parameters = {*part.parameters()}
+        if parameters & reached:
+            yield from _outermost(part, reached, f"{prefix}{name}.")
+        elif parameters:
+            yield f"{prefix}{name}."
 
 
 # Quantised weights
-
-BITS = ("bits", "w_bit", "num_bits", "nbits", "weight_bits")
-"""Names of the bits of a weight in configs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +228,12 @@ def quantization_on_disk(
     section, method = _section(config)
     if not section:
         return None
-    bits = [section[name] for name in BITS if isinstance(section.get(name), int)]
+    bits = section.get("bits", 8)
     if section.get("load_in_4bit") or method == "mxfp4":
-        bits = [4]
+        bits = 4
     return Quantization(
         format=method,
-        bits=bits[0] if bits else 8,
+        bits=bits,
         trainable=method == "bitsandbytes",
         can_be_unpacked=method in UNPACKABLE,
         is_unpacked=trained and method in UNPACKABLE,
@@ -276,27 +275,17 @@ def format_problems(
     """List why the model `name` cannot be loaded in this format on this machine, by transformers' own checks.
     `trained`: adapters are trained over it.
     """
-    if quantization.package and importlib.util.find_spec(quantization.package) is None:
-        return [
-            f"quantization={quantization.format}: the package {quantization.package} is not installed;"
-            f" pip install {quantization.package}"
-        ]
     if quantization.format == GGUF.format:
         return []  # its file has been read
+    about = f"model={name}: quantised as {quantization.format}"
+    unpacking = unpacking_config(config) if quantization.is_unpacked else None
     try:
-        if quantization.lies_on_disk and not AutoHfQuantizer.supports_quant_method(_section(config)[0]):
-            return [
-                f"model={name}: is quantised as {quantization.format}, which this transformers does not know; update it"
-            ]
-        unpacking = unpacking_config(config) if quantization.is_unpacked else None
         load_config = unpacking or quantization.load_config(dtype)
         quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), load_config, None, True, {})
-        if trained and not unpacking and not quantizer.is_trainable:
-            return [
-                f"model={name}: its weights are quantised ({quantization.format}), over which transformers cannot train"
-                " adapters; use the model that it was made from"
-            ]
     except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        how = f"is quantised as {quantization.format}" if quantization.lies_on_disk else f"as {quantization.format}"
-        return [f"model={name}: {how}, which cannot be computed here ({one_line(error)})"]
+        return [f"{about}, it cannot be computed here ({one_line(error)})"]
+    if quantizer is None:
+        return [f"{about}, which this transformers does not know; update it"]
+    if trained and not unpacking and not quantizer.is_trainable:
+        return [f"{about}, over which transformers cannot train adapters; use the model that it was made from"]
     return []

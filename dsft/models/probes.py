@@ -31,34 +31,38 @@ from dsft.runtime.console import say
 from dsft.runtime.hardware import has_gpu
 from dsft.units import IGNORED, padded_width
 
-SMALL = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "n_embd", "ffn_dim", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("head_dim", "rotary_dim"), 16),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    # Latent attention, and what picks the positions that it sees.
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
-    **dict.fromkeys(("index_n_heads", "index_num_heads"), 4),
-    # Linear attention.
-    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
-    "linear_num_key_heads": 2,
-    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
-    # states, and positions that are computed at once, of Mamba
-    **dict.fromkeys(("mamba_d_state", "state_size", "mamba_chunk_size", "chunk_size"), 16),
-    "n_inner": None,
+SMALL_SIZES = {
+    128: ("vocab_size", "vocab_size_per_layer_input"),
+    64: ("hidden_size", "intermediate_size", "n_embd", "ffn_dim", "word_embed_proj_dim"),
+    # The last of these are ranks of latent attention.
+    32: (
+        *("moe_intermediate_size", "shared_expert_intermediate_size"),
+        *("q_lora_rank", "kv_lora_rank", "o_lora_rank"),
+    ),
+    # Widths of heads; states, and positions that are computed at once, of Mamba.
+    16: (
+        *("head_dim", "rotary_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("mamba_d_state", "state_size", "mamba_chunk_size", "chunk_size"),
+    ),
+    # Heads of attention, of what picks the positions that it sees, and of linear attention; experts.
+    4: (
+        *("num_attention_heads", "n_head", "index_n_heads", "index_num_heads"),
+        *("linear_num_heads", "linear_num_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
+    ),
+    2: ("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads"),
+    1: ("n_group", "topk_group"),
+    None: ("n_inner",),
 }
-SMALL_TOWER = {
-    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size"), 64),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads"), 4),
-    **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"), 2),
-    "head_dim": 16,
-    "num_global_layers": 1,
-    "conf_num_hidden_layers": 1,
+SMALL_TOWER_SIZES = {
+    64: ("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size"),
+    16: ("head_dim",),
+    4: ("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads"),
+    2: ("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"),
+    1: ("num_global_layers", "conf_num_hidden_layers"),
 }
 """Of the part for images or sound, which no trial runs."""
+SMALL = {name: size for size, names in SMALL_SIZES.items() for name in names}
+SMALL_TOWER = {name: size for size, names in SMALL_TOWER_SIZES.items() for name in names}
 LARGEST_TRIED = 100_000_000
 """Parameters; no architecture that SMALL knows comes near."""
 
@@ -191,8 +195,11 @@ def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
 def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
     """Return rope_type -> its parameters, of all kinds of layers."""
     rope = getattr(text, "rope_parameters", None) or {}
-    sections = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return {section["rope_type"]: section for section in sections if "rope_type" in section}
+    types = {}
+    for section in (rope, *rope.values()):
+        if isinstance(section, dict) and "rope_type" in section:
+            types[section["rope_type"]] = section
+    return types
 
 
 @torch.no_grad()
@@ -224,8 +231,9 @@ def architecture_problems(model: str, config: PreTrainedConfig, **options) -> li
 def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -> torch.Tensor:
     """Returns ids [rows, length] from `first` on, always the same, on the model's device."""
     vocab_size = model.config.get_text_config().vocab_size
-    ids_BT = torch.randint(first, vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-    return ids_BT.to(next(model.parameters()).device)
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(first, vocab_size, (rows, length), generator=generator)
+    return ids_BT.to(model.device)
 
 
 @torch.no_grad()
@@ -390,9 +398,13 @@ def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     """Returns the loss, and the gradients of what is trained."""
     model.zero_grad()
     loss.backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Experts that no token reached have none.
-    return [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained)]
+    results = [loss.detach()]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            results.append(parameter.grad.clone())
+        elif parameter.requires_grad:  # of experts that no token reached
+            results.append(torch.zeros_like(parameter))
+    return results
 
 
 def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float) -> bool:
@@ -400,7 +412,8 @@ def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, n
     thousandth of the largest of all is the rest of larger ones, and differs by their rounding.
     """
     least = 1e-3 * max(gradient.abs().max() for gradient in references[1:])
-    return all(
-        bool((result - reference).abs().max() <= noise * reference.abs().max().clamp(min=least))
-        for result, reference in zip(results, references, strict=True)
-    )
+    for result, reference in zip(results, references, strict=True):
+        largest = reference.abs().max().clamp(min=least)
+        if not (result - reference).abs().max() <= noise * largest:  # nor if it is NaN
+            return False
+    return True

@@ -49,9 +49,10 @@ class Team:
 
     def position(self) -> tuple[int, int, int]:
         """(Which of the teams this rank is in, its place in that team, number of teams)."""
-        # Ranks of the process group, by which sums are added up: a launcher's variables alone make none.
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return rank // self.size, rank % self.size, world // self.size
+        if not dist.is_initialized():  # a launcher's variables alone make no group, by which sums are added up
+            return 0, 0, 1
+        rank = dist.get_rank()
+        return rank // self.size, rank % self.size, dist.get_world_size() // self.size
 
     def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's positions of a batch, [B, T / size], and which they are."""
@@ -65,9 +66,9 @@ class Team:
             targets_BT: of the whole batch.
         """
         is_scored_BT = targets_BT != IGNORED
-        _, place, _ = self.position()
+        place = self.position()[1]
         is_here_BT = is_scored_BT.chunk(self.size, dim=1)[place]
-        share_KBT = torch.zeros(len(columns_KN), *is_here_BT.shape, dtype=torch.float64, device=targets_BT.device)
+        share_KBT = targets_BT.new_zeros(len(columns_KN), *is_here_BT.shape, dtype=torch.float64)
         share_KBT[:, is_here_BT] = columns_KN.to(targets_BT.device)
         shares = [torch.empty_like(share_KBT) for _ in range(self.size)]
         dist.all_gather(shares, share_KBT, group=self.group)
@@ -118,10 +119,11 @@ def share_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
     if "position_ids" not in batch:
         batch = batch | {"position_ids": torch.arange(shape[1], device=batch["input_ids"].device).expand(shape)}
     here = slice(place * shape[1] // size, (place + 1) * shape[1] // size)  # the first ones are on the first rank
-    return {
-        name: value[:, here].contiguous() if getattr(value, "shape", None) == shape else value
-        for name, value in batch.items()
-    }
+    share = {}
+    for name, value in batch.items():
+        is_by_position = getattr(value, "shape", None) == shape
+        share[name] = value[:, here].contiguous() if is_by_position else value
+    return share
 
 
 @functools.cache

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import cached_file
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.adapters import TOKEN_FIELDS, adapter_folder
-from dsft.models.measure import CONFIG_ERRORS, max_positions
-from dsft.models.model_folder import adapter_base, adapter_description, described_in, load_template, located, misnamed
+from dsft.models.measure import max_positions
+from dsft.models.model_folder import adapter_base, described_in, load_template, located, misnamed
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"
@@ -42,7 +42,7 @@ def check_tokenizer(
     adapter = getattr(config, "adapter", None)
     if config.tokenizer:
         key = "tokenizer"
-    elif adapter and _has_own_tokens(adapter):
+    elif adapter and _has_tokenizer(adapter):
         key = "adapter"
     source = getattr(config, key)
     revision = config.revision if key == "model" else None
@@ -54,7 +54,7 @@ def check_tokenizer(
     except UserError as error:  # of an adapter's description: it names the file
         problems += error.problems
         return None
-    except CONFIG_ERRORS as error:
+    except Exception as error:  # whatever transformers, or the code of a repository, makes of its files
         problems.append(
             misnamed(key, source)
             or f"tokenizer: none found for {source}; set tokenizer to a hub id or a folder that has one"
@@ -98,16 +98,12 @@ def tokenizer_folder(model: str) -> str:
     return tokenizer_folder(base) if base else folder
 
 
-def _has_own_tokens(adapter: str) -> bool:
-    """Whether the folder of a saved adapter trained rows of tokens, and has a tokenizer: the only one with new ones."""
+def _has_tokenizer(adapter: str) -> bool:
+    """Whether a tokenizer was saved beside an adapter: the only one with tokens that it has new rows for."""
     try:
-        content = adapter_description(adapter_folder(adapter)) or {}
-    except (OSError, UserError):  # `measure_model` reports it
+        return cached_file(adapter, TOKENIZER_CONFIG_FILE, _raise_exceptions_for_missing_entries=False) is not None
+    except OSError:  # `measure_model` reports an adapter that is not there
         return False
-    if not any(content.get(name) for name in (*TOKEN_FIELDS, "modules_to_save")):
-        return False
-    options = {"_raise_exceptions_for_missing_entries": False}
-    return any(cached_file(adapter, file, **options) for file in ("tokenizer_config.json", "tokenizer.json"))
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
@@ -116,13 +112,16 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
     """
     template = str(tokenizer.chat_template)
     fed = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-    special = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and number not in fed and str(token) not in template
-    }
-    ids = ((number, text) for text, number in tokenizer.get_vocab().items() if number not in special)
-    largest, token = max(ids, default=(0, ""))
+    special = set()
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special and number not in fed and str(token) not in template:
+            special.add(number)
+    largest = 0
+    token = ""
+    for text, number in tokenizer.get_vocab().items():
+        if number > largest and number not in special:
+            largest = number
+            token = text
     if largest < vocab_size:
         return []
     return [
@@ -213,9 +212,11 @@ def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
     """
     if not model.can_generate():
         return []
-    stops_before = model.generation_config.eos_token_id
-    stops_before = [] if stops_before is None else stops_before if isinstance(stops_before, list) else [stops_before]
-    if added := [token_id for token_id in ends if token_id not in stops_before]:
-        stops = [*stops_before, *added]
+    stops = model.generation_config.eos_token_id
+    if not isinstance(stops, list):
+        stops = [] if stops is None else [stops]
+    added = [token_id for token_id in ends if token_id not in stops]
+    if added:
+        stops = stops + added
         model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
     return added

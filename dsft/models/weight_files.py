@@ -39,6 +39,7 @@ from dsft.models.model_folder import (
     step_folder,
     with_bases,
 )
+from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
 """What a file of weights, or its index, raises that was cut, or holds something else."""
@@ -88,16 +89,22 @@ def _check_index(index: str, files: list[str]) -> None:
     """Raises UserError if transformers, which reads `files` in order, would end with another copy of a tensor than the
     one in the file that the index names.
     """
-    last_file = {}
-    for file in files:
-        for tensor in empty_tensors([file]):
-            last_file[tensor] = Path(file).name
+    file_of = _last_files(files)
     for tensor, named in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
-        if last_file.get(tensor, named) != named:
+        last = Path(file_of.get(tensor, named)).name
+        if last != named:
             raise UserError(
-                f"{tensor} is in {named}, which {Path(index).name} names, and in {last_file[tensor]}, whose copy"
-                " transformers would load; remove that copy"
+                f"{tensor} is in {named}, which {Path(index).name} names, and in {last}, whose copy transformers would"
+                " load; remove that copy"
             )
+
+
+def _last_files(files: list[str]) -> dict[str, str]:
+    """Returns the last of `files` that has a tensor, by its name."""
+    file_of = {}
+    for file in files:
+        file_of |= dict.fromkeys(empty_tensors([file]), file)
+    return file_of
 
 
 def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = None) -> bool:
@@ -105,29 +112,31 @@ def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = 
     `tied`: name of a head in memory -> name of the embedding.
     """
     try:
-        files = find_files(model, WEIGHT_FILES, revision, local_files_only=True)
-        with _named(model):
-            file_of = {name: file for file in files for name in empty_tensors([file])}
-            for names in tied.items():
-                tensors = []
-                for name in names:
-                    # The prefixes on disk differ from those in memory; of several, the others belong to towers.
-                    end = "." + ".".join(name.split(".")[-2:])
-                    on_disk = min((each for each in file_of if f".{each}".endswith(end)), key=len, default=None)
-                    if on_disk and end.endswith(".weight"):
-                        tensors.append(_read_tensor(file_of[on_disk], on_disk))
-                if len(tensors) == 2 and tensors[0].shape == tensors[1].shape and not torch.equal(*tensors):
-                    return True
+        file_of = _last_files(find_files(model, WEIGHT_FILES, revision, local_files_only=True))
+        for names in tied.items():
+            tensors = [_tensor_like(name, file_of) for name in names if name.endswith(".weight")]
+            if len(tensors) < 2 or any(tensor is None for tensor in tensors):
+                continue
+            head, embedding = tensors
+            if head.shape == embedding.shape and not torch.equal(head, embedding):
+                return True
     except UserError:  # whoever loads the files reports it
         return False
     return False
 
 
-def _read_tensor(file: str, name: str) -> torch.Tensor:
+def _tensor_like(name: str, file_of: Mapping[str, str]) -> torch.Tensor | None:
+    """Reads the tensor that has a name in memory; the prefixes on disk differ from those. None without any."""
+    end = "." + ".".join(name.split(".")[-2:])
+    candidates = [each for each in file_of if f".{each}".endswith(end)]
+    if not candidates:
+        return None
+    on_disk = min(candidates, key=len)  # the others belong to towers
+    file = file_of[on_disk]
     if not file.endswith(".safetensors"):
-        return load_pickle(Path(file))[name]
-    with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)
+        return load_pickle(Path(file))[on_disk]
+    with _named(file), safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(on_disk)
 
 
 def weight_bytes_in(model: str) -> int | None:
@@ -283,8 +292,7 @@ class ZeroShards:
     wrote it.
 
         shards = ZeroShards("run/checkpoint-500")
-        shards.read("lm_head.weight", "exp_avg")      all of it, flat, in float32
-        shards.read("lm_head.weight", FP32, 0, 1000)  a piece
+        shards.read("lm_head.weight", "exp_avg", 0, 1000)  a piece, flat, in float32
 
     Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
     (checkpoint/ds_to_universal.py reads the same): stages 1 and 2 cut the concatenation of all parameters into equal
@@ -295,42 +303,52 @@ class ZeroShards:
     def __init__(self, checkpoint: str | Path):
         self.folder = step_folder(checkpoint) or Path(checkpoint)
         files = sorted(self.folder.glob(OPTIMIZER_FILES), key=number_in)
-        if not files:
+        model_files = sorted(self.folder.glob(MODEL_FILES), key=number_in)
+        if not files or not model_files:
             raise UserError(
-                f"{checkpoint}: contains no ZeRO optimizer states ({OPTIMIZER_FILES}): it is of stage 0 or"
-                " saved with save_only_model"
+                f"{checkpoint}: contains no ZeRO optimizer states ({OPTIMIZER_FILES}, {MODEL_FILES}): it is of stage 0"
+                " or saved with save_only_model"
             )
         self.world_size = len(files)
-        file = min(self.folder.glob(MODEL_FILES), key=number_in, default=None)
         # Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran.
-        self.model_state: dict[str, Any] = load_pickle(file) if file else {}
-        if not self.model_state.get("param_shapes"):
-            raise UserError(
-                f"{file or self.folder / MODEL_FILES}: {'has no param_shapes' if file else 'is missing'}, which"
-                " describe the shards; use a complete checkpoint"
-            )
+        self.model_state: dict[str, Any] = load_pickle(model_files[0])
         groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
-        self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for group in groups:
+            for name, shape in group.items():
+                self.shapes[name] = tuple(shape)
         self.step: int | None = None  # of the optimizer; None if it does not count
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]
+            is_stage_3 = states.get("zero_stage", 1) == 3
+            num_writers = states["partition_count"] if is_stage_3 else max(states["partition_count"])  # by group
+            if num_writers != self.world_size:
+                raise UserError(
+                    f"{self.folder}: was written by {plural(num_writers, 'rank')}, and has the files of"
+                    f" {self.world_size}; are the files of all ranks there?"
+                )
             if rank == 0:
                 self.loss_scaler = states.get("loss_scaler")
-            is_stage_3 = states.get("zero_stage", 1) == 3
-            weights = states["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
-            optimizer = states["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
-            spans = groups if is_stage_3 else states["param_slice_mappings"]
-            of_groups = next((entry["step"] for entry in optimizer["param_groups"] if "step" in entry), None)
+            if is_stage_3:
+                weights = states["fp32_flat_groups"]
+                optimizer = states["optimizer_state_dict"]
+                spans = groups
+            else:
+                weights = states["single_partition_of_fp32_groups"]
+                optimizer = states["base_optimizer_state"]
+                spans = states["param_slice_mappings"]
+            steps = [entry["step"] for entry in optimizer["param_groups"] if "step" in entry]
             for group, (flat, parameters) in enumerate(zip(weights, spans, strict=False)):
                 state = optimizer["state"].get(group, {})
-                offset = 0
-                step = state.get("step", of_groups)
-                self.step = int(step) if step is not None else self.step
+                if "step" in state:
+                    steps.append(state["step"])
                 # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
-                flats = {FP32: flat} | {
-                    key: value for key, value in state.items() if torch.is_tensor(value) and value.dim() == flat.dim()
-                }
+                flats = {FP32: flat}
+                for key, value in state.items():
+                    if torch.is_tensor(value) and value.dim() == flat.dim():
+                        flats[key] = value
+                offset = 0
                 for name, span in parameters.items():
                     if is_stage_3:  # every parameter is cut, and the last ranks' parts are padded
                         numel = math.prod(span)
@@ -340,33 +358,26 @@ class ZeroShards:
                     else:  # the concatenation is cut: a rank holds what falls into its part
                         piece = _Piece(flats, span.start, span.numel)
                     self._pieces.setdefault(name, []).append(piece)
-                if is_stage_3 and offset != flat.numel():  # parts are as long as the number of ranks makes them
-                    raise UserError(
-                        f"{self.folder}: {file.name} was not written by one of {self.world_size} ranks; are the files"
-                        " of all ranks there?"
-                    )
-        numels = {name: sum(piece.numel for piece in pieces) for name, pieces in self._pieces.items()}
-        if absent := [name for name, shape in self.shapes.items() if numels.get(name, 0) != math.prod(shape)]:
-            raise UserError(
-                f"{self.folder}: {len(absent)} parameters are incomplete, the first is {absent[0]}; are the files"
-                " of all ranks there?"
-            )
+            if steps:
+                self.step = int(steps[-1])
 
     @property
     def states(self) -> set[str]:
         """Name the optimizer's states, such as exp_avg; FP32 is not among them."""
-        return {key for pieces in self._pieces.values() for piece in pieces for key in piece.flats} - {FP32}
+        names = set()
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                names.update(piece.flats)
+        return names - {FP32}
 
-    def read(self, name: str, state: str = FP32, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read elements `start` to `stop` (default: all) of a parameter, flat, in float32, on the CPU."""
-        stop = math.prod(self.shapes[name]) if stop is None else stop
-        out = torch.empty(max(0, stop - start), dtype=torch.float32)
+    def read(self, name: str, state: str, start: int, stop: int) -> torch.Tensor:
+        """Read elements `start` to `stop` of a parameter, as far as it has them, flat, in float32, on the CPU."""
+        parts = [torch.empty(0)]
         offset = 0
         for piece in self._pieces[name]:
             first = max(start, offset)
             last = min(stop, offset + piece.numel)
             if first < last:
-                source = piece.flats[state].narrow(0, piece.start + first - offset, last - first)
-                out[first - start : last - start] = source
+                parts.append(piece.flats[state].narrow(0, piece.start + first - offset, last - first).float())
             offset += piece.numel
-        return out
+        return torch.cat(parts)

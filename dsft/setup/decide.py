@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints import run_folder
-from dsft.checkpoints.manifest import REPLACED, clean_up, manifest_hash, read_manifest, read_trainer_state
-from dsft.checkpoints.resume import NOT_TAKEN_OVER, TRAINED_ELEMENTS, check_identity
+from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest, read_trainer_state
+from dsft.checkpoints.resume import TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
     adopt,
@@ -118,8 +118,6 @@ class TrainingRun:
     """What it writes to `output_dir`."""
     checkpoint: str | None = None
     """That the run resumes from."""
-    weights_of: str | None = None
-    """The checkpoint whose weights alone it takes."""
 
     def apply(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
         """Decides options, one after the other: a later decision may give back what an earlier one took away."""
@@ -184,17 +182,6 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
     run.apply(decisions)
     options = run.options
-    if options.resume_weights_only and not run.checkpoint:
-        run.weights_of = options.model if options.method == "full" else options.adapter
-    if run.new_tokens and options.model != before.model:  # a checkpoint's, whose rows are trained already
-        saved = check_tokenizer(dataclasses.replace(options, tokenizer=None), [])
-        saved_vocab = saved.get_vocab() if saved else {}
-        names = run.tokenizer.convert_ids_to_tokens(run.new_tokens)
-        run.new_tokens = [
-            token for token, name in zip(run.new_tokens, names, strict=True) if saved_vocab.get(name) != token
-        ]
-    if run.weights_of:  # a checkpoint's model, or adapter, has its own shape
-        run.model = measure_model(options, new_tokens=run.new_tokens)
     if (size := options.sequence_parallel) > 1:
         trusted = options.trust_remote_code
         failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
@@ -308,8 +295,7 @@ def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
     with safe_unpickling(trust=options.trust_checkpoint):  # as the training reads them
         run = check_run(options, machine, problems)
         raise_if_any(run.problems)
-        if not (folder / REPLACED).is_dir():  # else rank 0 first puts back what a killed save has moved
-            resume_decisions(run.options, machine.world_size, run.model)
+        resume_decisions(run.options, machine.world_size, run.model)
 
 
 def check_run(
@@ -491,8 +477,6 @@ def resume_decisions(
     """
     training = options.training
     checkpoint = run_folder.last_checkpoint(options)
-    if options.resume_weights_only and (decisions := run_folder.start_from_weights(options, checkpoint)):
-        return None, decisions, False
     if not checkpoint:
         return None, [], False
     read_trainer_state(Path(checkpoint))
@@ -506,8 +490,7 @@ def resume_decisions(
     if step_folder(checkpoint) is None:
         raise UserError(
             f"resume_from_checkpoint={checkpoint}: contains no DeepSpeed states (it is of a plain Trainer, or of"
-            " save_only_model); start from its weights: --resume_weights_only with its folder as"
-            " resume_from_checkpoint, and a new output_dir"
+            f" save_only_model); {run_folder.FROM_WEIGHTS}"
         )
     return checkpoint, decisions, False
 
@@ -627,7 +610,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
 
 def refused_candidates(run: TrainingRun) -> set[str]:
     """Returns the candidates that this training cannot have, whatever memory they take."""
-    refused = set(NOT_TAKEN_OVER) if run.checkpoint else set()
+    refused = {"0"} if run.checkpoint else set()  # its optimizer states lie elsewhere than in ZeRO's shards
     if learning_rates(run.options):  # DeepSpeed's own optimizers have one rate
         refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
     return refused

@@ -15,7 +15,7 @@ from torch import nn
 
 from dsft.errors import UserError
 from dsft.models.adapters import unwrapped
-from dsft.models.chunked_head import next_tokens, own_nats_of, sums_of_nats
+from dsft.models.chunked_head import next_tokens, sums_of_nats
 from dsft.units import IGNORED
 
 AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -95,4 +95,5 @@ class TokenLoss:
         if not trained.numel():  # a blank micro batch, which DeepSpeed takes the backward of all the same
             return (0 * logits_NV.float().sum()).expand(2)
         weights_N = None if weights_N is None else weights_N[trained]
-        return own_nats_of(self.compute_loss, logits_NV[trained].float(), targets_N[trained], weights_N)
+        logits_NV = logits_NV[trained].float()
+        return sums_of_nats(logits_NV, targets_N[trained], weights_N, compute_loss=self.compute_loss)

@@ -113,7 +113,7 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
                 shared_by=team.size,
             )
         for name in (run.options.model, run.options.adapter):
-            if name not in (None, run.weights_of) and verifies:
+            if name and verifies:
                 verify_weights(name)
         with out_of_memory_explained(run, "while loading"):
             trainer = build_trainer(run, data)
@@ -193,15 +193,13 @@ def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
     """
     is_auto = run.options.training.get("resume_from_checkpoint") == "auto"
     while True:
-        started_from = run.checkpoint or run.weights_of
-        errors = changed_files(started_from, weights_only=not run.checkpoint) if started_from else []
+        errors = changed_files(run.checkpoint) if run.checkpoint else []
         if not errors:
             return run
         changed = "; ".join(errors[:3])
         if not is_auto:
-            other = "another or auto" if run.checkpoint else "another"
-            way_out = f"use {other}, or take it as it is with --verify_resume false"
-            raise UserError([f"resume_from_checkpoint={started_from}: {changed}; {way_out}"])
+            way_out = "use another or auto, or take it as it is with --verify_resume false"
+            raise UserError([f"resume_from_checkpoint={run.checkpoint}: {changed}; {way_out}"])
         say(f"{run.checkpoint} is damaged and is skipped: {changed}")
         older = distributed.on_rank_0(functools.partial(last_checkpoint, run.options, before=run.checkpoint))
         run = dataclasses.replace(run, checkpoint=older)

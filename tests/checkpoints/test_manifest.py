@@ -15,7 +15,6 @@ from ranks import on_ranks, run_entry, train, train_all
 from dsft.checkpoints import save as save_module
 from dsft.checkpoints.manifest import (
     MANIFEST,
-    REPLACED,
     STAGING,
     TRAINER_STATE,
     checkpoint_folder,
@@ -32,7 +31,6 @@ from dsft.checkpoints.resume import restore
 from dsft.checkpoints.run_folder import last_good
 from dsft.checkpoints.save import Saves, StagedSave, missing_shards
 from dsft.errors import Unsaved, UserError
-from dsft.runtime.disk import check_writable
 
 
 def write_staged(output_dir: Path, step: int, content: str = "weights") -> Path:
@@ -58,7 +56,7 @@ def save(output_dir: Path, step: int, content: str = "weights") -> Path:
 
 def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_staging(tmp_path):
     folder = save(tmp_path, 5)
-    assert folder == checkpoint_folder(tmp_path, 5) and integrity_errors(folder, hashes="all") == []
+    assert folder == checkpoint_folder(tmp_path, 5) and integrity_errors(folder, hash_tensors=True) == []
     assert set(json.loads((folder / MANIFEST).read_text())["files"]) == {
         TRAINER_STATE,
         "model.safetensors",
@@ -70,7 +68,7 @@ def test_a_published_checkpoint_has_every_file_in_its_manifest_and_leaves_no_sta
 def test_what_is_missing_shorter_or_changed_is_named(tmp_path):
     folder = save(tmp_path, 5)
     (folder / "model.safetensors").write_text("WEIGHTS")
-    assert integrity_errors(folder) == [] and integrity_errors(folder, hashes="all") == [
+    assert integrity_errors(folder) == [] and integrity_errors(folder, hash_tensors=True) == [
         "the content of model.safetensors has changed"
     ]
     (folder / "model.safetensors").write_text("w")
@@ -79,13 +77,6 @@ def test_what_is_missing_shorter_or_changed_is_named(tmp_path):
     assert integrity_errors(folder) == ["model.safetensors is missing"]
     (folder / MANIFEST).write_text("{")
     assert integrity_errors(folder) == [f"{MANIFEST} cannot be read"]
-
-
-def test_the_newest_complete_checkpoint_is_the_last_good_one(tmp_path):
-    first, second = save(tmp_path, 5), save(tmp_path, 10)
-    assert last_good(tmp_path) == second
-    (second / "model.safetensors").unlink()
-    assert last_good(tmp_path) == first
 
 
 @pytest.mark.parametrize("unreadable", [TRAINER_STATE, MANIFEST, "model.safetensors"])
@@ -115,11 +106,9 @@ def test_a_checkpoint_that_cannot_be_read_is_damaged_and_the_one_before_is_taken
 
 def test_a_save_that_did_not_end_is_removed(tmp_path):
     kept, half = save(tmp_path, 5), write_staged(tmp_path, 10)
-    moved = tmp_path / REPLACED / "checkpoint-3"  # a kill came between the two renames
-    moved.mkdir(parents=True)
     assert clean_up(tmp_path) == [half]
-    assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hashes="all") == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-5"]
+    assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hash_tensors=True) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5"]
 
 
 def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
@@ -202,7 +191,7 @@ def test_a_save_that_fails_is_named_and_leaves_the_last_good_checkpoint(tmp_path
             facts={"step": 10},
             needed_bytes=10**18 if fault == "room" else 1,
         )
-    assert last_good(tmp_path) == earlier and integrity_errors(earlier, hashes="all") == []
+    assert last_good(tmp_path) == earlier and integrity_errors(earlier, hash_tensors=True) == []
 
 
 def test_the_tools_list_and_verify(tmp_path, capsys):
@@ -221,9 +210,6 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
         and "checkpoint-5 is complete: 3 files" in seen.out
         and "the content of model.safetensors has changed" in seen.err
     )
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(tmp_path)])
-    assert ended.value.code == 2 and "checkpoint-10: the content of" in capsys.readouterr().err
     (broken / "model.safetensors").unlink()
     main(["checkpoints", str(tmp_path)])
     out = capsys.readouterr().out
@@ -234,11 +220,7 @@ def test_the_tools_list_and_verify(tmp_path, capsys):
     alone = publish(staged, {"step": 15, "world_size": 1, "files": {}})
     main(["checkpoints", str(tmp_path)])
     out = capsys.readouterr().out
-    assert f"to resume from {alone}" in out and "auto" not in out and "--resume_weights_only" in out
-    shutil.rmtree(alone)
-    shutil.copytree(checkpoint_folder(tmp_path, 5), tmp_path / "final")
-    main(["verify", str(tmp_path)])
-    assert capsys.readouterr().out.count(" is complete: 3 files") == 2
+    assert f"to resume from {alone}" in out and "auto" not in out and "start from its weights" in out
 
 
 def train_with_slow_saves(options: dict) -> None:
@@ -265,7 +247,7 @@ def test_a_run_killed_while_it_saves_resumes_from_the_last_complete_checkpoint(o
     assert on_ranks(2, train_with_slow_saves, words, kill_when=saving) is None
     assert any(staging.glob("*/*"))
     for folder in checkpoints(out):
-        assert integrity_errors(folder, hashes="all") == []
+        assert integrity_errors(folder, hash_tensors=True) == []
     log = train_all(2, [words | {"resume_from_checkpoint": "auto"}], tmp_path / "log")
     assert "resuming from" in log and "an incomplete save" in log, log
     assert not staging.exists()
@@ -296,27 +278,6 @@ def test_the_run_identity_of_a_checkpoint_is_compared(tmp_path):
 
 
 @pytest.mark.launch
-def test_a_checkpoint_of_another_run_is_refused_and_its_weights_alone_are_taken(options, tiny, tmp_path):
-    first = options(tmp_path / "first", max_steps=4, save_strategy="steps", save_steps=2, zero="2")
-    assert run_entry("dsft.train", flags(first), world=2).returncode == 0
-    checkpoint = tmp_path / "first" / "checkpoint-2"
-
-    def other(**changes):
-        resumed = {"data": str(tiny / "pairs.jsonl"), "resume_from_checkpoint": str(checkpoint)} | changes
-        words = flags(options(tmp_path / "other", max_steps=6, zero="2", **resumed))
-        return run_entry("dsft.train", words, world=2)
-
-    refused = other()
-    assert (
-        refused.returncode == 2 and "belongs to another run" in refused.stderr and "content of data" in refused.stderr
-    ), refused.stderr
-    assert read_json(tmp_path / "other" / "run.json")["status"] == "failed"
-    taken = other(resume_weights_only=True)
-    assert taken.returncode == 0, taken.stdout + taken.stderr
-    assert read_json(tmp_path / "other" / "run.json")["config"]["model"] == str(checkpoint)
-
-
-@pytest.mark.launch
 def test_the_clock_saves_beside_the_steps(options, tmp_path):
     """After the next step; at once after the first, which is logged, and the last."""
     result = run_entry(
@@ -336,9 +297,3 @@ def test_muon_on_other_ranks_is_refused_with_its_reason(tmp_path):
     engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=muon, _optimizer_step=print))
     with pytest.raises(UserError, match="states of Muon are resumed only on the ranks"):
         restore(engine, None, str(save(tmp_path, 5)))
-
-
-def test_the_probe_of_a_folder_leaves_nothing(tmp_path):
-    problems: list[str] = []
-    check_writable(str(tmp_path / "run"), problems)
-    assert problems == [] and list(tmp_path.iterdir()) == []

@@ -298,7 +298,6 @@ CONTRADICTIONS = [
     {"packing": True, "train_sampling_strategy": "random"},
     {"early_stopping_threshold": 0.1},
     {"seq_len": 1},
-    {"resume_weights_only": True},
     {"dataloader_persistent_workers": True},
     {"metric_for_best_model": "bleu"},
     {"metric_for_best_model": "eval_code_los", "eval_data": {"code": "a"}},

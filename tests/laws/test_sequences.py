@@ -48,7 +48,7 @@ def segments_ended_by_kills(out: Path, options: dict, segments: list, counts: Co
             lost = steps_in(log) - first_step - (newest(out) - saved)
             counts["steps lost at most"] = max(counts["steps lost at most"], lost)
         before = world
-        assert all(integrity_errors(folder, hashes="all") == [] for folder in checkpoints(out))
+        assert all(integrity_errors(folder, hash_tensors=True) == [] for folder in checkpoints(out))
 
 
 def test_any_sequence_of_kills_and_changes_ends_as_the_uninterrupted_training(options, tmp_path):

@@ -117,15 +117,6 @@ def test_a_pattern_that_finds_nothing_is_refused_by_name(tiny, problem):
     assert str(error.value).startswith(problem)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"frozen": "("}, {"learning_rates": {"norm": 0}}, {"learning_rates": {"norm": "x"}}]
-)
-def test_a_pattern_that_is_none_and_a_factor_that_is_none_are_refused(options, tmp_path, changes):
-    problems = []
-    make_config(TrainConfig, options(tmp_path, **changes), problems)
-    assert len(problems) == 1 and problems[0].startswith(next(iter(changes)))
-
-
 def _rates(cases: list[dict]) -> list[list[float]]:
     return [[group["initial_lr"] for group in trained(case).model_wrapped.optimizer.param_groups] for case in cases]
 

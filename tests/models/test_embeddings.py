@@ -82,7 +82,7 @@ def test_rows_that_a_checkpoint_has_trained_are_kept_where_its_weights_alone_are
     base |= {"data": str(write_jsonl(tmp_path / "texts.jsonl", rows)), "add_tokens": ["<tool>"]}
     first = options(tmp_path / "first", **base, save_strategy="steps", save_steps=2)
     checkpoint = tmp_path / "first" / "checkpoint-2"
-    taken = {"resume_from_checkpoint": str(checkpoint), "resume_weights_only": True, "learning_rate": 0.0}
+    taken = {"model": str(checkpoint), "learning_rate": 0.0}
     more = {"add_tokens": ["<tool>", "<|im_start|>"]}
     cases = [first, first | taken | {"output_dir": str(tmp_path / "second")} | more]
     output = train_all(1, cases, tmp_path / "log.txt")
@@ -111,14 +111,13 @@ def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(options
     (problem,) = check_run(config, this_machine(ranks_per_node=1)).problems
     assert problem.endswith(
         f"has ids up to {FIRST} (<tool>), but the model has embeddings for {FIRST}; use the model's own tokenizer, or,"
-        " where this is it, a copy without the tokens beyond (in added_tokens of its files)"
+        " if this is it, a copy without the tokens beyond (in added_tokens of its files)"
     )
 
 
 def test_an_adapter_with_new_tokens_has_the_same_perplexity_sharded(tmp_path, tiny):
     model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "model", vocab_size=FIRST))
-    grow_embeddings(model, [FIRST])
-    adapted = add_lora(model, TrainConfig(method="lora", lora_target_modules=["q_proj"]), rows=range(FIRST, ROWS))
+    adapted = add_lora(model, TrainConfig(method="lora", lora_target_modules=["q_proj"]), [FIRST])
     adapted.save_pretrained(tmp_path / "adapter")
     options = {"data": str(tiny / "texts.jsonl"), "tokenizer": str(tiny / "model"), "seq_len": 64, "progress": False}
     whole, sharded = (evaluate(model=str(tmp_path / "adapter"), zero=zero, **options).perplexity.nats for zero in "03")

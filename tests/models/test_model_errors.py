@@ -61,9 +61,8 @@ def test_an_architecture_of_another_kind_is_named_without_a_list_of_classes(prob
 
 def test_a_gguf_file_is_told_from_a_config(problems_of, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00")
-    for name in (tmp_path / "model.gguf", tmp_path):
-        problems = problems_of(model=str(name))
-        assert len(problems) == 1 and "GGUF is a format for inference" in problems[0], problems
+    problems = problems_of(model=str(tmp_path / "model.gguf"))
+    assert len(problems) == 1 and "GGUF is a format for inference" in problems[0], problems
 
 
 def test_the_folder_of_a_run_leads_to_the_model_inside_it(problems_of, tiny, tmp_path):
@@ -102,63 +101,8 @@ def test_an_adapter_cannot_be_its_own_base(tiny, tmp_path):
         evaluate(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 
-CODE = """
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-
-
-class OwnConfig(PretrainedConfig):
-    model_type = "own"
-
-    def __init__(self, vocab_size=384, hidden_size=32, num_hidden_layers=1, **others):
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
-        super().__init__(**others)
-
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-        self.head = torch.nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, input_ids=None, labels=None, **_):
-        return CausalLMOutput(logits=self.head(self.embed(input_ids)))
-"""
-"""Of a repository of before transformers 4.50: nothing in it generates."""
-
-
-def test_a_model_that_cannot_generate_is_trained_and_gives_no_samples(problems_of, options, tiny, tmp_path):
-    folder = tmp_path / "own"
-    shutil.copytree(tiny / "model", folder, ignore=shutil.ignore_patterns("*config.json", "*.safetensors"))
-    shutil.copy(tiny / "model" / "tokenizer_config.json", folder)
-    (folder / "own.py").write_text(CODE)
-    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
-    chosen = {"model": str(folder / "config.json"), "trust_remote_code": True, "eval_fraction": 0.2, "max_steps": 1}
-    problems = problems_of(**chosen, generate_samples=1)
-    assert len(problems) == 1 and "generate_samples: its class OwnModel has no generate" in problems[0], problems
-    result = run_entry("dsft.train", flags(options(tmp_path / "run", **chosen)))
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "mpt"])
-def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(
-    tiny, options, tmp_path, monkeypatch, architecture
-):
-    mpt = (transformers.MptConfig, {"vocab_size": 384, "d_model": 32, "n_layers": 2, "n_heads": 4, "eos_token_id": 0})
-    monkeypatch.setitem(ARCHITECTURES, "mpt", mpt)
-    positions = {"gpt2": {"n_positions": 100}, "mpt": {"max_seq_len": 100}}
-    model = write_model(tmp_path / "model", architecture, **positions[architecture])
+def test_training_and_evaluation_take_as_many_tokens_as_there_are_positions(tiny, options, tmp_path):
+    model = write_model(tmp_path / "model", "gpt2", n_positions=100)
     chosen = options(tmp_path / "run", model=str(model), seq_len=100, eval_fraction=0.2)
     result = run_entry("dsft.train", flags(chosen))
     assert result.returncode == 0, result.stderr
@@ -177,13 +121,6 @@ def test_the_folder_of_a_named_adapter_is_pointed_out(tmp_path):
     assert "contains no model; use" in misnamed("adapter", str(tmp_path / "out"))
     with pytest.raises(UserError, match="out/policy"):
         find_weights(str(tmp_path / "out"))
-
-
-def test_a_config_without_weights_is_refused_in_an_evaluation(tiny, tmp_path):
-    folder = shutil.copytree(tiny / "model", tmp_path / "bare")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="contains a config but no weights"):
-        evaluate(model=str(folder), data=str(tiny / "texts.jsonl"), seq_len=32, progress=False)
 
 
 LLAMA_4 = (
@@ -213,15 +150,13 @@ def test_lora_leaves_the_router_of_llama_4_as_it_is(options, problems_of, tmp_pa
 
 def test_what_every_save_needs_is_tried_before_a_rank_starts(problems_of, tmp_path):
     model = write_model(tmp_path / "model", chat=True)
-    (model / "generation_config.json").write_text("{")
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     tokenizer["chat_template"] = [{"name": name, "template": "{{ messages }}"} for name in ("default", "tools/rag")]
     (model / "chat_template.jinja").unlink(missing_ok=True)
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     problems = problems_of(model=str(model))
-    assert len(problems) == 2, problems
-    assert f"{model}/generation_config.json: cannot be read" in problems[0]
-    assert f"tokenizer {model}: cannot be saved (Invalid chat template name: 'tools/rag')" in problems[1]
+    assert len(problems) == 1, problems
+    assert f"tokenizer {model}: cannot be saved (Invalid chat template name: 'tools/rag')" in problems[0]
 
 
 def test_masks_in_old_files_are_no_weights(tmp_path):

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import flags, grid
-from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES, COMMON, windows_of_sequences, write_model, write_texts
+from ranks import run_entry
+from tiny import ARCHITECTURES, COMMON, windows_of_sequences, write_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.api import evaluate, evaluate_all
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.api import evaluate
+from dsft.config.options import TrainConfig
 from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
@@ -114,13 +114,6 @@ def test_an_encoder_is_refused_in_training_and_evaluation(tiny, options, tmp_pat
         nats(loaded, windows_of([5, 9]), 64)
 
 
-def test_the_same_architecture_as_a_decoder_is_taken():
-    config, values = ENCODER
-    (problem,) = architecture_problems("bert", config(**values))
-    assert "its tokens see later ones" in problem
-    assert not architecture_problems("bert", config(**values, is_decoder=True))
-
-
 def test_rows_that_change_each_others_logits_are_scored_alone(capfd):
     model = small_model(transformers.LlamaConfig()).eval()
     model.model.embed_tokens.register_forward_hook(lambda _, __, hidden_BTH: hidden_BTH + hidden_BTH.mean(0))
@@ -145,18 +138,6 @@ def test_longrope_gives_a_row_the_same_nats_alone_and_in_a_batch(phi):
     windows = windows_of([60, 63, 64, 65, 90, 30, 120, 57])
     alone, batched = nats(model, windows, 1)[0], nats(model, windows, 10_000)[0]
     torch.testing.assert_close(batched, alone, rtol=1e-6, atol=0)
-
-
-def _sums(options: dict) -> tuple:
-    result = next(evaluate_all(EvalConfig(**options))).perplexity
-    return result.nats, result.document_nats.tolist()
-
-
-def test_longrope_has_the_same_bits_on_1_and_2_ranks(phi, tmp_path):
-    data = write_texts(tmp_path / "texts.jsonl", 30)
-    options = {"model": [str(phi)], "data": [str(data)], "seq_len": 100, "mode": "rolling", "batch_tokens": 400}
-    assert on_ranks(2, _sums, options) == [_sums(options)] * 2
-    assert _sums(options)[0] == pytest.approx(_sums(options | {"batch_tokens": 8})[0], rel=1e-6)
 
 
 QUICK_ARCHITECTURES = ("llama", "bert", "gpt2", "mixtral", "mamba", "reformer", "xlnet", "rwkv")

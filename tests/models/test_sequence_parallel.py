@@ -66,19 +66,6 @@ def test_four_ranks_share_windows_by_two_and_by_four(tiny, models, model, zero):
     assert on_ranks(2, _results, by_two) == [both[:2]] * 2  # the same bits with one team as with two
 
 
-@pytest.mark.exhaustive
-def test_a_reference_shares_the_windows_too(tiny, models):
-    options = options_for(tiny, models["llama"], reference=models["qwen3"])
-    expected = _divergence(options)
-    for divergence in on_ranks(2, _divergence, options | {"sequence_parallel": 2}):
-        assert divergence == pytest.approx(expected, abs=1e-6)
-
-
-def _divergence(options: dict) -> list[float]:
-    divergence = next(evaluate_all(EvalConfig(**options))).divergence
-    return [divergence.kl, divergence.reverse_kl, divergence.same_top, divergence.reference_perplexity]
-
-
 REFUSED = {
     "heads": (transformers.LlamaConfig, {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40}, {}),
     "eager": (transformers.LlamaConfig, {}, {"attn_implementation": "eager"}),

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tiny import write_jsonl, write_model
 
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.resume import run_identity
-from dsft.checkpoints.run_folder import FINAL, write_run
+from dsft.checkpoints.run_folder import FINAL
 from dsft.checkpoints.save import trained_shapes
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -106,30 +105,6 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     (tmp_path / "run-8" / FINAL).mkdir()
     assert decided(8) == (True, {}, True)
     assert decided(None) == (False, {}, False), "nothing is there"
-    with pytest.raises(
-        UserError, match="contains no checkpoint to continue from; name the one whose weights are taken"
-    ):
-        decided(None, resume_weights_only=True)
-    other = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(tmp_path / "run-8" / "checkpoint-8")}
-    weights = {"model": other["resume_from_checkpoint"], "resume_from_checkpoint": None}
-    assert decided(8, resume_weights_only=True, training=other) == (False, weights, False)
-    for began_so in (False, True):
-        write_run(str(tmp_path / "run-5"), config={"resume_weights_only": began_so})
-        with nullcontext() if began_so else pytest.raises(UserError, match="is in output_dir"):
-            on = decided(5, resume_weights_only=True, verify_resume=False)
-            assert on == (True, {}, False), "it goes on"
-
-
-def test_a_checkpoint_whose_weights_are_taken_is_planned_by_its_own_shape(resolved, tiny, tmp_path):
-    checkpoint, planned = tmp_path / "before" / "checkpoint-2", {"method": "lora", "verify_resume": False}
-    build_model(TrainConfig(model=str(tiny / "model"), method="lora", lora_r=4), dtype="float32").save_pretrained(
-        checkpoint
-    )
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 2, "epoch": 0.1}')
-    taken = {"resume_from_checkpoint": str(checkpoint), "resume_weights_only": True}
-    run, like_it = resolved(**planned, **taken, lora_r=16), resolved(**planned, lora_r=4)
-    assert run.options.adapter == run.weights_of == str(checkpoint)
-    assert (run.model.size, run.job.size, run.disk) == (like_it.model.size, like_it.job.size, like_it.disk)
 
 
 def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_path):

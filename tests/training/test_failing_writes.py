@@ -33,7 +33,7 @@ def fail_each_write_of_a_save(options: dict, error: int, every: int) -> list[tup
         counted, failed = disk.heal()
         if number:
             seen.append((failed, outcome))
-            assert integrity_errors(Path(options["output_dir"]) / "checkpoint-2", hashes="all") == [], failed
+            assert integrity_errors(Path(options["output_dir"]) / "checkpoint-2", hash_tensors=True) == [], failed
         return counted
 
     def save_often(trainer, *args) -> None:
@@ -65,7 +65,7 @@ def test_every_write_of_a_save_may_fail(options, tmp_path, zero, fault, every):
     needed = [each for each in failed if not each[0].startswith(("mkdir", "sendfile")) and each[0][-8:] != "/.saving"]
     assert all(outcome.startswith("checkpoint-2 could not be saved") for _, outcome in needed), needed
     assert Unsaved.exit_code == 4
-    assert integrity_errors(tmp_path / "run" / "final", hashes="all") == []
+    assert integrity_errors(tmp_path / "run" / "final", hash_tensors=True) == []
 
 
 @pytest.mark.launch
@@ -76,7 +76,7 @@ def test_a_save_that_fails_on_one_rank_ends_all_with_its_cause_and_the_run_resum
     assert codes[1] == 4 and codes[0] != 0, result.stderr
     assert re.search(r"rank 1 on \S+: checkpoint-2 could not be saved: .*No space left", result.stderr), result.stderr
     assert [folder.name for folder in checkpoints(tmp_path / "run")] == ["checkpoint-1"]
-    assert integrity_errors(tmp_path / "run" / "checkpoint-1", hashes="all") == []
+    assert integrity_errors(tmp_path / "run" / "checkpoint-1", hash_tensors=True) == []
     again = run_entry("dsft.train", flags(words | {"resume_from_checkpoint": "auto"}), world=2)
     assert again.returncode == 0, again.stderr
     assert read_json(tmp_path / "run" / "run.json")["results"]["steps"] == 4

@@ -72,8 +72,8 @@ def test_masters_and_moments_are_bfloat16_and_a_resume_is_bit_identical(runs, na
     assert losses(folder / f"{name}, resumed") == losses(folder / name) and len(losses(folder / name)) == STEPS
     for key in (FP32, *shards.states):
         first = next(iter(shards.shapes))
-        again = ZeroShards(folder / f"{name}, resumed" / f"checkpoint-{STEPS}").read(first, key)
-        assert torch.equal(shards.read(first, key), again) and again.abs().max() > 0
+        again = ZeroShards(folder / f"{name}, resumed" / f"checkpoint-{STEPS}").read(first, key, 0, 100)
+        assert torch.equal(shards.read(first, key, 0, 100), again) and again.abs().max() > 0
     if name == "3, lora":
         return
     config = make_config(TrainConfig, case(name, **RUNS[name]), [])
@@ -82,7 +82,7 @@ def test_masters_and_moments_are_bfloat16_and_a_resume_is_bit_identical(runs, na
     files = [*checkpoint.rglob("*.pt"), checkpoint / "model.safetensors"]
     counted = size.weight_bytes + size.state_bytes
     assert abs(sum(file.stat().st_size for file in files) / counted - 1) < 0.05
-    assert integrity_errors(checkpoint, hashes="all") == []
+    assert integrity_errors(checkpoint, hash_tensors=True) == []
 
 
 @pytest.mark.launch
