@@ -98,13 +98,10 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     path = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
     if not path.is_file():
         path = Path(zero)
-    if zero in REMOVED_NAMES:
-        problems.append(f"zero={zero}: {REMOVED_NAMES[zero]}")
-        return {}
     if path.suffix != ".json":
         names = known_names()
-        hint = f"use auto, {', '.join(names)}, or the path of a DeepSpeed JSON{nearest(zero, names)}"
-        problems.append(f"zero={zero}: unknown; {hint}")
+        hint = f"unknown; use auto, {', '.join(names)}, or the path of a DeepSpeed JSON{nearest(zero, names)}"
+        problems.append(f"zero={zero}: {REMOVED_NAMES.get(zero, hint)}")
         return {}
     try:
         content = json.loads(read_text(path), object_pairs_hook=_mapping, parse_float=_number)

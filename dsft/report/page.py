@@ -61,14 +61,11 @@ class Run:
 
 def read_runs(folders: list[str]) -> list[Run]:
     """Read runs; they are named by their folders. Raises UserError if one is not a run, or cannot be read."""
-    paths = [Path(folder).expanduser() for folder in dict.fromkeys(folders)]
-    names = [path.resolve().name for path in paths]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
     runs = []
-    for path, name in zip(paths, names, strict=True):
+    for folder in dict.fromkeys(folders):
+        path = Path(folder).expanduser()
         read_options_of_run(str(path))  # without them it is not a run of dsft
-        runs.append(Run(name=name, folder=path, facts=read_run(str(path)), log=read_log(path / METRICS)))
+        runs.append(Run(name=str(path), folder=path, facts=read_run(str(path)), log=read_log(path / METRICS)))
     return runs
 
 
@@ -197,11 +194,9 @@ def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
             differing.append([name, *cells])
     tables["What differs between the runs"] = differing
     for run in runs:
-        samples = [(entry["step"], samples_in(entry)) for entry in run.log]
-        shown = [(step, answers) for step, answers in samples if answers]
         rows = tables[f"Samples of {run.name}"] = []
-        for step, answers in shown[:1] + shown[1:][-1:]:
-            rows += [[f"step {step:,}", prompt, answer] for prompt, answer in answers]
+        for entry in run.log:
+            rows += [[f"step {entry['step']:,}", prompt, answer] for prompt, answer in samples_in(entry)]
         counts = run.facts.get("data") or {}
         rows = [[name.replace("_", " "), f"{value}"] for name, value in counts.items() if value]
         tables[f"Training data of {run.name}"] = rows

@@ -74,12 +74,6 @@ def test_the_help_of_train_is_short_unless_all_is_asked_for():
     assert len(short.splitlines()) < len(full.splitlines()) / 3
 
 
-def test_the_help_of_eval_lists_its_modes_and_protocols():
-    text = command_help("eval", everything=True)
-    assert "--mode auto|windows|sliding|rolling|answers  (default: auto)" in text
-    assert "--protocol gptq|llama.cpp|lm-eval|hf" in text
-
-
 def test_the_reference_is_up_to_date():
     made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
     assert (ROOT / "docs/reference.md").read_text() == made["reference"]() + "\n", (

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from dsft.cli.commands import ChatOptions, PlanOptions, PreviewOptions
-from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import HINTS, OURS, EvalConfig, LaunchOptions, TrainConfig
 from dsft.config.reader import (
     BOUNDS,
@@ -26,7 +25,6 @@ from dsft.config.reader import (
     training_types,
 )
 from dsft.errors import UserError
-from dsft.models.model_folder import load_template
 
 
 def test_names_of_other_trainers_are_not_options_and_mean_options_that_exist():
@@ -251,12 +249,8 @@ def problems_of(cls: type, **changes) -> list[str]:
     ("name", "value", "expected"),
     [
         ("max_steps", 0, "must be at least 1, or -1"),
-        ("max_steps", "0", "must be at least 1, or -1"),
         ("lora_options", "{" * 3000, "neither JSON nor YAML"),
-        ("adam_beta1", 1.0, "must be at least 0 and less than 1"),
         ("dataloader_num_workers", 100_000, "must be at least 0 and at most 256"),
-        ("num_train_epochs", 1e300, "at most 1,000,000"),
-        ("global_batch_size", 10**12, "at most 10,000,000"),
         ("load_timeout", 1e300, "at most 1,000,000 seconds"),
         ("data_seed", 2**32, "must be at least 0 and less than 4294967296"),
     ],
@@ -344,16 +338,6 @@ def test_a_contradiction_is_one_problem_that_names_an_option_of_it_and_goes_with
 )
 def test_an_evaluation_that_contradicts_itself_is_refused_and_its_neighbour_is_not(changes, is_fine):
     assert (problems_of(EvalConfig, **changes) == []) == is_fine
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
-    files = {name: tmp_path / name for name in ("run.yaml", "ds.json", "chat.jinja")}
-    for file, text in zip(files.values(), ("model: m\n", '{"steps_per_print": 1}', "{{ bos_token }}"), strict=True):
-        file.write_text(text, encoding="utf-8-sig")
-    problems: list[str] = []
-    assert read_yaml(str(files["run.yaml"]), problems) == {"model": "m"}
-    assert read_zero_file(str(files["ds.json"]), problems) == {"steps_per_print": 1}
-    assert load_template(str(files["chat.jinja"])) == "{{ bos_token }}" and problems == []
 
 
 def test_none_is_a_text_where_texts_are_taken_and_null_leaves_an_option_unset():

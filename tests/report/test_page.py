@@ -62,7 +62,8 @@ def test_several_runs_share_charts_and_what_differs_is_a_table(tmp_path):
     folders = [write_run(tmp_path / name, log=logged(5)) for name in ("one", "two")]
     runs = read_runs([str(folder) for folder in folders])
     loss = charts(runs)[0]
-    assert [name for name, _ in loss["legend"]] == ["one training", "one held out", "two training", "two held out"]
+    names = [f"{folder} {word}" for folder in folders for word in ("training", "held out")]
+    assert [name for name, _ in loss["legend"]] == names
     differing = tables(runs)["What differs between the runs"]
     assert [row[0] for row in differing] == ["output_dir"]
 
