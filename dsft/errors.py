@@ -113,21 +113,15 @@ def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list
     of a default that nobody set is no news.
     """
     named = re.compile(r"^-*(\w+)(?:[:=]| is given)|did you mean '(\w+)'")
-    names = {name for problem in known for match in named.findall(problem) for name in match if name}
+    names: set[str] = set()
+    for problem in known:
+        names.update(*named.findall(problem))
+    names.discard("")  # of the form that did not match
     if not names:
         return [*problems]
     # A name of one word, such as model, is a word of many sentences too.
     words = "|".join(name if "_" in name else f"^{name}(?=[:=])" for name in sorted(names))
     return [problem for problem in problems if not re.search(rf"(?<!\w)(?:{words})(?!\w)", problem)]
-
-
-_exit_hook: Callable[[int, list[str]], bool] | None = None
-
-
-def on_exit(hook: Callable[[int, list[str]], bool]) -> None:
-    """Call `hook(exit code, lines)` before a rank ends with an error; it returns whether it will print the lines."""
-    global _exit_hook
-    _exit_hook = hook
 
 
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -148,7 +142,9 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             lines = error.problems if isinstance(error, UserError) else [str(error) or "interrupted (Ctrl-C)"]
             is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
             passed_on = [f"error: {line}" if is_error else line for line in lines]
-            is_passed_on = bool(_exit_hook and _exit_hook(code, passed_on))
+            from dsft.job import beat
+
+            is_passed_on = beat.close(code, passed_on)
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
                 head = "dsft: error: " if is_error else "dsft: "

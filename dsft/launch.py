@@ -141,7 +141,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
             if getattr(options, name):
                 problems.append(f"--{name}: chooses from a host file; name one with --hostfile")
     if options.bind_cores_to_rank and not shutil.which("numactl"):
-        problems.append("--bind_cores_to_rank: numactl is not here; apt-get install numactl, on every node")
+        problems.append("--bind_cores_to_rank: numactl is not installed; apt-get install numactl, on every node")
     raise_if_any(problems)
     name, *words = words
     if name == "eval" and words and not words[0].startswith("--") and not words[0].endswith((".yaml", ".yml")):
@@ -241,7 +241,7 @@ def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str
     if nodes:
         if not shutil.which("pdsh"):
             raise UserError(
-                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not here: apt-get install pdsh"
+                "--hostfile: DeepSpeed starts other nodes through pdsh, which is not installed: apt-get install pdsh"
             )
         paths = {"the working folder": os.getcwd(), "Python": sys.executable, "output_dir": str(file.parent)}
         raise_if_any(

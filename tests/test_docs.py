@@ -56,7 +56,7 @@ def blocks(page: Path, languages: str) -> list[str]:
 
 def commands(page: Path) -> list[str]:
     """The lines of shell blocks, without comments."""
-    lines = "".join(blocks(page, "bash|sh")).replace("\\\n", " ").splitlines()
+    lines = re.sub(r"\s*\\\n\s*", " ", "".join(blocks(page, "bash|sh"))).splitlines()
     return [re.sub(r"\s+#.*", "", line).strip() for line in lines if line.strip() and not line.startswith("#")]
 
 

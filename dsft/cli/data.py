@@ -8,6 +8,7 @@ dsft preview --config run.yaml --samples 5
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -88,13 +89,13 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
         for sequence in sequences:
             text = ""
             weights = np.where(sequence["labels"] != IGNORED, sequence.get("weights", 1), 0)
-            edges = [0, *(np.flatnonzero(np.diff(weights)) + 1), len(weights)]
-            for start, end in itertools.pairwise(edges):
-                piece = tokenizer.decode(sequence["input_ids"][start:end])
-                if weights[start]:
+            weighted_ids = zip(weights.tolist(), sequence["input_ids"].tolist(), strict=True)
+            for weight, group in itertools.groupby(weighted_ids, key=operator.itemgetter(0)):
+                piece = tokenizer.decode([token_id for _, token_id in group])
+                if weight:
                     piece = f"⟦{piece}⟧"
-                if weights[start] not in (0, 1):
-                    piece += f"×{weights[start]:g}"
+                if weight not in (0, 1):
+                    piece += f"×{weight:g}"
                 text += piece
             print(f"{text}\n")  # as it is, also in a narrow terminal
     show_text("trained tokens are between ⟦ and ⟧")

@@ -293,14 +293,24 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
 def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
     """Returns DeepSpeed's own error, with the section that raises it."""
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from pydantic import ValidationError
+
+    names: set[str] = set()
+    for model in DeepSpeedConfigModel.__subclasses__():
+        names.update(model.model_fields)
 
     def find_errors(sections: dict[str, Any]) -> list[str]:
         try:
             # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
             DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | sections)
         except ValidationError as error:
-            return [f".{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+            problems = []
+            for fault in error.errors():
+                place = ".".join(map(str, fault["loc"]))
+                hint = nearest(place.rpartition(".")[2], names) if fault["type"] == "extra_forbidden" else ""
+                problems.append(f".{place}: {fault['msg']}{hint}")
+            return problems
         except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
             return [f": {one_line(error)}"]
         return []

@@ -347,9 +347,10 @@ def check_values(
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
             continue
-        if key in PATHS:
-            many = isinstance(value, list)
-            value = [os.path.expanduser(path) for path in value] if many else value and os.path.expanduser(value)
+        if key in PATHS and isinstance(value, list):
+            value = [os.path.expanduser(path) for path in value]
+        elif key in PATHS and value:
+            value = os.path.expanduser(value)
         checked[key] = value
     for key in types_by_name:  # in one order, wherever the values are
         problems += check_bounds(key, checked.get(key))
@@ -386,7 +387,7 @@ def takes_none(hint: Any) -> bool:
 
 def takes_list(hint: Any) -> bool:
     """Whether a field of this type can be a list."""
-    return any(typing.get_origin(member) in (list, Sequence) for member in (hint, *typing.get_args(hint)))
+    return any(typing.get_origin(member) is list for member in (hint, *typing.get_args(hint)))
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -405,7 +406,7 @@ def convert(value: Any, hint: Any) -> Any:
         return _choice(value, arguments)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _choice(value, [str(member.value) for member in hint])
-    if origin in (list, Sequence):
+    if origin is list:
         items = value if isinstance(value, list) else [value]
         return [convert(item, arguments[0] if arguments else Any) for item in items]
     if origin is dict or hint is dict:
@@ -426,8 +427,6 @@ def convert(value: Any, hint: Any) -> Any:
                 item = float(item)
             converted[convert(key, key_type)] = convert(item, value_type)
         return converted
-    if hint not in SCALARS:
-        raise ValueError(f"cannot be set from a file or a flag ({hint})")
     return _convert_scalar(value, hint)
 
 

@@ -33,44 +33,50 @@ class Curve:
     """
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Values from `low` to `high`, at places from `start` to `end` of the picture."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> float:
+        share = (value - self.low) / ((self.high - self.low) or 1.0)
+        return self.start + share * (self.end - self.start)
+
+
 def draw(curves: list[Curve]) -> str:
     """Return the SVG of some curves, at least one of which has a point."""
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     margin = 0.05 * (max(ys) - min(ys)) or 0.05 * abs(max(ys)) or 1.0
-    lowest = min(ys) - margin
-    highest = max(ys) + margin
-    first = min(xs)
-    last = max(xs)
-
-    def place_x(x: float) -> float:
-        return LEFT + (x - first) / ((last - first) or 1.0) * (WIDTH - RIGHT - LEFT)
-
-    def place_y(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - lowest) / (highest - lowest) * (HEIGHT - BOTTOM - TOP)
-
-    def line(points: Points, style: str) -> str:
-        places = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in points)
-        return f'<polyline points="{places}" style="fill:none;stroke-linejoin:round;{style}"/>'
-
+    across = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
+    up = Axis(min(ys) - margin, max(ys) + margin, HEIGHT - BOTTOM, TOP)
     parts = []
     for value in round_numbers(min(ys), max(ys)):
-        y = place_y(value)
+        y = up.place(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in round_numbers(first, last):
-        parts.append(f'<text x="{place_x(value):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(value)}</text>')
+    for value in round_numbers(min(xs), max(xs)):
+        x = across.place(value)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(value)}</text>')
     for curve in curves:
-        points = curve.points[:: math.ceil(len(curve.points) / MOST_POINTS)]
+        every = math.ceil(len(curve.points) / MOST_POINTS)
+        xs = [x for x, _ in curve.points[::every]]
+        ys = [y for _, y in curve.points[::every]]
         colour = f"var(--series-{curve.colour % NUM_COLOURS})"
-        if not curve.has_dots and len(points) > SMOOTHED:
-            parts.append(line(points, f"stroke:{colour};stroke-width:1;opacity:.35"))
-            smooth = pandas.Series([y for _, y in points]).rolling(SMOOTHED, center=True, min_periods=1).mean()
-            points = [(x, y) for (x, _), y in zip(points, smooth, strict=True)]
-        parts.append(line(points, f"stroke:{colour};stroke-width:2"))
-        for x, y in points if curve.has_dots else ():
+        lines = {f"stroke:{colour};stroke-width:2": ys}
+        if not curve.has_dots and len(ys) > SMOOTHED:
+            smooth = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
+            lines = {f"stroke:{colour};stroke-width:1;opacity:.35": ys, f"stroke:{colour};stroke-width:2": smooth}
+        for style, values in lines.items():
+            places = [f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in zip(xs, values, strict=True)]
+            parts.append(f'<polyline points="{" ".join(places)}" style="fill:none;stroke-linejoin:round;{style}"/>')
+        for x, y in curve.points if curve.has_dots else ():
             text = escape(f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens")
-            place = f'cx="{place_x(x):.1f}" cy="{place_y(y):.1f}"'
+            place = f'cx="{across.place(x):.1f}" cy="{up.place(y):.1f}"'
             parts.append(f'<circle {place} r="4" style="fill:{colour}"><title>{text}</title></circle>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
 

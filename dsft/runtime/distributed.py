@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.errors import NotStarted, UserError, on_exit, one_line, raise_if_any
+from dsft.errors import NotStarted, UserError, one_line, raise_if_any
 from dsft.job import beat as watchdog
 from dsft.runtime.console import say, show_text
 from dsft.runtime.disk import hold_folder
@@ -79,7 +79,6 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     map_launcher_variables()
     if timeouts:
         watchdog.start(timeouts)
-        on_exit(watchdog.close)
     missing = [name for name in (*SINGLE_PROCESS_ENV, "MASTER_PORT") if name not in os.environ]
     if world_size() > 1 and missing:
         raise UserError(

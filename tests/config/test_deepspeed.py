@@ -51,14 +51,18 @@ def test_a_file_with_all_that_users_write_has_no_problem():
     ("place", "content", "expected"),
     [
         ("", {"zero_optimizaton": {"stage": 2}}, ["zero_optimizaton: unknown key", "'zero_optimization'"]),
-        ("zero_optimization", {"reduce_bucket_sise": 1}, ["zero_optimization.reduce_bucket_sise: Extra inputs"]),
+        (
+            "zero_optimization",
+            {"reduce_bucket_sise": 1},
+            ["zero_optimization.reduce_bucket_sise: Extra inputs", "_size'"],
+        ),
         (
             "zero_optimization.offload_optimizer",
             {"pin_memry": True},
             ["zero_optimization.offload_optimizer.pin_memry: Extra inputs"],
         ),
         ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "nothing fills this in"]),
-        ("bf16", {"enbled": True}, ["bf16.enbled: Extra inputs"]),
+        ("bf16", {"enbled": True}, ["bf16.enbled: Extra inputs", "'enabled'"]),
         ("optimizer", {"parms": {"lr": 1}}, ["optimizer.parms: unknown key", "'params'"]),
         ("optimizer", {"type": "Adom"}, ["optimizer.type", "'Adom'", "'Adam'"]),
         ("optimizer", {"type": 5}, ["optimizer.type: '5' is unknown"]),

@@ -148,7 +148,10 @@ def test_what_ends_every_rank_is_found_before_one_starts(options, tiny, tmp_path
     cases = [
         ({"model": str(tiny / "chat"), "data": str(write_jsonl(tmp_path / "rows.jsonl", rows))}, "has the role 'usr'"),
         ({"model": str(lost)}, "1 tensor of the model missing from its weights"),
-        ({"zero": str(tmp_path / "zero.json")}, "overlap_com: unknown key; did you mean 'overlap_comm'"),
+        (
+            {"zero": str(tmp_path / "zero.json")},
+            "overlap_com: Extra inputs are not permitted; did you mean 'overlap_comm'",
+        ),
         ({"report_to": "wandbx"}, "report_to=wandbx: wandbx is not supported"),
         ({"output_dir": str(tmp_path / "other")}, "contains another run"),
     ]

@@ -13,7 +13,7 @@ import psutil
 import torch.distributed as dist
 
 from dsft.config.options import TimeoutFields
-from dsft.errors import UserError, ends_with_clear_errors, on_exit
+from dsft.errors import UserError, ends_with_clear_errors
 from dsft.job import beat as watchdog
 
 TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save_timeout=60, lost_timeout=5)
@@ -23,7 +23,6 @@ TIMEOUTS = TimeoutFields(start_timeout=60, load_timeout=60, step_timeout=4, save
 def main() -> None:
     fault, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
     watchdog.start(TIMEOUTS)
-    on_exit(watchdog.close)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watchdog.connect()
     watchdog.set_file("log", folder / f"rank_{rank}.log")
