@@ -96,8 +96,8 @@ def test_every_hostfile_is_read_by_deepspeed_as_its_name_says(path):
 
 
 FLOORS = {
-    "units": 0,
-    "errors": 1, "job": 1,
+    "units": -1, "job": 0,
+    "errors": 1,
     "config": 2, "runtime": 2,
     "models": 3,
     "data": 4, "planner": 4, "checkpoints": 4,
