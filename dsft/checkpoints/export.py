@@ -171,8 +171,8 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
     tokenizer_file = folder / TOKENIZER_CONFIG_FILE
     if config_file.is_file():
         config = json.loads(config_file.read_text(encoding="utf-8"))
-        for section in (config, config.get("text_config")):
-            rope = dict((section or {}).get("rope_parameters") or {})
+        for section in filter(None, (config, config.get("text_config"))):
+            rope = dict(section.get("rope_parameters") or {})
             if any(isinstance(value, dict) for value in rope.values()):  # by kind of layer
                 if section["model_type"] not in LAYERED_ROPE:
                     continue
@@ -181,6 +181,11 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
             for key in ("rope_theta", "partial_rotary_factor"):
                 if key in rope:
                     section[key] = rope.pop(key)
+            if section["model_type"] == "gpt_neox":  # by names of its own
+                section["rotary_emb_base"] = section.get("rope_theta")
+                section["rotary_pct"] = section.get("partial_rotary_factor")
+            if rope.get("rope_type") == "longrope" and section["model_type"] == "phi3":  # three keys, no other
+                rope = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
             if rope and rope != {"rope_type": "default"}:
                 section["rope_scaling"] = rope
         write_json(config_file, config)

@@ -46,6 +46,8 @@ FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, Typ
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt")
 READ_ENDINGS = (*WEIGHT_ENDINGS, ".json", ".py")
+HEADS = (".lm_head.weight", ".embed_out.weight", ".head.weight", ".output.weight", ".unembed.weight")
+"""Ends of a head's name on disk, which transformers renames while it loads (conversion_mapping.py)."""
 RESULTS = "perplexity.json"  # an evaluation may have written it beside the model
 BLOCK_BYTES = 1 << 16
 BLOCKS = 64
@@ -127,8 +129,8 @@ def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = 
 
 def _tensor_like(name: str, file_of: Mapping[str, str]) -> torch.Tensor | None:
     """Reads the tensor that has a name in memory; the prefixes on disk differ from those. None without any."""
-    end = "." + ".".join(name.split(".")[-2:])
-    candidates = [each for each in file_of if f".{each}".endswith(end)]
+    ends = HEADS if name.endswith("lm_head.weight") else "." + ".".join(name.split(".")[-2:])
+    candidates = [each for each in file_of if f".{each}".endswith(ends)]
     if not candidates:
         return None
     on_disk = min(candidates, key=len)  # the others belong to towers

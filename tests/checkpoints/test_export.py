@@ -103,6 +103,20 @@ def test_the_keys_of_transformers_4_leave_every_package_readable(tmp_path):
         assert before.rope == after.rope, kind
 
 
+def test_keys_that_transformers_4_has_for_one_architecture(tmp_path):
+    """It read GPT-NeoX with other angles, and refused Phi-3 with more than three keys of longrope."""
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    long_rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    for config, expected in (
+        (transformers.GPTNeoXConfig(rope_parameters=rope), {"rotary_emb_base": 5e5, "rotary_pct": 0.5}),
+        (transformers.Phi3Config(rope_parameters=long_rope), {"rope_scaling": {"type": "longrope", **factors}}),
+    ):
+        config.save_pretrained(tmp_path)
+        add_keys_of_transformers_4(tmp_path, "")
+        assert expected.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
 @pytest.mark.exhaustive
 def test_transformers_4_computes_the_same_from_an_export(tmp_path):
     python = tmp_path / "venv" / "bin" / "python"

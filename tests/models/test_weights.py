@@ -19,7 +19,7 @@ from dsft.checkpoints.export import export
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.errors import UserError
 from dsft.models.build import build_model, weight_problems
-from dsft.models.measure import measure_model
+from dsft.models.measure import load_model_config, measure_model
 
 LOST = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -151,6 +151,12 @@ def test_a_head_of_its_own_is_kept_whatever_the_config_says(tiny, options, tmp_p
     assert "lm_head.weight" in load_file(final / "model.safetensors")
     out = export(str(claimed), str(tmp_path / "out"))
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_head_of_another_name_on_disk_is_compared_too(tmp_path):
+    """GPT-NeoX's is embed_out there."""
+    folder = claim_tied(write_model(tmp_path / "model", "gpt_neox"))
+    assert not load_model_config(str(folder)).tie_word_embeddings
 
 
 def _perplexity(evaluation: dict) -> float:
