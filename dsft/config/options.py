@@ -185,6 +185,7 @@ SAME_VALUES = {
     ("dtype", "fp16"): "float16",
     ("dtype", "fp32"): "float32",
     ("optim", "adamw"): "adamw_torch",
+    ("report_to", "None"): "none",
 }
 """(option, their value) -> dsft's."""
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}

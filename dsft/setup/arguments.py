@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from dsft.config.options import (
     IGNORED_ARGUMENTS,
     TRAINING_DEFAULTS,
     Decision,
+    REFUSED_OPTIMIZERS,
     LoraFields,
     TrainConfig,
     decide,
@@ -313,9 +315,6 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     packages = {}
     if training.get("use_liger_kernel"):
         packages["use_liger_kernel"] = "liger_kernel"
-    optim = str(training.get("optim"))
-    if "8bit" in optim or "bnb" in optim:
-        packages[f"optim={optim}"] = "bitsandbytes"
     if options.method == "qlora" and machine.has_gpu and options.quantization in FORMATS:
         packages["method=qlora"] = FORMATS[options.quantization].package
     for name, package in packages.items():
@@ -362,14 +361,20 @@ def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the real object will give them
-            WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": "none"})
+            made = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": "none"})
         checkpointing_kwargs(options)
         where = f"report_to={report_to}"
         for reporter in get_reporting_integration_callbacks(report_to) if here else ():
             reporter()
+        optim = options.training.get("optim")
+        if here and optim not in (None, *REFUSED_OPTIMIZERS):
+            from transformers import Trainer  # seconds
+
+            where = f"optim={optim}"
+            Trainer.get_optimizer_cls_and_kwargs(made)  # its package may be missing
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         text = one_line(error)
-        has_name = any(name in text for name in options.training)
+        has_name = any(re.search(rf"\b{name}\b", text) for name in options.training)
         return [text if has_name else f"{where}: {text}"]
     return []
 

@@ -346,5 +346,6 @@ def test_none_is_a_text_where_texts_are_taken_and_null_leaves_an_option_unset():
     config = make_config(TrainConfig, given, problems)
     assert problems == []
     assert config.training["report_to"] == config.training["run_name"] == "none" and config.lora_r == 16
+    assert make_config(TrainConfig, given | {"report_to": "None"}, problems).training["report_to"] == "none"
     config = make_config(TrainConfig, given | {"report_to": None}, problems)
     assert problems == [] and "report_to" not in config.training

@@ -57,7 +57,9 @@ def test_a_good_configuration_has_no_problems(problems_of):
         ),
         ({"adapter": "./nowhere", "method": "lora"}, ["adapter=./nowhere"]),
         ({"report_to": ["tensorboard", "none"]}, ["report_to=", "none is not supported"]),
-        ({"optim": "adamw_bnb_8bit"}, ["bitsandbytes"]),
+        ({"optim": "adamw_bnb_8bit"}, ["optim=adamw_bnb_8bit: ", "bitsandbytes"]),
+        ({"optim": "lion_32bit"}, ["optim=lion_32bit: ", "bitsandbytes"]),
+        ({"optim": "grokadamw"}, ["optim=grokadamw: ", "grokadamw"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
