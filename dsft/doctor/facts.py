@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dsft.errors import one_line
 from dsft.runtime.disk import existing_parent, free_bytes, user_cache, write_error
 from dsft.runtime.hardware import cpu_count, free_host_bytes
-from dsft.runtime.launcher_env import INTERFACE_VARIABLES, port_owner, reachable_addresses
+from dsft.runtime.launcher_env import interface_error, port_owner, reachable_addresses
 from dsft.runtime.software import PACKAGES, code_hash, compile_error, git_commit, numeric_versions, version_of
 
 GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
@@ -109,15 +107,4 @@ def port_error(port: int) -> str:
             listener.listen()
         except OSError as error:
             return f"port {port}: {error.strerror}; in use by {port_owner(port)}"
-    return ""
-
-
-def interface_error() -> str:
-    """Returns which interface of NCCL's or gloo's variables is not on this node; empty if all are."""
-    present = list(psutil.net_if_addrs())
-    for variable in INTERFACE_VARIABLES:
-        names = os.environ.get(variable, "").lstrip("=").split(",")
-        prefixes = [name for name in names if name and not name.startswith("^")]
-        if prefixes and not any(name.startswith(prefix) for name in present for prefix in prefixes):
-            return f"{variable}={os.environ[variable]}, but the interfaces are {', '.join(present)}"
     return ""

@@ -31,7 +31,7 @@ MPI_NAMES = {
 }
 """Rank, number of ranks, and the same within the node, as each mpirun says them."""
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-LEFT_OVER = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+LEFT_OVER = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
 """Variables of an earlier `accelerate launch`, which accelerate would follow against `dtype` and the machine."""
 LOOPBACK = "127.0.0.1"
 SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK}
@@ -63,6 +63,17 @@ def launchers_of(given: Mapping[str, str]) -> list[str]:
     return [name for name, variable in signs.items() if variable in given]
 
 
+def interface_error() -> str:
+    """Returns which interface of NCCL's or gloo's variables is not on this node; empty if all are."""
+    present = list(psutil.net_if_addrs())
+    for variable in INTERFACE_VARIABLES:
+        names = os.environ.get(variable, "").lstrip("=").split(",")
+        prefixes = [name for name in names if name and not name.startswith("^")]
+        if prefixes and not any(name.startswith(prefix) for name in present for prefix in prefixes):
+            return f"{variable}={os.environ[variable]}, but the interfaces are {', '.join(present)}"
+    return ""
+
+
 def check_environment(given: Mapping[str, str]) -> None:
     """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
     problems = [
@@ -73,6 +84,8 @@ def check_environment(given: Mapping[str, str]) -> None:
     accelerator = given.get("DS_ACCELERATOR", "cpu")
     if accelerator not in ("cuda", "cpu"):
         problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu, or unset to find GPUs")
+    if problem := interface_error():
+        problems.append(problem)
     raise_if_any(problems)
 
 

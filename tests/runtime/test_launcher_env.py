@@ -115,8 +115,15 @@ def test_mpi_on_several_nodes_without_an_address_is_one_clear_error(monkeypatch)
     map_launcher_variables()  # a second call changes nothing
 
 
+def test_an_interface_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=nowhere0, but the interfaces are .*lo"):
+        map_launcher_variables()
+
+
 def test_variables_of_an_earlier_launch_are_not_followed(monkeypatch):
     left = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+    left |= {"ACCELERATE_TORCH_DEVICE": "cuda"}
     for name, value in {**SINGLE_PROCESS_ENV, **left}.items():
         monkeypatch.setenv(name, value)
     map_launcher_variables()
