@@ -56,11 +56,9 @@ def auto_class(config: PreTrainedConfig) -> type:
     why = "no causal language model, which dsft trains"
     for auto, mapping in AUTO_CLASSES:
         if auto.__name__ in remote or type(config) in mapping:
-            encodes_first = (  # an encoder reads the input, and a decoder writes something else
-                getattr(config, "is_encoder_decoder", False)
-                or getattr(config.get_text_config(), "is_encoder_decoder", False)
-                or {"encoder", "decoder"} <= config.sub_configs.keys()
-            )
+            # An encoder reads the input, and a decoder writes something else.
+            has_both = {"encoder", "decoder"} <= config.sub_configs.keys()
+            encodes_first = has_both or getattr(config, "is_encoder_decoder", False)
             if auto is AutoModelForCausalLM or not encodes_first:
                 return auto
             why = f"an encoder with a decoder, {why}"

@@ -114,31 +114,30 @@ def small_model(
             for size, value in SMALL_TOWER.items():
                 if type(vars(part).get(size)) is int:
                     setattr(part, size, value)
-    if text is small or any(part is text for part in parts.values()):
-        # Narrow layers, with as many heads of keys in proportion: one, all, or half.
-        known_heads = getattr(text, "num_attention_heads", None)
-        key_heads = {1: 1, known_heads: heads}.get(getattr(text, "num_key_value_heads", None), heads // 2)
-        sizes = SMALL | dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), SMALL["head_dim"] * heads)
-        sizes |= {"num_attention_heads": heads, "n_head": heads, "num_key_value_heads": key_heads}
-        if hasattr(text, "qk_rope_head_dim"):  # latent attention: it is derived
-            del sizes["head_dim"]
-        for name, value in sizes.items():
-            if isinstance(vars(text).get(text.attribute_map.get(name, name)), int):
-                setattr(text, name, value)
-        text.pad_token_id = 0
-        # At least two layers, and one of each kind.
-        kinds = vars(text).get(text.attribute_map.get("layer_types", "layer_types"))
-        layers = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else 2
-        text.num_hidden_layers = min(layers, text.num_hidden_layers)
-        if kinds:
-            text.layer_types = kinds[:layers]
-        rope = getattr(text, "rope_parameters", None) or {}
-        if sections := rope.get("mrope_section"):
-            # Angles of a head are divided between time, height and width as the model does (Qwen-VL).
-            head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-            fewer = [section * angles // sum(sections) for section in sections]
-            rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
+    # Narrow layers, with as many heads of keys in proportion: one, all, or half.
+    known_heads = getattr(text, "num_attention_heads", None)
+    key_heads = {1: 1, known_heads: heads}.get(getattr(text, "num_key_value_heads", None), heads // 2)
+    sizes = SMALL | dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), SMALL["head_dim"] * heads)
+    sizes |= {"num_attention_heads": heads, "n_head": heads, "num_key_value_heads": key_heads}
+    if hasattr(text, "qk_rope_head_dim"):  # latent attention: it is derived
+        del sizes["head_dim"]
+    for name, value in sizes.items():
+        if isinstance(vars(text).get(text.attribute_map.get(name, name)), int):
+            setattr(text, name, value)
+    text.pad_token_id = 0
+    # At least two layers, and one of each kind.
+    kinds = vars(text).get(text.attribute_map.get("layer_types", "layer_types"))
+    layers = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else 2
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+    if kinds:
+        text.layer_types = kinds[:layers]
+    rope = getattr(text, "rope_parameters", None) or {}
+    if sections := rope.get("mrope_section"):
+        # Angles of a head are divided between time, height and width as the model does (Qwen-VL).
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        fewer = [section * angles // sum(sections) for section in sections]
+        rope["mrope_section"] = [angles - sum(fewer[1:]), *fewer[1:]]
     num_params = empty_model(small, trust_remote_code=trust_remote_code).num_parameters()
     if num_params > LARGEST_TRIED:
         raise ValueError(f"it would have {num_params:,} parameters")
