@@ -198,7 +198,7 @@ def group_documents(column: str, data: FormattedSource, config: EvalConfig, wind
     """Return [D] texts: the value of `column` of each document. Raises UserError if the data has no such column, it has
     too many values, or the protocol joins all documents.
     """
-    columns = list(dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values))
+    columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
     if column not in columns:
         raise UserError(f"group_by={column}: no such column in {data.source.name}; it has {', '.join(columns)}")
     rows = (row for batch in data.batches() for row in batch.rows)

@@ -64,8 +64,6 @@ class _Job:
     windows: Windows
     about: dict[str, Any]
     """Fields of its Evaluation that are known before it is scored."""
-    tokens: Path | None
-    """The folder of its scored tokens, if they are kept."""
 
 
 def evaluate_models(
@@ -115,7 +113,7 @@ def evaluate_models(
             facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
             facts[f"files of {job.config.model}"] = job.about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        cached = [results and results.find(job.about, tokens=job.tokens) for job in jobs]
+        cached = [results and results.find(job.about) for job in jobs]
         with _out_of_memory_explained(candidate.config), contextlib.ExitStack() as stack:
             if not all(cached):
                 for each in (candidate, *others):
@@ -211,7 +209,7 @@ def _jobs(
         for column, labels_D in groups.items():
             decisive[f"groups by {column}"] = hashlib.sha256(json.dumps(labels_D.tolist()).encode()).hexdigest()
         job_fingerprint = fingerprint(identities, decisive, options, installed)
-        tokens = Path(config.output_dir) / TOKENS / job_fingerprint[:16] if config.save_tokens else None
+        tokens = str(Path(config.output_dir) / TOKENS / job_fingerprint[:16]) if config.save_tokens else None
         about = {
             "model": candidate.name,
             "data": source,
@@ -227,9 +225,10 @@ def _jobs(
                 windows.excerpts(SHOWN_TOKENS), skip_special_tokens=True
             ),
             "fingerprint": job_fingerprint,
+            "tokens_folder": tokens,
             "versions": installed,
         }
-        jobs.append(_Job(config=config, windows=windows, about=about, tokens=tokens))
+        jobs.append(_Job(config=config, windows=windows, about=about))
     return jobs
 
 
@@ -238,10 +237,12 @@ def _evaluate_job(
 ) -> tuple[Evaluation, Recorder]:
     """Score a data set, or what an interrupted evaluation left of it. Collective."""
     config = job.config
-    partial = None
-    if config.output_dir and not job.tokens:
+    partial = tokens = None
+    if job.about["tokens_folder"]:
+        tokens = Path(job.about["tokens_folder"])
+    elif config.output_dir:
         partial = Path(config.output_dir) / "partial" / job.about["fingerprint"][:32]
-    recorder = Recorder(job.windows, partial=partial, tokens=job.tokens)
+    recorder = Recorder(job.windows, partial=partial, tokens=tokens)
     options = {
         "pad_token_id": candidate.tokenizer.pad_token_id,
         "device": distributed.device(),
@@ -269,7 +270,6 @@ def _evaluate_job(
         zero=zero[0],
         ranks=distributed.world_size(),
         machine=str(machine),
-        tokens_folder=job.tokens and str(job.tokens),
         seconds=seconds,
         verified_difference=difference,
         peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},

@@ -325,8 +325,6 @@ class Mode:
     """All bytes of the texts are scored, and no token that a tokenizer puts before or between them."""
     bos_replaces_first: bool = False
     """BOS is fed in place of the first token of every window, if the tokenizer puts one before a text."""
-    source: str = ""
-    """What defines a protocol."""
     seq_len: int | None = None
     """Of a protocol: tokens of a window if the user names none; at most the model's positions, which None takes."""
 
@@ -339,12 +337,10 @@ MODES = {
 }
 """Values of the option `mode`. `auto` takes the first of texts, or of prompts with completions and chats."""
 PROTOCOLS = {
-    "gptq": Mode(windows=_gptq, source="IST-DASLab/gptq, llama.py", seq_len=2048),
-    "llama.cpp": Mode(
-        windows=_llama_cpp, bos_replaces_first=True, source="ggml-org/llama.cpp, tools/perplexity", seq_len=512
-    ),
-    "lm-eval": Mode(windows=_lm_eval, source="EleutherAI/lm-evaluation-harness, loglikelihood_rolling"),
-    "hf": Mode(windows=_hf, source="transformers' documentation, fixed-length models", seq_len=1024),
+    "gptq": Mode(windows=_gptq, seq_len=2048),
+    "llama.cpp": Mode(windows=_llama_cpp, bos_replaces_first=True, seq_len=512),
+    "lm-eval": Mode(windows=_lm_eval),
+    "hf": Mode(windows=_hf, seq_len=1024),
 }
 """Values of the option `protocol`, whose perplexity is exp of its weighted mean of nats; only hf has weights."""
 WINDOW_OPTIONS = ("bos", "separator", "stride", "scope", "too_long")

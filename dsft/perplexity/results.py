@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
-from dsft.perplexity.modes import Windows, find_mode
+from dsft.perplexity.modes import Windows
 from dsft.perplexity.sums import (
     LONG_SHARE,
     Estimate,
@@ -142,10 +142,6 @@ class Evaluation:
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; the modes are defined in dsft/perplexity/modes.py."""
         result = self.perplexity
-        definition = f"perplexity = exp(nats / tokens), mode {self.mode} of dsft/perplexity/modes.py"
-        if self.protocol:
-            source = find_mode(self.protocol).source
-            definition = f"perplexity = exp(nats / tokens), protocol {self.protocol} ({source})"
         report = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("perplexity", "is_known", "document_groups", "document_texts"):
             del report[name]
@@ -157,7 +153,6 @@ class Evaluation:
             "interval": asdict(self.intervals),
             "blocks": {"nats": result.block_nats.tolist(), "tokens": result.block_tokens.tolist()},
             "tokens_per_second": result.fed_tokens / self.seconds,
-            "definition": definition,
         }
         return finite(report)
 
@@ -307,19 +302,19 @@ class Results:
                 f"{path} cannot be read as results ({type(error).__name__}: {error}); remove it, or name another folder"
             ) from None
 
-    def find(self, about: Mapping[str, Any], *, tokens: Path | None) -> Evaluation | None:
-        """Find a result that was the same in everything that counts, with the folder `tokens` if they are to be kept.
-        Collective. Args: `about`: what is known of it before it is scored.
+    def find(self, about: Mapping[str, Any]) -> Evaluation | None:
+        """Find a result that was the same in everything that counts. Collective. Args: `about`: what is known of it
+        before it is scored.
         """
         same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
-        if tokens and not tokens.is_dir():
+        folder = about["tokens_folder"]
+        if folder and not Path(folder).is_dir():
             same = []
         evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
         if evaluation is None:
             return None
         # A copy of a model or of its data has the same result, and output_dir may have been moved.
-        names = {"model": about["model"], "data": about["data"], "tokens_folder": tokens and str(tokens)}
-        return replace(evaluation, **names)
+        return replace(evaluation, model=about["model"], data=about["data"], tokens_folder=folder)
 
     def add(self, evaluation: Evaluation) -> None:
         """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
