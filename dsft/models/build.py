@@ -85,8 +85,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LOAD_ERRORS = ("automatic conversion of the weights", "Error(s) in loading state_dict")
 """What transformers says of weights that do not fit."""
 NO_PLACE = "of its weights have no place in the model"
-MASKS = re.compile(r"\.attn(\.attention)?\.(masked_)?bias$")
-"""Buffers of masks that files of GPT-2, GPT-Neo and GPT-J still have."""
+MASKS = re.compile(r"\.attn(\.attention)?\.((masked_)?bias|causal_mask)$")
+"""Buffers of masks that files of GPT-2, GPT-Neo, GPT-J and CodeGen still have."""
 
 
 def resolve_dtype(dtype: str) -> str:

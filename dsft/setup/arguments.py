@@ -485,9 +485,12 @@ def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
     free = free_bytes(output_dir)
     if free is None or free >= needed:
         return []
-    saves = f"{plural(size.kept, 'checkpoint')} of {size.checkpoint_bytes / GB:.3g} GB"
+    saves = ""
+    way_out = "choose another disk"
+    if size.kept:
+        saves = f" and {plural(size.kept, 'checkpoint')} of {size.checkpoint_bytes / GB:.3g} GB"
+        way_out += ", a smaller save_total_limit, or save_strategy: no"
     return [
-        f"output_dir={output_dir}: the final model ({size.final_bytes / GB:.3g} GB) and {saves} need"
-        f" {needed / GB:.3g} GB more, but the disk has {free / GB:.3g} GB free; choose another disk, a smaller"
-        " save_total_limit, or save_strategy: no"
+        f"output_dir={output_dir}: the run needs {needed / GB:.3g} GB more for the final model"
+        f" ({size.final_bytes / GB:.3g} GB){saves}, but the disk has {free / GB:.3g} GB free; {way_out}"
     ]

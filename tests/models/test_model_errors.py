@@ -164,6 +164,7 @@ def test_masks_in_old_files_are_no_weights(tmp_path):
     tensors = load_file(model / "model.safetensors")
     tensors |= {
         "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.causal_mask": torch.ones(1, 1, 8, 8),
         "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8),
     }
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})

@@ -49,14 +49,17 @@ def test_a_tied_head_is_written_once_in_every_stage(options, tmp_path):
 
 @needs_root
 def test_a_disk_without_room_for_model_and_checkpoints_is_refused_before_training(tmp_path):
-    def problems(num_trainable: int) -> list[str]:
-        size = CheckpointSize(weight_bytes=4 * num_trainable, state_bytes=12 * num_trainable, small_bytes=1000, kept=3)
+    def problems(num_trainable: int, kept: int = 3) -> list[str]:
+        sizes = {"weight_bytes": 4 * num_trainable, "state_bytes": 12 * num_trainable, "small_bytes": 1000}
+        size = CheckpointSize(**sizes, kept=kept)
         return check_room(str(tmp_path / "run"), size)
 
     with small_disk(tmp_path, "50m"):
         assert problems(900_000) == []  # 4 B final, 3 checkpoints of 16 B: 46.8 MB
         (problem,) = problems(1_100_000)
         assert "3 checkpoints" in problem and "save_total_limit" in problem
+        (problem,) = problems(15_000_000, kept=0)
+        assert "checkpoint" not in problem and "save_strategy" not in problem
 
 
 def train_in_a_folder_of_its_own(folder: Path, cases: list[dict]) -> list[str]:
